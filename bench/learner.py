@@ -31,7 +31,7 @@ from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Batch, Samples
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
@@ -83,7 +83,7 @@ def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int,
     read_boxes(HFFolder(folder), hf, layout, rank, dict(megatron.tensors))
     megatron.adopt()
     tokens = len(samples.input_ids)
-    batch: Batch = pack(samples, dims=learner.dims, max_tokens=-(-tokens // learner.dims.dp) + 512)
+    batch: Batch = Packer(dims=learner.dims, max_tokens=-(-tokens // learner.dims.dp) + 512).pack(samples)
     mine = tuple(batch.micro_batches[learner.dims.dp_rank(rank)])  # gathered before the clock starts
 
     def step() -> None:

@@ -21,7 +21,7 @@ import torch
 from bench.learner import GSPO, SIZES, VOCABULARY, make_samples, seconds
 from bench.results import parse, write
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
@@ -53,7 +53,7 @@ def filled(folder: Path, learner: LearnerSection, device: torch.device) -> Megat
 def step_of(made: MegatronLearner, samples: Samples, learner: LearnerSection) -> Callable[[], None]:
     """One train step of all sequences."""
     tokens = len(samples.input_ids)
-    batch = pack(samples, dims=learner.dims, max_tokens=tokens + 512)
+    batch = Packer(dims=learner.dims, max_tokens=tokens + 512).pack(samples)
     mine = tuple(batch.micro_batches[0])
 
     def step() -> None:

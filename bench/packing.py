@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.results import parse, write
-from rl_megatron.data.packing import causal_attention_cost, pack, padded_lengths, plan_packing, sequence_work
+from rl_megatron.data.packing import Packer, causal_attention_cost, padded_lengths, plan_packing, sequence_work
 from rl_megatron.types import ParallelDims, Samples
 
 Plan = list[list[NDArray[np.int64]]]
@@ -145,7 +145,7 @@ def main() -> None:
                     if packer == "ours" and not (attainable and within):
                         missed.append((mix, model, budget))
     samples = random_samples(lengths)
-    seconds = best_seconds(lambda: pack(samples, dims=dims, max_tokens=2 * MAX_LENGTH, attention_cost=cost), 2)
+    seconds = best_seconds(lambda: Packer(dims=dims, max_tokens=2 * MAX_LENGTH, attention_cost=cost).pack(samples), 2)
     print(f"plan and assemble {int(lengths.sum()):,} positions: {seconds * 1e3:.0f} ms")
     print(
         f"bars: imbalance {IMBALANCE_BAR}, padding {PADDING_BAR:.1%}, {PLAN_SECONDS_BAR} s; missed: {missed or 'none'}"

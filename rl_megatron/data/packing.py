@@ -158,46 +158,19 @@ def causal_attention_cost(*, linear_parameters: float, attention_width: float) -
     return attention_width / linear_parameters
 
 
-def pack(
-    samples: Samples,
-    *,
-    dims: ParallelDims,
-    max_tokens: int,
-    attention_cost: float = 0.0,
-    unit: int = 1,
-    padding: PaddingSection | None = None,
-    part: NDArray[np.int64] | None = None,
-    ranks: NDArray[np.int64] | None = None,
-) -> Batch:
-    """Pack every sequence, or those in ``part``, once into D x M micro-batches of at most ``max_tokens`` positions.
-    Deterministic.
-
-    ``padding`` limits a micro-batch's sequences, too; ``ranks`` [S] says which data-parallel rank takes each sequence.
-
-    ``unit`` neighbouring sequences (2 for preference pairs) stay together. The learner, not this function, pads for TP
-    and CP; but padding counts: a padded micro-batch also has at most ``max_tokens`` positions, rounded up to the
-    padding's multiple. If there are fewer sequences than micro-batches, the others get one position with nothing masked
-    in, since every rank must join the collectives, and where ``padding`` has sizes, more after their sequence to pad
-    with. Raises DataError for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
-    """
-    packer = Packer(
-        dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit, padding=padding or PaddingSection()
-    )
-    return packer.pack(samples, part=part, ranks=ranks)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packer:
-    """Packs for the ranks of one learner; the first fields are arguments of `pack`. ``whole_groups``: a group's
-    sequences are in one minibatch.
+    """Packs sequences into D x M micro-batches of at most ``max_tokens`` positions, for the ranks of one learner.
 
-    ``padding`` has the most sequences of a micro-batch, and what the learner pads it to, or else to a multiple of
-    ``multiple`` and of what ``dims`` need.
+    ``unit`` neighbouring sequences (2 for preference pairs) stay together, with ``whole_groups`` also a group's in one
+    minibatch. ``padding`` has the most sequences of a micro-batch, and what the learner pads it to, or else to a
+    multiple of ``multiple`` and of what ``dims`` need. The learner pads, but padding counts: a padded micro-batch also
+    has at most ``max_tokens`` positions, rounded up to the padding's multiple.
     """
 
     dims: ParallelDims
     max_tokens: int
-    attention_cost: float
+    attention_cost: float = 0.0
     unit: int = 1
     padding: PaddingSection = field(default_factory=PaddingSection)
     multiple: int = 1
@@ -211,7 +184,13 @@ class Packer:
         ranks: NDArray[np.int64] | None = None,
         with_room: bool = False,
     ) -> Batch:
-        """Pack all of them, or ``part``; units stay together. ``with_room``: for one more position a sequence."""
+        """Pack every sequence, or those in ``part``, once. Deterministic.
+
+        ``ranks`` [S] says which data-parallel rank takes each sequence; ``with_room``: for one more position each. If
+        there are fewer sequences than micro-batches, the others get one position with nothing masked in, since every
+        rank must join the collectives, and where ``padding`` has sizes, more after their sequence to pad with. Raises
+        DataError for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
+        """
         part = np.arange(samples.num_sequences) if part is None else part
         lengths = samples.cu_seqlens.diff().numpy()[part] + with_room
         plan = self._plan(lengths, None if ranks is None else ranks[part])

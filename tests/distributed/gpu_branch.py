@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.models.tiny import TinySizes
 from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import Samples
@@ -37,7 +37,7 @@ def make_samples() -> Samples:
 
 def batch_of(learner: LearnerSection, rank: int) -> tuple[Sequence[Samples], dict[str, int]]:
     """The micro-batches of a rank, and the counts of the whole batch."""
-    batch = pack(make_samples(), dims=learner.dims, max_tokens=96)
+    batch = Packer(dims=learner.dims, max_tokens=96).pack(make_samples())
     row = batch.micro_batches[learner.dims.dp_rank(rank)]
     return row, {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
 

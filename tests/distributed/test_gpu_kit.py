@@ -17,7 +17,7 @@ from launcher.hosts.local import LocalLauncher
 from launcher.wire import Call, Muster
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.placement.names import LEARNER
@@ -104,7 +104,7 @@ async def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = make_tiny_model(TinySizes(num_layers=1), tmp_path / "cache", seed=3)
     samples = ragged_samples(4, torch.Generator().manual_seed(5))
     samples = dataclasses.replace(samples, advantages=torch.ones(len(samples.input_ids)))
-    batch = pack(samples, dims=ParallelDims(), max_tokens=4096)
+    batch = Packer(dims=ParallelDims(), max_tokens=4096).pack(samples)
     async with LocalLauncher(model, tmp_path).start(config) as roles:
         await roles.policy.backward(batch, policy_loss(objective="importance"))
         assert (await roles.policy.step(1e-3)).grad_norm > 0

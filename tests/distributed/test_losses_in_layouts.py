@@ -22,7 +22,7 @@ from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack, unpack
+from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
@@ -195,7 +195,7 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
         megatron.adopt()
 
     def step(megatron: MegatronLearner, loss: Loss, unit: int, samples: Samples, rate: float) -> list[Any] | None:
-        batch = pack(samples, dims=learner.dims, max_tokens=max_tokens, unit=unit)
+        batch = Packer(dims=learner.dims, max_tokens=max_tokens, unit=unit).pack(samples)
         counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
         result = train_step(megatron, batch.micro_batches[dp], loss, rate, **counts)
         assert not isinstance(result, SkippedStep)
@@ -206,7 +206,7 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
     every = jobs()
     seen |= {name: step(policy, *every[name], 0.0) for name in (OF_BELOW if layout_name in BELOW else every)}
     samples = make_samples()
-    batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
+    batch = Packer(dims=learner.dims, max_tokens=max_tokens).pack(samples)
     seen |= scores(policy, batch, dp, samples)
     makers = {
         "critic": (partial(make_critic, shape, learner, device), ValueLoss(clip=0.2)),

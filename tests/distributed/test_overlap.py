@@ -24,7 +24,7 @@ from torch import Tensor
 from rl_megatron.config.io import load_config
 from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
@@ -65,7 +65,7 @@ def make_batch(learner: LearnerSection) -> Batch:
     ids, targets = samples.input_ids % VOCABULARY, samples.targets % VOCABULARY
     advantages = torch.repeat_interleave(torch.randn(SEQUENCES, generator=g), samples.cu_seqlens.diff())
     samples = replace(samples, input_ids=ids, targets=targets, advantages=advantages)
-    return pack(samples, dims=learner.dims, max_tokens=120)
+    return Packer(dims=learner.dims, max_tokens=120).pack(samples)
 
 
 def make(folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> Any:

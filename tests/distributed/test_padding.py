@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection, PaddingSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import without_captures
 from rl_megatron.learner.keywords import keywords
@@ -47,7 +47,7 @@ def make_batch(learner: LearnerSection) -> Batch:
     advantages = torch.repeat_interleave(torch.randn(SEQUENCES, generator=g), samples.cu_seqlens.diff())
     ids, targets = samples.input_ids % VOCABULARY, samples.targets % VOCABULARY
     samples = replace(samples, input_ids=ids, targets=targets, advantages=advantages)
-    return pack(samples, dims=learner.dims, max_tokens=120, padding=PaddingSection(sequences=MOST))
+    return Packer(dims=learner.dims, max_tokens=120, padding=PaddingSection(sequences=MOST)).pack(samples)
 
 
 def seen_by(folder: Path, keys: dict[str, Any], rank: int, device: torch.device) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.interfaces import Pass
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
@@ -117,7 +117,7 @@ def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> 
 
     dims, g = config.learner.dims, torch.Generator().manual_seed(5)
     samples = ragged_samples(4, g)
-    batch = pack(replace(samples, advantages=samples.mask.float()), dims=dims, max_tokens=96)
+    batch = Packer(dims=dims, max_tokens=96).pack(replace(samples, advantages=samples.mask.float()))
     row, counts = batch.micro_batches[dims.dp_rank(rank)], (batch.num_tokens, batch.num_sequences)
     share = share_of(row, dims, rank, to_score=True)
     asked: dict[str, frozenset[Want]] = {"reference": frozenset({"logprobs"}), "critic": frozenset({"values"})}

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.models.shape import ModelShape, Rope, Router
 from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import Loss, Samples, SkippedStep
@@ -85,7 +85,7 @@ def fill(learner: MegatronLearner) -> None:
 
 def steps(megatron: MegatronLearner, learner: LearnerSection, rank: int, loss: Loss) -> list[tuple[float, float]]:
     """Loss and gradient norm of the next steps; empty off the last stage."""
-    batch = pack(make_samples(), dims=learner.dims, max_tokens=1000)
+    batch = Packer(dims=learner.dims, max_tokens=1000).pack(make_samples())
     counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     found = []
     for _ in range(STEPS):

@@ -33,7 +33,7 @@ from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import Packer, pack, packer_of, unpack
+from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
@@ -379,7 +379,7 @@ async def step(roles: Roles, number: int, g: torch.Generator) -> None:
     ]
     await asyncio.gather(*map(roles.engine.generate, requests))
     samples = ragged_samples(16 + number % 8, g)
-    batch = pack(samples, dims=ParallelDims(), max_tokens=4096)
+    batch = Packer(dims=ParallelDims(), max_tokens=4096).pack(samples)
     await roles.policy.backward(batch, CrossEntropy())
     await roles.policy.step(1e-4)
     await roles.weights.push(number)

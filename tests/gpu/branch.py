@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.processes.environment import of_one_order
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples
 from tests.distributed.ranks import ragged_samples
@@ -58,7 +58,7 @@ def fill(scorer: MegatronScorer) -> None:
 
 def micro_batches(learner: LearnerSection) -> tuple[Sequence[Samples], dict[str, int]]:
     """Those of one rank, and the counts of the batch."""
-    batch = pack(make_samples(), dims=learner.dims, max_tokens=128)
+    batch = Packer(dims=learner.dims, max_tokens=128).pack(make_samples())
     return batch.micro_batches[0], {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.features.overlap.feature import overlap_of
@@ -71,7 +71,7 @@ def make_samples(shape: Any, features: Sequence[str]) -> Samples:
 
 
 def packed(samples: Samples, learner: LearnerSection) -> Batch:
-    return pack(samples, dims=learner.dims, max_tokens=MAX_TOKENS, padding=learner.padding)
+    return Packer(dims=learner.dims, max_tokens=MAX_TOKENS, padding=learner.padding).pack(samples)
 
 
 class Drawn(MadeUp):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rl_megatron.config.sections.learner import LearnerSection, PaddingSection
 from rl_megatron.data import packing
-from rl_megatron.data.packing import Packer, causal_attention_cost, pack, packer_of, plan_packing, unpack
+from rl_megatron.data.packing import Packer, causal_attention_cost, packer_of, plan_packing, unpack
 from rl_megatron.errors import DataError
 from rl_megatron.learner.packed import Slots, pack_micro_batch
 from rl_megatron.types import ParallelDims, Samples
@@ -49,7 +49,7 @@ def pieces(samples: Samples, name: str) -> list[torch.Tensor]:
 @given(LENGTHS, DIMS, st.integers(60, 300), st.sampled_from([0.0, 0.01, 1.0]))
 def test_every_sequence_is_packed_once(lengths: list[int], dims: ParallelDims, max_tokens: int, cost: float) -> None:
     samples = ragged(lengths)
-    batch = pack(samples, dims=dims, max_tokens=max_tokens, attention_cost=cost)
+    batch = Packer(dims=dims, max_tokens=max_tokens, attention_cost=cost).pack(samples)
     micro_batches = [micro for row in batch.micro_batches for micro in row]
     real = [micro for micro in micro_batches if micro.mask.any() or len(micro.mask) > 1 or micro.old_logprobs.any()]
     for name in COLUMNS:
@@ -259,7 +259,7 @@ def test_an_empty_batch_is_an_error() -> None:
 
 def test_micro_batches_own_their_memory() -> None:
     """A view would send the whole batch to every rank when pickled."""
-    batch = pack(ragged([10] * 40), dims=ParallelDims(dp=2), max_tokens=50)
+    batch = Packer(dims=ParallelDims(dp=2), max_tokens=50).pack(ragged([10] * 40))
     for micro in (micro for row in batch.micro_batches for micro in row):
         assert micro.input_ids.untyped_storage().nbytes() == micro.input_ids.nbytes
 
@@ -275,14 +275,14 @@ def test_attention_cost_equals_operations_counted_by_hand() -> None:
 @given(LENGTHS, DIMS, st.integers(60, 300))
 def test_scores_find_their_way_back(lengths: list[int], dims: ParallelDims, max_tokens: int) -> None:
     samples = ragged(lengths)
-    batch = pack(samples, dims=dims, max_tokens=max_tokens)
+    batch = Packer(dims=dims, max_tokens=max_tokens).pack(samples)
     scores = [[micro.old_logprobs for micro in row] for row in batch.micro_batches]
     assert torch.equal(unpack(batch, scores, samples), samples.old_logprobs)
 
 
 def test_scores_of_too_few_micro_batches_are_refused() -> None:
     samples = ragged([10] * 12)
-    batch = pack(samples, dims=ParallelDims(dp=2), max_tokens=30)
+    batch = Packer(dims=ParallelDims(dp=2), max_tokens=30).pack(samples)
     scores = [[micro.old_logprobs for micro in row] for row in batch.micro_batches]
     with pytest.raises(ValueError, match="shorter"):
         unpack(batch, [scores[0], scores[1][:-1]], samples)
@@ -295,7 +295,7 @@ def test_scores_of_too_few_micro_batches_are_refused() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(LENGTHS, min_size=1, max_size=3), DIMS, st.sampled_from([0.0, 0.01, 1.0]))
 def test_metrics_are_a_loops_over_micro_batches(several: list[list[int]], dims: ParallelDims, cost: float) -> None:
-    batches = [pack(ragged(lengths), dims=dims, max_tokens=90, attention_cost=cost) for lengths in several]
+    batches = [Packer(dims=dims, max_tokens=90, attention_cost=cost).pack(ragged(lengths)) for lengths in several]
     multiple = 2 * dims.cp if dims.cp > 1 else 1
     waited = worked = 0.0
     positions = computed = 0
@@ -337,7 +337,7 @@ def test_the_padding_is_what_ranks_compute(fp8: str | None, lengths: list[int], 
 def test_a_placeholder_has_others_tokens_for_padding_and_a_sequence_of_one() -> None:
     """Padding of one token many times would send all to the same experts."""
     samples = ragged([9, 4])
-    batch = pack(samples, dims=ParallelDims(dp=4), max_tokens=16, padding=PaddingSection(tokens="8,16"))
+    batch = Packer(dims=ParallelDims(dp=4), max_tokens=16, padding=PaddingSection(tokens="8,16")).pack(samples)
     ranks = zip(batch.micro_batches, batch.sequences, strict=True)
     placeholders = [row[0] for row, numbers in ranks if not len(numbers[0])]
     assert len(placeholders) == 2

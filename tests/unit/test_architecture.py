@@ -30,8 +30,7 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "main": "",
     "linear": "",  # one operation: forward alone, and with its gradient
     "rms_norm": "",
-    "pack": "launcher/wire.py",  # always called as wire.pack
-    "unpack": "launcher/wire.py",
+    "unpack": "launcher/wire.py",  # always called as wire.unpack
     "report": "launcher/commands",  # a command is called as its function is
     "submit": "launcher/commands",
     "train": "launcher/commands",

@@ -250,8 +250,7 @@ class Beside:
 
 
 def _ready(tensor: Tensor) -> torch.cuda.Event | None:
-    """An event after all work that this thread has queued on the tensor's GPU, for which another thread's stream must
-    wait; None of a tensor on the CPU."""
+    """An event of the tensor's GPU after all work that this thread has queued, for another thread's stream to await."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 

@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rl_megatron.config.sections.learner import PaddingSection
-from rl_megatron.data.packing import pack, unpack
+from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import SyncError
@@ -127,7 +127,7 @@ async def scores_of(
         for i, (prompt, behind, said) in enumerate(texts)
     ]
     samples = to_samples(groups)
-    batch = pack(samples, dims=dims, max_tokens=len(groups) * _TEXT_TOKENS, padding=padding)
+    batch = Packer(dims=dims, max_tokens=len(groups) * _TEXT_TOKENS, padding=padding).pack(samples)
     said = await learner.score(batch, frozenset({"logprobs"}))
     values = unpack(batch, said["logprobs"], samples)
     bounds = pairwise(samples.cu_seqlens.tolist())

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from rl_megatron import feature
 from rl_megatron.columns import Column, ColumnReader, ColumnWriter, Ragged, read_column, written_column
 from rl_megatron.config.io import load_config
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.data.rows import HeldRows, Sent, has_layers, of_layers
 from rl_megatron.data.samples import seen_by, select, split, to_samples
 from rl_megatron.data.trajectories import columns_of_row, single_turns
@@ -169,7 +169,7 @@ def test_waiting_completions_keep_their_columns_in_a_checkpoint(tmp_path: Path) 
 def test_ranks_get_their_rows_and_their_layers(cut_by: str) -> None:
     """Four ranks for three rows: one has the first positions of the batch, without anything to learn."""
     samples, layers = to_samples(groups()), {"indices": (1, 3)}
-    batch = pack(samples, dims=ParallelDims(dp=4), max_tokens=20)
+    batch = Packer(dims=ParallelDims(dp=4), max_tokens=20).pack(samples)
     sent, placeholders = Sent(4), 0
     for to_score in (True, False):
         shares, again = sent.shares(batch, to_score=to_score), sent.shares(batch, to_score=to_score)
@@ -199,7 +199,7 @@ def test_ranks_get_new_values_of_a_ragged_column_with_the_counts_of_before() -> 
     assert isinstance(kept, Ragged)
     changed = replace(samples, extra={**samples.extra, "kept": Ragged(kept.values + 1, kept.counts)})
     for given in (samples, changed):
-        batch = pack(given, dims=ParallelDims(), max_tokens=100)
+        batch = Packer(dims=ParallelDims(), max_tokens=100).pack(given)
         (share,) = sent.shares(batch, to_score=True)
         (found,) = held.take(share, {"indices": range(LAYERS)})
         (whole,) = batch.micro_batches[0]
@@ -229,7 +229,7 @@ def test_a_slice_of_a_ragged_column_has_the_values_of_its_positions() -> None:
 
 
 def test_models_without_the_policys_layers_get_the_other_columns() -> None:
-    batch = pack(to_samples(groups()), dims=ParallelDims(), max_tokens=20)
+    batch = Packer(dims=ParallelDims(), max_tokens=20).pack(to_samples(groups()))
     assert set(seen_by(batch, replays=False, last_tokens=False).micro_batches[0][0].extra) == {"kept", "marks"}
     assert set(seen_by(batch, replays=True, last_tokens=False).micro_batches[0][0].extra) == set(OWN)
 

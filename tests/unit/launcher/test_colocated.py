@@ -20,7 +20,7 @@ from launcher.servers.pool import COMPUTING, ServedEngines, ServedLauncher, colo
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.engines import replicas
 from rl_megatron.engines.replicas import Health
 from rl_megatron.engines.weights import ReplicaWeights
@@ -97,7 +97,7 @@ async def test_models_release_their_memory_before_a_push_and_servers_before_mode
     models = {role: learner(cast(WorkerGroup, Ranks(role, heard)), role) for role in "abc"}
     servers = Servers(heard)
     roles = roles_of(servers, *(models[role] for role in "abc"))
-    batch = pack(sequences_of([2]), dims=ParallelDims(), max_tokens=2)
+    batch = Packer(dims=ParallelDims(), max_tokens=2).pack(sequences_of([2]))
     await roles.weights.push(1)
     await roles.frozen["reference"].score(batch, frozenset())
     await roles.policy.backward(batch, cast(Loss, None))

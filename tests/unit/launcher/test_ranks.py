@@ -34,7 +34,7 @@ from launcher.worker.models import RankModels
 from launcher.worker.process import say_alive, telling
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.data.rows import HeldRows, OwnLayers, Share
 from rl_megatron.errors import CheckpointError, CorruptionError, RLMegatronError, SyncError, WorkerDied
 from rl_megatron.interfaces import Pass
@@ -381,7 +381,7 @@ def samples(num_layers: int | None = None) -> Samples:
 
 
 def packed(whole: Samples) -> Batch:
-    return pack(whole, dims=DIMS, max_tokens=6)
+    return Packer(dims=DIMS, max_tokens=6).pack(whole)
 
 
 def learner_of(stages: Stages) -> LearnerGroup:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig, TrainSection
-from rl_megatron.data.packing import Packer, pack
+from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.samples import WrittenRow, select
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
@@ -322,7 +322,7 @@ def packed(*sequences: tuple[int, ...]) -> Batch:
     """A micro-batch a sequence, on one rank."""
     tokens = torch.tensor([t for s in sequences for t in s])
     samples = sequences_of([len(s) for s in sequences], input_ids=tokens, targets=tokens)
-    batch = pack(samples, dims=ParallelDims(), max_tokens=100)
+    batch = Packer(dims=ParallelDims(), max_tokens=100).pack(samples)
     parts = tuple(select(samples, torch.tensor([i])) for i in range(len(sequences)))
     return replace(batch, micro_batches=(parts,), num_tokens=1)
 

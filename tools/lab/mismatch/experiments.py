@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.sections.learner import PaddingSection
-from rl_megatron.data.packing import pack, unpack
+from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import dense_column, select, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
@@ -249,7 +249,7 @@ async def observe(bench: Bench, prompts: Sequence[Prompt], completions: int) -> 
     if _routes_of(samples) is None:
         learner, routes, replayed = await _score(bench, free), None, None
     else:
-        batch = pack(free, dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding)
+        batch = Packer(dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding).pack(free)
         said = await bench.learner.score(batch, frozenset({"logprobs", "routes"}))
         learner, routes = (unpack(batch, said[what], free) for what in ("logprobs", "routes"))
         replayed = await _score(bench, samples)
@@ -386,13 +386,13 @@ def _first_sampled(samples: Samples, most: int) -> Tensor:
 
 
 async def _score(bench: Bench, samples: Samples) -> Tensor:
-    batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding)
+    batch = Packer(dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding).pack(samples)
     return unpack(batch, (await bench.learner.score(batch, frozenset({"logprobs"})))["logprobs"], samples)
 
 
 async def _logits(bench: Bench, samples: Samples) -> Tensor:
     """[m, V] in the order of the masked-in positions."""
-    batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding)
+    batch = Packer(dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding).pack(samples)
     answers = (await bench.learner.score(batch, frozenset({"logits"})))["logits"]
     count = 0
     numbers = []
