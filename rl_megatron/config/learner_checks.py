@@ -24,7 +24,7 @@ _CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
 _LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
 _SLOWEST_DECAY = math.nextafter(1 - 1 / (2**8 + 2), 0)
 """bfloat16 has 8 bits of a significand. A factor above this rounds 1 + 2 ** -7 to itself, so it never decays."""
-_ONE, _TWO, _OUT = "leave one of them out", "set one of the two", "leave it out"
+_TWO, _OUT = "set one of the two", "leave it out"
 _ON_CPU, _OWN_LAYERS = On("learner.device", "cpu"), On("learner.own_layers", SET, "learner.layers")
 _KERNELS, _NO_EXPERTS = On("learner.dispatcher", Not("alltoall")), On("shape.num_experts", 0, "shape.family")
 _FLOAT8 = On("learner.fp8")

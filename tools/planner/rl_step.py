@@ -87,7 +87,6 @@ class Sampled:
     longest: float
     prompts: float
     rows: float  # that a server decodes at once
-    waves: float
     requests: int
     held_back: bool
 
@@ -228,7 +227,6 @@ def sampled(
         longest=max(lengths) * seconds(full, max(lengths) / 2),
         prompts=prompts,
         rows=rows,
-        waves=each / full,
         requests=math.ceil(most * replicas * ending / group),
         held_back=full < most,
     )
