@@ -321,12 +321,6 @@ def test_gaps_are_masked_out_positions_behind_masked_in_ones_of_a_sequence() -> 
                 assert has_gaps(torch.tensor(mask), torch.tensor(bounds)) == expected, (mask, bounds)
 
 
-def test_a_reward_lands_on_the_last_trained_token() -> None:
-    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1], dtype=torch.bool)
-    out = last_token_rewards(torch.tensor([3.0, 7.0, 5.0]), mask, torch.tensor([0, 3, 5, 7]))
-    assert out.tolist() == [0, 3, 0, 0, 0, 0, 5]
-
-
 def test_length_adaptive_lambda() -> None:
     mask = torch.ones(140, dtype=torch.bool)
     mask[:30] = False

@@ -322,36 +322,6 @@ def test_weights_have_no_gradient_of_their_own() -> None:
         assert float(inputs.logprobs.grad[t]) == pytest.approx((values[1] - values[0]) / (2 * step), rel=1e-6)
 
 
-@pytest.mark.parametrize(("level", "high"), [("token", 0.04), ("sequence", 0.03), ("product", 0.1), ("worst", 0.07)])
-def test_a_loss_with_rejections_has_the_gradient_of_finite_differences(level: str, high: float) -> None:
-    """Tokens that are dropped have none, and some are."""
-    inputs = draw(11, [4, 3, 5, 2, 6], 0.3)
-    correction = {"mode": "reject", "level": level, "high": high}
-    loss = policy_loss(correction=correction, clip_low=0.9, clip_high=9.0)
-    output = loss(inputs)
-    (gradient,) = torch.autograd.grad(output.loss, inputs.logprobs)
-    now, step = inputs.logprobs.detach(), 1e-5
-    for t in torch.nonzero(inputs.mask).flatten().tolist():
-        nudge = torch.zeros_like(now)
-        nudge[t] = step
-        up, down = (loss(replace(inputs, logprobs=now + sign * nudge)).loss for sign in (1, -1))
-        assert float(gradient[t]) == pytest.approx(float(up - down) / (2 * step), abs=1e-8)
-    assert 0 < output.metrics["correction/dropped_fraction"].value.item() < 1
-
-
-def test_a_sequence_weight_does_not_grow_with_the_length() -> None:
-    """exp of a sum would be e^0.01 and e^2 for the same gap a token."""
-    for length in (1, 200):
-        inputs = draw(0, [length], 0.0)
-        old = torch.full((length,), -0.99, dtype=torch.float64)
-        rollout = torch.full((length,), -1.0, dtype=torch.float64)
-        inputs = replace(inputs, mask=torch.ones(length, dtype=torch.bool), old_logprobs=old, rollout_logprobs=rollout)
-        section = CorrectionSection(mode="truncate", level="sequence", high=100.0)
-        lengths = torch.tensor([float(length)]).double()
-        weights = correction_weights(section, replace(inputs, advantages=old), lengths)
-        torch.testing.assert_close(weights, torch.full_like(old, math.exp(0.01)))
-
-
 @pytest.mark.parametrize(
     "section",
     [
@@ -395,18 +365,6 @@ def test_a_divergence_at_the_limit_is_kept_and_one_above_it_is_not(level: str, t
     for high, wanted in ((limit, [1.0, 1.0]), (math.nextafter(limit, 0.0), [0.0, 0.0])):
         section = CorrectionSection.model_validate({"mode": "reject", "level": level, "high": high})
         assert correction_weights(section, inputs, 2 * ones[:1]).tolist() == wanted
-
-
-def test_decoupled_ppo_is_the_clipped_proximal_ratio_times_the_capped_behaviour_weight() -> None:
-    inputs = draw(3, [4, 6], 0.5)
-    output = policy_loss(correction={"mode": "truncate", "high": 5.0})(inputs)
-    total, logprobs = 0.0, inputs.logprobs.detach()
-    for t in torch.nonzero(inputs.mask).flatten().tolist():
-        ratio = math.exp(float(logprobs[t] - inputs.old_logprobs[t]))
-        advantage = float(inputs.advantages[t])
-        behaviour = min(math.exp(float(inputs.old_logprobs[t] - inputs.rollout_logprobs[t])), 5.0)
-        total -= behaviour * min(ratio * advantage, clamp(ratio, 0.8, 1.2) * advantage)
-    assert output.loss.item() == pytest.approx(total / inputs.num_tokens)
 
 
 def test_second_moment_mask_drops_the_worst_token_only() -> None:

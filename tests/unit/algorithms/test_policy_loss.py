@@ -77,13 +77,6 @@ def test_a_token_of_advantage_zero_has_no_gradient_to_limit(objective: str) -> N
     assert loss(inputs).metrics["clip_fraction"].value.item() == 0.0
 
 
-def test_gspo_is_grpo_with_a_sequence_ratio() -> None:
-    grpo = policy_loss(aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4)
-    assert changed(grpo, ratio_level="sequence") == GSPO
-    ones = [[-0.5], [-0.1]], [[-0.6], [-0.2]]
-    assert_same(evaluate(grpo, batch(ones[0], old=ones[1])), evaluate(GSPO, batch(ones[0], old=ones[1])))
-
-
 def test_a_long_sequence_weighs_no_more_than_a_short_one_in_gspo() -> None:
     """Token-averaged GSPO turns the sign of this loss; the row that would do it is refused."""
     inputs = batch([[-1] * 2, [-1] * 20], advantages=[[-1] * 2, [0.5] * 20])
@@ -272,19 +265,6 @@ def cut(flat: Tensor) -> list[list[float]]:
     return [part.tolist() for part in flat.split(LENGTHS)]
 
 
-def test_luspo_moves_a_token_of_a_long_sequence_as_much_as_one_of_a_short_one() -> None:
-    """GSPO moves it less by the length: the bias that LUSPO is for."""
-    x = replace(drawn(spread=0.0), advantages=torch.ones(sum(LENGTHS), dtype=torch.float64))
-    assert evaluate(row("algorithm=luspo"), x)[1].tolist() == pytest.approx([-1 / len(LENGTHS)] * sum(LENGTHS))
-    by_length = [-1 / len(LENGTHS) / n for n in LENGTHS for _ in range(n)]
-    assert evaluate(row("algorithm=gspo"), x)[1].tolist() == pytest.approx(by_length)
-
-
-def test_dr_grpo_times_g_over_g_minus_one_is_rloo() -> None:
-    dr_grpo, rloo = credited("algorithm=dr_grpo"), credited("algorithm=rloo")
-    torch.testing.assert_close(dr_grpo.advantages * 4 / 3, rloo.advantages)
-
-
 def test_copg_is_rloo_with_the_kl_in_its_rewards_whoever_sampled() -> None:
     """Contrastive policy gradient (arXiv:2406.19185), of each pair (ΔR - β/2·Δh)·Δh, h = log pi/ref: by autograd.
 
@@ -334,44 +314,6 @@ def test_gpg_is_reinforce_over_the_groups_that_dynamic_sampling_keeps() -> None:
     alpha, tokens = 16 / (16 - 8), 16 * length
     wanted = [-(r - sum(of) / 4) * alpha / tokens for of in (told[0], told[2]) for r in of for _ in range(length)]
     assert gradient.tolist() == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("name", ["dapo", "decoupled_ppo", "ppo", "reinforce_plus_plus", "liteppo"])
-def test_at_ratio_one_a_clipped_row_has_the_gradient_of_reinforce(name: str) -> None:
-    x = drawn(spread=0.0)
-    torch.testing.assert_close(evaluate(row(f"algorithm={name}"), x)[1], evaluate(row("algorithm=reinforce"), x)[1])
-
-
-def test_decoupled_ppo_is_ppo_where_the_proximal_policy_is_the_rollouts() -> None:
-    """By a recomputed pass that finds the engine's numbers, or interpolated with a share of 0."""
-    x = drawn()
-    same = replace(x, rollout_logprobs=x.old_logprobs)
-    ppo = evaluate(row("algorithm=ppo"), same)
-    assert_same(evaluate(row("algorithm=decoupled_ppo"), same), ppo)
-    unknown = replace(
-        same, old_logprobs=torch.full_like(x.old_logprobs, math.nan), proximal_share=torch.zeros_like(x.old_logprobs)
-    )
-    assert_same(evaluate(row("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated"), unknown), ppo)
-
-
-def test_decoupled_ppo_at_a_share_of_one_is_the_weighted_gradient_of_reinforce() -> None:
-    """The proximal policy is the current one: ratio 1, and all of the gap is in the capped behaviour weight."""
-    x = drawn()
-    x = replace(x, proximal_share=torch.ones_like(x.old_logprobs))
-    weights = (x.logprobs.detach() - x.rollout_logprobs).exp().clamp(max=5.0)
-    expected = -weights * x.advantages / x.num_tokens
-    torch.testing.assert_close(evaluate(row("algorithm=decoupled_ppo"), x)[1], expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("spread", [1e-2, 1e-3, 1e-4])
-def test_sapo_of_a_small_step_is_the_unclipped_ratio(spread: float) -> None:
-    """Its gate falls off with the square of the step: the gradient differs from that of -rho A by O(spread²)."""
-    x = drawn(spread=spread)
-    grouped = "algorithm.aggregation=seq_mean_token_mean"
-    unclipped = row("algorithm=grpo", grouped, "algorithm.clip_low=1.0", "algorithm.clip_high=1e9")
-    difference = evaluate(row("algorithm=sapo"), x)[1] - evaluate(unclipped, x)[1]
-    scale = evaluate(unclipped, x)[1].abs().max()
-    assert float(difference.abs().max() / scale) < 5 * spread**2
 
 
 def test_what_m2po_leaves_out_depends_on_the_whole_minibatch() -> None:
