@@ -18,13 +18,12 @@ import yaml
 from torch import Tensor
 
 from rl_megatron.algorithms import corrections
-from rl_megatron.algorithms.advantages import LEVELS, group_advantages
+from rl_megatron.algorithms.advantages import LEVELS
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.kl import ESTIMATORS
 from rl_megatron.algorithms.losses import AGGREGATIONS, loss_of
 from rl_megatron.algorithms.objectives import OBJECTIVES
 from rl_megatron.algorithms.ratios import RATIO_LEVELS
-from rl_megatron.algorithms.returns import gae, whiten
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection, CorrectionSection, KLSection
@@ -448,62 +447,6 @@ def test_low_var_kl_stops_at_ten() -> None:
     assert (clamped.item(), free.item()) == pytest.approx((beta * 10, beta * (math.exp(3) - 4)))
     assert torch.autograd.grad(clamped, x.logp)[0].item() == 0.0
     assert torch.autograd.grad(free, x.logp)[0].item() == pytest.approx(beta * (1 - math.exp(3)))
-
-
-REWARDS, GROUPS = torch.tensor([1.0, 0, 0, 1, 0.5, 3]), torch.tensor([0, 0, 0, 1, 1, 2])  # the last is alone
-
-
-@pytest.mark.parametrize(
-    ("std", "eps"),
-    [("group", 1e-6), ("none", 1e-6), ("group", 1e-4), ("batch", 1e-4)],
-    ids=["verl, slime", "dr_grpo", "TRL", "TRL batch"],
-)
-def test_group_advantages_are_the_peers_but_for_a_group_of_one(std: str, eps: float) -> None:
-    found = group_advantages(REWARDS, GROUPS, mean="group", std=std, leave_one_out=False, eps=eps).tolist()
-    wanted = []
-    for rewards in (REWARDS[:3].double(), REWARDS[3:5].double()):
-        over = REWARDS.double() if std == "batch" else rewards
-        scale = 1.0 if std == "none" else over.std() + eps
-        wanted += ((rewards - rewards.mean()) / scale).tolist()
-    assert found[:5] == pytest.approx(wanted, rel=1e-6)
-    assert found[5] == 0.0  # verl: (3 - 0) / (1 + 1e-6), the whole reward
-
-
-def peer_gae(x: Padded, rewards: Tensor, values: Tensor, after: Tensor, gamma: float, lam: float) -> Tensor:
-    """Back over the columns, skipping what is masked out. ``after`` is 0 in verl and slime; AReaL's is the value in
-    the last column of the padded row where a response was cut."""
-    running, following, out = torch.zeros_like(after), after, []
-    for t in reversed(range(WIDTH)):
-        kept = x.mask[:, t]
-        step = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * running
-        running, following = (kept * step + (1 - kept) * running), (kept * values[:, t] + (1 - kept) * following)
-        out.append(running * kept)
-    return torch.stack(out[::-1], 1)
-
-
-def test_gae_is_the_peers_and_only_ours_and_areals_bootstrap_a_cut_response() -> None:
-    x, g = padded(), torch.Generator().manual_seed(5)
-    rewards, values = (torch.randn(x.mask.shape, generator=g, dtype=torch.float64) * x.mask for _ in range(2))
-    real = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
-    after, cut = torch.full((6,), 0.7, dtype=torch.float64), torch.tensor([True] + [False] * 5)
-    columns = (rewards[real], values[real], x.mask[real].bool(), bounds)
-    options = {"gamma": 0.9, "lam": 0.8}
-    ended = gae(*columns, next_values=after, truncated=torch.zeros_like(cut), **options)
-    zero = peer_gae(x, rewards, values, torch.zeros(6).double(), **options)
-    torch.testing.assert_close(ended, zero[real].float())
-    bootstrapped = gae(*columns, next_values=after, truncated=cut, **options)
-    torch.testing.assert_close(bootstrapped, peer_gae(x, rewards, values, after * cut, **options)[real].float())
-    assert bootstrapped[LENGTHS[0] - 1] - ended[LENGTHS[0] - 1] == pytest.approx(0.9 * 0.7)
-
-
-def test_whitened_advantages_are_verls() -> None:
-    """(A - mean) / sqrt(var + 1e-8), var unbiased, over the trained tokens of the batch; ours adds 1e-8 to the std."""
-    x = padded()
-    kept = x.logp.detach()[x.mask.bool()]
-    wanted = (kept - kept.mean()) / (kept.var() + 1e-8).sqrt()
-    found = whiten(x.logp.detach().flatten(), x.mask.bool().flatten())
-    torch.testing.assert_close(found[x.mask.bool().flatten()], wanted.float())
 
 
 def test_the_critics_loss_is_that_of_verl_and_areal() -> None:

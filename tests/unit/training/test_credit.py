@@ -112,21 +112,11 @@ def test_no_other_mean_begins_a_moving_baseline(mean: str) -> None:
     assert state.baseline is None
 
 
-def test_discounted_credit_falls_towards_the_start() -> None:
-    found = advantages(**NO_BASELINE, credit="discounted", gamma=0.5)
-    assert found == [[0.25, 0.5, 1.0], [0.0] * 2, [0.0] * 4, [1.0], [0.5, 1.0]]
-
-
 def test_whitening_is_over_the_tokens_of_the_whole_batch() -> None:
     found = advantages(**NO_BASELINE, whiten=True)
     tokens = [1.0] * 3 + [0.0] * 6 + [1.0] * 3
     mean, std = statistics.mean(tokens), statistics.stdev(tokens)
     assert list(chain.from_iterable(found)) == pytest.approx([(t - mean) / std for t in tokens], rel=1e-5)
-
-
-def test_overlong_completions_are_penalised_before_the_baseline() -> None:
-    found = advantages(max_new_tokens=4, **NO_BASELINE, overlong_buffer=2)
-    assert [tokens[0] for tokens in found] == pytest.approx([1 - 0.5, 0.0, -1.0, 1.0, 1.0])
 
 
 def test_truncated_completions_are_dropped_or_rescored_where_asked() -> None:
@@ -137,7 +127,6 @@ def test_truncated_completions_are_dropped_or_rescored_where_asked() -> None:
 
 TWO = [group("a", [1.0], [3]), group("b", [0.5], [2], "length")]
 VALUES = {"old_values": torch.tensor([9.0, 0.1, 0.2, 0.3, 9.0, 0.4, 0.5])}  # the first of each is at a prompt token
-VALUES_OF = [[0.1, 0.2, 0.3], [0.4, 0.5]]
 AFTER = torch.tensor([7.0, 0.6])  # the first completion ended by itself: its 7 must not be seen
 
 
@@ -148,17 +137,6 @@ def loop_gae(rewards: list[float], values: list[float], after: float, gamma: flo
         following = value
         out.append(running)
     return out[::-1]
-
-
-def test_generalised_advantages_bootstrap_only_where_a_completion_was_cut() -> None:
-    section = {**NO_BASELINE, "credit": "gae", "gamma": 0.9, "lam": 0.8}
-    samples, _ = credit(section, TWO, next_values=AFTER, **VALUES)
-    wanted = [loop_gae([0, 0, 1], [0.1, 0.2, 0.3], 0.0, 0.9, 0.8), loop_gae([0, 0.5], [0.4, 0.5], 0.6, 0.9, 0.8)]
-    for found, expected in zip(by_completion(samples), wanted, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-    returns = [[a + v for a, v in zip(*rows, strict=True)] for rows in zip(wanted, VALUES_OF, strict=True)]
-    for found, expected in zip(by_completion(samples, "returns"), returns, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_cut_with_a_reward_of_its_own_is_an_end() -> None:
@@ -298,14 +276,6 @@ def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups
     )
 
 
-def test_pairs_are_the_best_and_the_worst_of_groups_that_differ() -> None:
-    (pair,), rewards = pairs_of([group("a", [0.0, 1.0, -1.0], [3, 2, 4]), GROUPS[1]])
-    assert pair.rewards == (1.0, -1.0)
-    assert rewards.values.tolist() == [1.0, -1.0]
-    assert [one.turns[0].text for one in pair.trajectories] == ["a1", "a2"]
-    assert [one.num_sampled for one in pair.trajectories] == [2, 4]
-
-
 def test_explained_variance() -> None:
     samples = replace(to_samples(TWO), returns=torch.tensor([9.0, 1, 2, 3, 9, 4, 5]))
     exact = replace(samples, old_values=samples.returns)
@@ -330,12 +300,6 @@ def test_unknown_combinations_are_refused_with_their_reasons() -> None:
     optimal = {"credit": "optimal", "advantage_mean": "none", "advantage_std": "none"}
     with pytest.raises(ValueError, match=r"credit=optimal with algorithm\.correction.*: the baseline is the best"):
         RunConfig.model_validate({"algorithm": {**optimal, "correction": {"mode": "truncate"}}})
-
-
-def test_rewards_keep_their_order() -> None:
-    rewards = shape_rewards(GROUPS, AlgorithmSection(), AlgorithmState(), max_new_tokens=8)
-    assert isinstance(rewards, Rewards)
-    assert rewards.values.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
 # Credit over turns: a single turn is the group's advantage, several are those of plain loops.
@@ -406,28 +370,6 @@ def test_turns_are_those_of_plain_loops(gamma: float, mean: str, std: str, basel
         wanted = in_plain_loops(sampled, gamma=gamma, mean=mean, std=std, baseline=baseline)
         for some, others in zip(found, wanted, strict=True):
             assert some == pytest.approx(others, rel=1e-5, abs=1e-6)
-
-
-def test_turns_of_one_number_are_compared_within_their_group_alone() -> None:
-    sampled = [
-        group_of(name, [trajectory([1, 1, 1], rewards=[r, r + 2 * n, 3 * r]) for r in (0.0, 1.0)])
-        for n, name in enumerate("abc")
-    ]
-    found = by_turn(sampled, gamma_turn=0.0, advantage_std="none", turn_baseline="index")
-    assert found == [[-0.5, -0.5, -1.5], [0.5, 0.5, 1.5]] * 3
-
-
-def test_three_turns_by_hand() -> None:
-    sampled = [group_of("a", [trajectory([2, 1, 3], rewards=[1.0, None, 0.5], total=3.5)])]
-    assert by_turn(sampled, gamma_turn=0.5, **PLAIN) == [[1 + 0.25 * 2.5, 0.5 * 2.5, 2.5]]
-
-
-def test_without_discount_a_turns_reward_touches_that_turn_alone() -> None:
-    def found(second: float) -> list[list[float]]:
-        return by_turn([group_of("a", [trajectory([2, 1, 3], rewards=[1.0, second, 0.5])])], gamma_turn=0.0, **PLAIN)
-
-    assert found(0.25) == [[1.0, 0.25, 0.5]]
-    assert found(7.0) == [[1.0, 7.0, 0.5]]
 
 
 def test_shaping_acts_on_the_last_turn_and_the_sum_is_the_shaped_reward() -> None:

@@ -501,14 +501,6 @@ def test_advantages_are_the_sums_of_later_steps_normalised_rewards(seed: int) ->
     assert not samples.advantages[~samples.mask].any()
 
 
-def test_steps_of_the_paper_by_hand() -> None:
-    """Rewards 1, 0 of one completion and 0.5 of the other: mean 0.5, std 0.5."""
-    group = judged([[0, 1, 6], [0, 1]], [[(3, 1.0), (5, 0.0)], [(3, 0.5)]])
-    samples = credited([group])
-    assert samples.advantages[samples.mask].tolist() == pytest.approx([0, 0, -1, 0, 0], abs=1e-5)
-    assert group.rewards == (1.0, 0.5)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_ends_are_those_of_decoding_every_prefix(seed: int) -> None:
     rng = random.Random(seed)

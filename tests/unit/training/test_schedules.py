@@ -75,13 +75,6 @@ def test_epochs_take_the_steps_that_hold_their_rows(epochs: float, rows: int, ba
     assert steps_of(epochs, rows, batch_size) == steps
 
 
-def test_cosine_is_half_way_down_in_the_middle() -> None:
-    found = rates(lr_decay="cosine")
-    assert found[0] == 1.0
-    assert found[5] == pytest.approx(0.5)
-    assert found[9] == pytest.approx(0.5 - 0.5 * math.cos(math.pi * 0.1))
-
-
 @pytest.mark.parametrize(("warm", "floor"), [(0, 0.1), (4, 0.25), (3, 1.0)])
 def test_decay_ends_at_a_floor_as_megatrons_does(warm: int, floor: float) -> None:
     """`OptimizerParamScheduler.get_lr` of megatron-core: min_lr + coefficient (max_lr - min_lr), after the warm-up."""
