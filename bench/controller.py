@@ -33,8 +33,7 @@ from bench.controller_threads import StandIn
 from bench.results import parse, write
 from bench.samples import rollouts
 from launcher import wire
-from launcher.controller.group import WorkerGroup
-from launcher.controller.handle import Failure, WorkerHandle
+from launcher.controller.group import Failure, WorkerGroup, WorkerHandle
 from launcher.controller.roles import LearnerGroup, Plane
 from launcher.processes import limits
 from rl_megatron.config.run import RunConfig

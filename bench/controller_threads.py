@@ -30,9 +30,7 @@ from typing_extensions import override
 
 from bench.results import parse, write
 from launcher import wire
-from launcher.controller import handle
-from launcher.controller.group import WorkerGroup
-from launcher.controller.handle import Failure, RankProcess, RankStream
+from launcher.controller.group import Failure, RankProcess, RankStream, WorkerGroup, WorkerHandle
 from launcher.processes import limits
 from launcher.wire import Hello
 
@@ -117,7 +115,7 @@ def measure(kind: type[Any], ranks: int) -> dict[str, object]:
     child.start()
     for _, theirs in pipes:
         theirs.close()
-    with patch.object(handle, "RankStream", kind):
+    with patch("launcher.controller.group.RankStream", kind):
         row = asyncio.run(calls([ours for ours, _ in pipes]))
     child.join()
     return {"kind": "threads" if kind is Threads else "event loop", "ranks": ranks, **row}
@@ -126,7 +124,7 @@ def measure(kind: type[Any], ranks: int) -> dict[str, object]:
 async def calls(streams: Sequence[Connection]) -> dict[str, object]:
     """Make small and large calls to all ranks, one after the other."""
     before, failure = threading.active_count(), Failure()
-    handles = [handle.WorkerHandle(StandIn(rank, ours), failure, None) for rank, ours in enumerate(streams)]
+    handles = [WorkerHandle(StandIn(rank, ours), failure, None) for rank, ours in enumerate(streams)]
     group, large = WorkerGroup(handles, failure), np.zeros(LARGE, np.uint8)
     await group.each("step", large[:8192])  # threads of an executor start with its first call, and torch is imported
     threads, row = threading.active_count() - before, {}

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from launcher import wire
-from launcher.controller.group import serving
-from launcher.controller.handle import Failure, RankProcess
+from launcher.controller.group import Failure, RankProcess, serving
 from launcher.controller.roles import roles_of
 from launcher.processes import limits
 from launcher.processes.guards import LastWords

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from typing_extensions import override
 
-from launcher.controller.handle import seen
+from launcher.controller.group import seen
 from launcher.hosts.ray.node import (
     COMPLETE,
     OBJECT_STORE_BYTES,

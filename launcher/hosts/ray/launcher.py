@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
-from launcher.controller.handle import seen
+from launcher.controller.group import seen
 from launcher.hosts.ray.cluster import RayCluster, group_of, said
 from launcher.hosts.ray.node import Bundle
 from launcher.processes.environment import threads_per_rank, threads_per_worker

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
-from launcher.controller.handle import STOP_SECONDS
+from launcher.controller.group import STOP_SECONDS
 from launcher.hosts.slurm.allocation import Allocation, cores_option
 from launcher.processes.environment import threads_per_rank
 from launcher.wire import Call, Muster

@@ -20,7 +20,7 @@ import pytest
 
 from launcher import wire
 from launcher.controller.arrivals import _STRANGERS, StartedRanks, arrivals
-from launcher.controller.handle import RankProcess
+from launcher.controller.group import RankProcess
 from launcher.processes import limits
 from launcher.wire import Call, Hello
 from rl_megatron.errors import ConfigError, WorkerDied
@@ -187,7 +187,7 @@ def test_more_ranks_than_open_files_are_refused_before_any(tmp_path: Path, monke
 async def test_a_dead_rank_is_told_without_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a network disk that hangs."""
     back = threading.Event()
-    monkeypatch.setattr("launcher.controller.handle.end_of", lambda file: str(back.wait(60)))
+    monkeypatch.setattr("launcher.controller.group.end_of", lambda file: str(back.wait(60)))
     hello = Hello(rank=3, node="node0", pid=1, store="", step="", hindered="")
     ours, theirs = Pipe()
     with ours, theirs:
@@ -219,7 +219,7 @@ def test_a_rank_is_continued_by_slurm_or_that_is_told(
     """It is waited for, so that none is left beside a run that ends."""
     program(tmp_path / "scancel", f"#!/bin/sh\n{scancel}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launcher.controller.handle._WAKE_SECONDS", seconds)
+    monkeypatch.setattr("launcher.controller.group._WAKE_SECONDS", seconds)
     hello = Hello(rank=3, node="node0", pid=1, store="", step="7.2", hindered="")
     before, (ours, theirs) = psutil.Process().children(recursive=True), Pipe()
     with ours, theirs:

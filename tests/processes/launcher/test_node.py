@@ -21,7 +21,7 @@ import pytest
 
 from launcher import wire
 from launcher.controller.arrivals import arrivals
-from launcher.controller.handle import RankProcess
+from launcher.controller.group import RankProcess
 from launcher.hosts import local
 from launcher.hosts.local import LocalLauncher
 from launcher.processes.environment import of_one_order

@@ -24,8 +24,15 @@ import torch
 
 from launcher import wire
 from launcher.controller import group as group_module
-from launcher.controller.group import SlowestRank, Watchdog, WorkerGroup, record_kernels
-from launcher.controller.handle import Failure, RankProcess, WorkerHandle
+from launcher.controller.group import (
+    Failure,
+    RankProcess,
+    SlowestRank,
+    Watchdog,
+    WorkerGroup,
+    WorkerHandle,
+    record_kernels,
+)
 from launcher.controller.roles import LearnerGroup, Plane, WeightGroup
 from launcher.processes import limits, stacks
 from launcher.processes.stacks import Frame, Stack, explain, read
