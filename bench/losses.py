@@ -31,8 +31,7 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae
 from rl_megatron.config.sections.algorithm import AlgorithmSection, KLSection
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns, to_samples
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
 from rl_megatron.types import Completion, LossInputs, Prompt, RolloutGroup, Span

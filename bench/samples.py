@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.results import parse, write
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns, to_samples
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 
 BAR_SECONDS = 0.1

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from rl_megatron.columns import ColumnData, Ragged
-from rl_megatron.data.trajectories import STOPS
+from rl_megatron.data.samples import STOPS
 from rl_megatron.rollout.stream import Drawn
 from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, Span, Trajectory, Turn
 

@@ -18,7 +18,7 @@ from typing import Self
 from typing_extensions import override
 
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.data.trajectories import in_steps, single_turns
+from rl_megatron.data.samples import in_steps, single_turns
 from rl_megatron.errors import PoisonPrompt, RewardError, together
 from rl_megatron.feature import SamplerHooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine

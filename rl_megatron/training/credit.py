@@ -45,7 +45,7 @@ from rl_megatron.algorithms.returns import (
 from rl_megatron.algorithms.segments import dense, differ, difference, discounted_sum, segment_sum, sequence_ids
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.trajectories import tokens_behind_prompt, with_demonstrations
+from rl_megatron.data.samples import tokens_behind_prompt, with_demonstrations
 from rl_megatron.errors import DataError
 from rl_megatron.observability.recorder import Row
 from rl_megatron.types import RolloutGroup, Samples, Trajectory

@@ -32,8 +32,7 @@ from rl_megatron.algorithms.segments import differ
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
-from rl_megatron.data.samples import computed_lengths, seen_by, to_samples
-from rl_megatron.data.trajectories import with_demonstrations
+from rl_megatron.data.samples import computed_lengths, seen_by, to_samples, with_demonstrations
 from rl_megatron.errors import DataError
 from rl_megatron.feature import Judges, StepHooks, step_hooks
 from rl_megatron.interfaces import Roles

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns, to_samples
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, make_tiny_model

@@ -63,7 +63,7 @@ ROOMS = (
     ),
     Room(
         name="data",
-        paths=_under("rl_megatron/data", "samples.py", "trajectories.py", "rows.py"),
+        paths=_under("rl_megatron/data", "samples.py", "rows.py"),
         mutants=60,
         first=("tests/unit/data/test_samples.py", "tests/property/test_samples_properties.py"),
         after=(

@@ -18,8 +18,7 @@ from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.mixture import MixtureState, Proportions
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.rows import HeldRows, Sent, Share
-from rl_megatron.data.samples import as_seen, seen_by, select, to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import as_seen, seen_by, select, single_turns, to_samples
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import (
     Batch,

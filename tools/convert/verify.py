@@ -26,7 +26,7 @@ from rich.table import Table
 
 from launcher.processes.environment import inherited
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns
 from rl_megatron.digests import Digest, misfits
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.features.lora.files import adapter_copies, held_lora

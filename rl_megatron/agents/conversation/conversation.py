@@ -23,7 +23,7 @@ from rl_megatron.agents.conversation.messages import (
 )
 from rl_megatron.agents.conversation.templates import Rendered, Rewritten, Template, Tools
 from rl_megatron.columns import TokenIds, freeze
-from rl_megatron.data.trajectories import columns_of_row, turn_at
+from rl_megatron.data.samples import columns_of_row, turn_at
 from rl_megatron.types import Chain, Completion, Turn
 
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.data.packing import Packer, unpack
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns, to_samples
 from rl_megatron.errors import SyncError
 from rl_megatron.interfaces import Scorer
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, SamplingParams, Span

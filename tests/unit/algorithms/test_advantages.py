@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_megatron.algorithms.advantages import group_advantages
 from rl_megatron.algorithms.returns import drop_truncated, less_optimal_baseline, overlong_penalty, score_finished
 from rl_megatron.config.io import load_config
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns
 from rl_megatron.errors import ConfigError
 from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.types import Prompt

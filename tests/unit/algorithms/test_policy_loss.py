@@ -15,8 +15,7 @@ from rl_megatron.algorithms.corrections import second_moment_mask
 from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss, loss_of
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns, to_samples
 from rl_megatron.training.credit import AlgorithmState, assign_credit, groups_to_train_on, shape_rewards
 from rl_megatron.types import Loss, LossInputs, LossOutput, Prompt, Samples
 from tests.completions import completion

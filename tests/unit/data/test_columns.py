@@ -23,8 +23,7 @@ from rl_megatron.columns import Column, ColumnReader, ColumnWriter, Ragged, read
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.rows import HeldRows, Sent, has_layers, of_layers
-from rl_megatron.data.samples import seen_by, select, split, to_samples
-from rl_megatron.data.trajectories import columns_of_row, single_turns
+from rl_megatron.data.samples import columns_of_row, seen_by, select, single_turns, split, to_samples
 from rl_megatron.engines.answers import joined
 from rl_megatron.engines.local.adapter import answer_of, asked, completions_of, request_of
 from rl_megatron.errors import DataError

@@ -24,8 +24,7 @@ from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
-from rl_megatron.data.samples import Pair, WrittenRow, to_samples
-from rl_megatron.data.trajectories import single_turns, with_demonstrations
+from rl_megatron.data.samples import Pair, WrittenRow, single_turns, to_samples, with_demonstrations
 from rl_megatron.environments.protocol import Observed
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer

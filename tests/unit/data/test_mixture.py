@@ -20,7 +20,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rollout.stream import Answered, Drawn, RolloutBatch, Waiting

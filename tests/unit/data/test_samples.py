@@ -14,13 +14,13 @@ from rl_megatron.data.samples import (
     dense_column,
     end_of_answers,
     select,
+    single_turns,
     split_minibatches,
     supervised_rows,
     to_samples,
     with_last_tokens,
     written_samples,
 )
-from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.stream import Answered, Drawn, LedgerState, StreamState, Waiting

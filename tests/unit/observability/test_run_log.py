@@ -27,7 +27,7 @@ from rich.console import Console
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.jobs import LogSection
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.files import in_hand
 from rl_megatron.observability.files import JsonlFile, from_the_end, read_jsonl, rows_from

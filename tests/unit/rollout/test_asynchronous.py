@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from bench.streaming import GROUP, MEAN, MOST, PROMPTS, SERVERS, SLOTS, TOKEN_SECONDS, TRAIN, WARM, Model, length
 from rl_megatron.config.sections.rollout import RolloutSection, RunningRequests, ServerSection
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.http import Server
 from rl_megatron.rollout.policy_sampler import HeldOut

@@ -17,8 +17,7 @@ import pytest
 
 from rl_megatron.agents.source import EnvironmentSampler, Waves, environment_row
 from rl_megatron.agents.threads import Threads
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import tokens_behind_prompt
+from rl_megatron.data.samples import to_samples, tokens_behind_prompt
 from rl_megatron.environments.protocol import (
     AgentFailed,
     EnvironmentStep,

@@ -18,8 +18,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.packing import Packer, with_own_columns
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import single_turns, tokens_behind_prompt
+from rl_megatron.data.samples import single_turns, to_samples, tokens_behind_prompt
 from rl_megatron.errors import DataError
 from rl_megatron.training.credit import (
     AlgorithmState,

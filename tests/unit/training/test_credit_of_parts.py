@@ -22,8 +22,7 @@ from pydantic import TypeAdapter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import ends_in_tokens, in_steps, single_turns
+from rl_megatron.data.samples import ends_in_tokens, in_steps, single_turns, to_samples
 from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import ConfigError, DataError, EnvironmentFailed, RewardError

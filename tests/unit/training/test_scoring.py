@@ -27,8 +27,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.rows import HeldRows
-from rl_megatron.data.samples import as_seen, to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import as_seen, single_turns, to_samples
 from rl_megatron.errors import DataError, WorkerDied
 from rl_megatron.feature import step_hooks
 from rl_megatron.features.teachers.step import make_hooks as teachers_of

@@ -22,8 +22,7 @@ from rl_megatron.algorithms.corrections import proximal_share
 from rl_megatron.algorithms.losses import token_weight
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
-from rl_megatron.data.samples import to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import single_turns, to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch

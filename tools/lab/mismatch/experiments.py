@@ -26,8 +26,7 @@ from torch import Tensor
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.data.packing import Packer, unpack
-from rl_megatron.data.samples import dense_column, select, to_samples
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.samples import dense_column, select, single_turns, to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Span
