@@ -72,7 +72,7 @@ def setting(variables: Mapping[str, TemplateValue], template: str, *, unless_giv
 
 
 def _literal(value: TemplateValue) -> str:
-    """As Jinja reads it: numbers, true and false as in JSON; a text in quotes, without what Jinja would unescape."""
+    """What Jinja reads as the value: numbers, true, false as in JSON; a text in quotes, without what it unescapes."""
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
     return json.dumps(value)

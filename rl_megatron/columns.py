@@ -75,7 +75,7 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        """Of values and counts."""
+        """Bytes of values and counts."""
         return int(self.values.nbytes + self.counts.nbytes)
 
 
@@ -219,7 +219,7 @@ def _kind(name: str | Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """In JSON a column is its place in a file beside it, or, without one, base64 of its little-endian numbers."""
+    """How a column is in JSON: its place in a file beside it, or, without one, base64 of its little-endian numbers."""
 
     kind: str
 

@@ -27,7 +27,7 @@ class Digest:
 
 
 def digest_of(data: bytes) -> Digest:
-    """Of a file's whole content."""
+    """The digest of a file's whole content."""
     import xxhash  # engines' environments may lack it
 
     return Digest(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
@@ -42,7 +42,7 @@ class Written:
 
 
 def digest_file(path: Path, tell: Callable[[str, str], None] = activity.part) -> Digest:
-    """Of a file, in bounded memory; ``tell`` is called as `activity.part` is. Raises OSError."""
+    """The digest of a file, in bounded memory; ``tell`` is called as `activity.part` is. Raises OSError."""
     import xxhash
 
     sums, done = xxhash.xxh3_128(), 0
@@ -57,7 +57,7 @@ def digest_file(path: Path, tell: Callable[[str, str], None] = activity.part) ->
 
 
 def digests(folder: Path, names: Iterable[str], tell: Callable[[str, str], None] = activity.part) -> dict[str, Digest]:
-    """Of the files ``names`` in ``folder``; see `digest_file`."""
+    """The digests of the files ``names`` in ``folder``; see `digest_file`."""
     return {name: digest_file(folder / name, tell) for name in names}
 
 

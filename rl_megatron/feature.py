@@ -275,7 +275,7 @@ class Feature:
 
 
 class AdapterLayouts(Hashable, Protocol):
-    """Where the parameters are that a feature adds beside the model's. Reading it imports no torch."""
+    """The places of the parameters that a feature adds beside the model's. Reading it imports no torch."""
 
     section: ClassVar[str]
     """Its keys: of their rank, of experts' (expert_rank), and of whose matrices have some (targets)."""
@@ -497,7 +497,7 @@ class ChunkAdapters(Protocol):
         ...
 
     def merged(self) -> AbstractContextManager[None]:
-        """In it the chunk's own tensors hold the weights that passes compute with."""
+        """A context in which the chunk's own tensors hold the weights that passes compute with."""
         ...
 
     def sharded_state_dict(self) -> dict[str, Any]:

@@ -178,8 +178,8 @@ def parse(text: str | bytes | bytearray) -> Any:
 
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
-    """Of a row's field; ``a.b`` is field b of the object in a, unless the row has a field of that whole name. A field
-    of null is null. Raises KeyError."""
+    """The value of a row's field; ``a.b`` is field b of the object in a, unless the row has a field of that whole name.
+    A field of null is null. Raises KeyError."""
     if name in row:
         return row[name]
     inner: Any = row

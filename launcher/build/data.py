@@ -139,7 +139,7 @@ def load_data(
 
 
 def training_data(config: RunConfig, model_folder: Path, *, vocab_size: int = sys.maxsize) -> Data:
-    """As `load_data`, of which a job on written text can make rows, and teachers can read. May take minutes.
+    """The data of `load_data`, of which a job on written text can make rows, and teachers can read. May take minutes.
 
     Rows without the form of a conversation end the run by a DataError, or are left out as they are drawn, where
     ``on_refused`` says so."""

@@ -158,8 +158,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def _sampling(config: RunConfig) -> RunConfig:
-    """Of a job that samples nothing the one that does, with its defaults of sampling. Raises ConfigError for a model
-    that has no log-probs."""
+    """The configuration with sampling: a job that samples nothing gets the defaults of one that does. Raises
+    ConfigError for a model that has no log-probs."""
     if config.kind.scores:
         raise ConfigError(
             f"job={config.job}: its model scores texts and samples none; it serves as reward.function=hf:FOLDER, and "

@@ -214,7 +214,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _digest(folder: Path, config: RunConfig, shapes: Mapping[str, Shape]) -> str:
-    """Of the checksums of all tensors in learner.dtype: alike for a checkpoint and its exported folder."""
+    """A digest of the checksums of all tensors in learner.dtype: alike for a checkpoint and its exported folder."""
     import torch
 
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums

@@ -127,7 +127,7 @@ def _shown(job: str) -> list[dict[str, str]]:
 
 
 def _state(part: Mapping[str, str]) -> str:
-    """As PENDING (Resources)."""
+    """The state with its reason, for example PENDING (Resources)."""
     reason = part.get("Reason", "None")
     return part["JobState"] if reason == "None" else f"{part['JobState']} ({reason})"
 

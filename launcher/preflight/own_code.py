@@ -262,7 +262,7 @@ def _top(package: str) -> ModuleSpec | None:
 
 
 def _below(parent: ModuleSpec, part: str) -> ModuleSpec | None:
-    """By its last name alone: with dots, a folder without __init__.py is only found below a parent that is imported."""
+    """Finds a module by its last name: with dots, a folder without __init__.py is found below an imported one."""
     return PathFinder.find_spec(part.rpartition(".")[2], [*(parent.submodule_search_locations or ())])
 
 

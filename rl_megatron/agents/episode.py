@@ -87,7 +87,7 @@ class Episode(Served):
 
     @property
     def seconds_left(self) -> float:
-        """Until ``environment.seconds`` have passed."""
+        """Seconds until ``environment.seconds`` have passed."""
         return self.began + self._setting.section.seconds - self._loop.time()
 
     @property
@@ -305,7 +305,7 @@ async def _off_loop(call: Callable[..., T], *arguments: Any) -> T:
 
 
 def _alike(one: TokenIds, other: TokenIds) -> int:
-    """With how many equal tokens both begin."""
+    """How many equal tokens both begin with."""
     shorter = min(len(one), len(other))
     differ = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differ[0]) if len(differ) else shorter

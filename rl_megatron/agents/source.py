@@ -206,7 +206,7 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     async def held_out(self, asked: HeldOut) -> list[Answered]:
-        """As `PolicySampler.held_out`, of trajectories."""
+        """Samples as `PolicySampler.held_out`, but trajectories."""
         places, prompts, samples = self.askable(asked), asked.prompts, asked.samples
         numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
         members = [self._place(prompt, asked.purpose, number) for prompt, number in numbered]
@@ -335,7 +335,7 @@ class EnvironmentSampler(PolicySampler):
         return Played(trajectory=trajectory, problem=fault, late=late)
 
     async def _close(self, playing: Playing, place: TrajectoryPlace, *, cut_off: bool) -> None:
-        """Of one that was ``cut_off``, as by the end of a run, processes are expected, and no warning."""
+        """Close an environment. One that was ``cut_off``, as by a run's end, may have processes without a warning."""
         problem: str | None = "was cancelled while it closed"
         try:
             problem = await playing.close()

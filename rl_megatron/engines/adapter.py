@@ -149,8 +149,8 @@ class Sampling(Protocol):
         ...
 
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
-        """As `score`, with the ``top`` most probable tokens at each place, from the same pass. Raises EngineError
-        where the engine does not tell them."""
+        """Scores as `score`, with the ``top`` most probable tokens at each place, from the same pass. Raises
+        EngineError where the engine does not tell them."""
         raise EngineError(f"{server.url}: this engine tells no probable tokens of a prompt")
 
     async def tokens(self, server: Server) -> Hashable:

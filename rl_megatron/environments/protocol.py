@@ -116,7 +116,7 @@ class Model(Protocol):
 
     @property
     def base_url(self) -> str:
-        """Where the model is for clients of OpenAI's chat completions, until the function returns."""
+        """The model's URL for clients of OpenAI's chat completions, until the function returns."""
         ...
 
     @property

@@ -55,7 +55,7 @@ class Calculator:
         )
 
     async def score(self, transcript: Transcript) -> float:
-        """Of a trajectory that gave no answer: 0."""
+        """Gives a trajectory without an answer 0."""
         return 0.0
 
     async def close(self) -> None:
@@ -148,7 +148,7 @@ class Guess:
         return EnvironmentStep(observation=Observed(said=hint), reward=reward, metrics=metrics)
 
     async def score(self, transcript: Transcript) -> float:
-        """Of a trajectory without a guess: 0."""
+        """Gives a trajectory without a guess 0."""
         return 0.0
 
     async def close(self) -> None:

@@ -68,7 +68,7 @@ _NORMAL = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 def share_interval(values: Sequence[float], *, samples: int = 1) -> Interval:
-    """Of the mean over P problems of ``values`` in [0, 1]. Raises ValueError for none.
+    """The interval of the mean over P problems of ``values`` in [0, 1]. Raises ValueError for none.
 
     Wilson's interval, with the number of problems of one sample that these are worth: P · samples / d, for the design
     effect d = samples · s² / (m (1 - m)) of their spread, between 1 and ``samples``. Where h of them say something,
@@ -99,7 +99,7 @@ def _design_effect(values: Sequence[float], mean: float, samples: int) -> float:
 
 
 def difference_interval(first: Sequence[float], second: Sequence[float], *, samples: int = 1) -> Interval:
-    """Of the mean of ``second`` minus ``first``, problem by problem; both are in [0, 1], of ``samples`` samples each.
+    """The interval of the mean of ``second`` minus ``first``, by problem; both in [0, 1], of ``samples`` samples each.
 
     Bonett and Price's interval of paired shares (2012): the problems and two more, of which each side wins one, so that
     models that differ on no problem have a width too. With several samples these two count 1 / ``samples`` each, and
@@ -120,7 +120,7 @@ def difference_interval(first: Sequence[float], second: Sequence[float], *, samp
 
 
 def chance_interval(values: Sequence[float], *, samples: int) -> Interval:
-    """Of the mean over P problems of ``values`` in [0, 1], each from ``samples`` samples. Raises ValueError for none.
+    """The interval of the mean of P ``values`` in [0, 1], each of ``samples`` samples. Raises ValueError for none.
 
     Each end is the mean of its end by `share_interval` and of its end by P problems and two more, of which one is 1 and
     the other 0: of a Dirichlet's posterior over these P + 2, as a beta with the mean and the variance that it gives the
@@ -159,7 +159,7 @@ _NEGLIGIBLE = 16.0  # below the largest log-density
 
 
 def rate_interval(right: Sequence[int], *, samples: int) -> Interval:
-    """Of the mean over P problems of ``right`` / ``samples``; a problem has ``right`` of so many samples right.
+    """The interval of the mean over P problems of ``right`` / ``samples``: each has ``right`` of its samples right.
 
     With one sample a problem, or of one problem, it is that of `share_interval`. Else each end is the mean of that of
     `chance_interval`, of weight h, and of `beta_quantiles`, of weight `FEW`, where h problems say something: have any
@@ -186,7 +186,7 @@ def rate_interval(right: Sequence[int], *, samples: int) -> Interval:
 
 
 def beta_quantiles(right: Sequence[int], *, samples: int) -> tuple[float, float]:
-    """Between which the mean of a beta is, in `LEVEL` of its posterior, whose draws are the rates of problems.
+    """The ends between which the mean of a beta is in `LEVEL` of its posterior; its draws are the rates of problems.
 
     A problem's ``right`` are then beta-binomial (Skellam 1948). Beforehand each mean in [0, 1] is as likely as another,
     and so is each logarithm of a + b from 0.1 to 100. Computed on a grid of both, which is made again of those means

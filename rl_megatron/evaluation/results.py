@@ -106,7 +106,7 @@ def _judges(key: str) -> bool:
 
 
 def _whole(kind: type[Section], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With defaults of keys that an older version did not have; as it is if it had others."""
+    """The section with defaults of keys that an older version did not have; as it is if it had others."""
     try:
         return kind.model_validate(given).model_dump(mode="json")
     except ValidationError:
@@ -261,7 +261,7 @@ def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
 
 
 def drawn_otherwise(first: Results, second: Results) -> dict[str, list[str]]:
-    """By each set that both have whose samples were drawn otherwise: the keys, with both values."""
+    """The keys, with both values, by which samples of a set were drawn otherwise, by the name of each such set."""
     found = dict[str, list[str]]()
     for name in _shared(first, second):
         ways = (drawing_keys(each.config, each.sets[name].section, each.engine) for each in (first, second))
@@ -308,7 +308,7 @@ def draws_of(samples: int, k: int) -> int:
 def _figures(
     first: SetResult, second: SetResult, samples: int
 ) -> dict[str, tuple[Sequence[float], Sequence[float], int]]:
-    """By name: both sides' values by problem, and the draws that `difference_interval` takes each value for."""
+    """Both sides' values by problem, by name, and the draws that `difference_interval` takes each value for."""
 
     def shares(one: MeasuredSet, k: int) -> list[float]:
         return [pass_at(right, one.samples, k) for right in one.right]

@@ -99,7 +99,7 @@ async def retried(attempt: Callable[[], Awaitable[T]], *, retries: int, wait: fl
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """By what SSL_CERT_FILE or SSL_CERT_DIR names, else by the system's files."""
+    """The certificates that SSL_CERT_FILE or SSL_CERT_DIR names, else the system's."""
     try:
         return httpx2.create_ssl_context()
     except OSError as error:  # of http:// nobody needs them

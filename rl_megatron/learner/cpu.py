@@ -383,7 +383,7 @@ class Heap:
         self._steps = 0
 
     def step(self) -> None:
-        """At every `_TRIM_STEPS`-th call return all free memory to the system; the next step faults it in again."""
+        """Return all free memory to the system at every `_TRIM_STEPS`-th call; the next step faults it in again."""
         self._steps += 1
         if self._trim is not None and self._steps % _TRIM_STEPS == 0:
             self._trim(0)

@@ -66,7 +66,7 @@ def make_frozen(
     top_k: int = 0,
     top_below: int = EXACT,
 ) -> MegatronScorer:
-    """As `make_policy`, without gradients, optimizer or CUDA graphs; of a ``shape`` that scores a reward model."""
+    """Makes a model without gradients, optimizer or CUDA graphs; of a ``shape`` that scores, a reward model."""
     shape, learner = replace(shape, drafts=False), without_captures(learner)
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
@@ -80,7 +80,7 @@ def make_frozen(
 
 
 def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device) -> MegatronLearner:
-    """As `make_policy`, with a value layer in place of the output layer; it is initialised to 0."""
+    """Makes a learner with a value layer, which is initialised to 0, in place of a policy's output layer."""
     untied = replace(shape, tie_embeddings=False, drafts=False)
     config = make_config(untied, learner)
     chunks = build_chunks(untied, learner, config)

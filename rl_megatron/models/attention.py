@@ -162,7 +162,7 @@ class LatentLayer(LayerAttention):
         return linear(x, self._tensors[f"{name}.weight"])
 
     def _wide(self, x: Tensor) -> Tensor:
-        """With zeros up to the width that is stored; they change no product."""
+        """The tensor with zeros up to the width that is stored; they change no product."""
         return torch.nn.functional.pad(x, (0, self._width - x.shape[-1])) if x.shape[-1] < self._width else x
 
 

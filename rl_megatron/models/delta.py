@@ -61,7 +61,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class _Parts(NamedTuple):
-    """Of every chunk, what does not need the state before it."""
+    """What a chunk computes without the state before it, for every chunk."""
 
     values: Tensor  # [n, K, R, C, dv] what is written if that state is 0
     known: Tensor  # [n, K, R, C, dk] reads what that state knows of them already
@@ -177,7 +177,7 @@ class DeltaStates:
 
     @staticmethod
     def zeros(shape: ModelShape, rows: int, dtype: torch.dtype | None, device: torch.device) -> DeltaStates:
-        """Of sequences that have not begun."""
+        """The states of sequences that have not begun."""
         m = shape.delta or DeltaNet(key_heads=1, value_heads=1, key_dim=0, value_dim=0, kernel=1)
         layers, size = len(shape.delta_layers), (m.key_heads, m.ratio, m.key_dim, m.value_dim)
         return DeltaStates(

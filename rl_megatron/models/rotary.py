@@ -36,7 +36,7 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
 
 
 def _yarn(plain: Tensor, theta: float, dim: int, rope: Rope) -> Tensor:
-    """As llama3's, with a linear ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
+    """Scales as llama3's, with a linear ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
 
     def turning(rotations: float) -> float:
         """The dimension that makes so many rotations over the original context."""

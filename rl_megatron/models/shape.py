@@ -257,7 +257,7 @@ class ModelShape:
 
     @property
     def places_of_layers(self) -> tuple[int, ...]:
-        """Of each layer, its place among those of its kind, which attend or have a delta net."""
+        """The place of each layer among those of its kind, which attend or have a delta net."""
         kinds = [layer in self.delta_layers for layer in range(self.num_layers)]
         return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
 

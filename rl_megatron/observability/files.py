@@ -209,7 +209,7 @@ def _parse_anywhere(path: Path, line: bytes) -> dict[str, JsonValue]:
 
 
 def _json_of(line: bytes) -> Any:
-    """As `parse`, in a quarter of the time: a table has 100,000 lines. Raises ValueError."""
+    """Parses as `parse`, in a quarter of the time: a table has 100,000 lines. Raises ValueError."""
     try:
         return from_json(line)
     except ValueError:  # also of half of a surrogate pair, which a sample may have

@@ -95,7 +95,7 @@ def read_samples(path: Path) -> list[SampleRow]:
 
 
 def samples_between(path: Path) -> list[SampleRow]:
-    """Those of the first step, of one at the middle of the file (from there on) and of the last; 256 of each at most.
+    """Rows of the first step, of one at the middle of the file (from there on) and of the last; 256 of each at most.
 
     Reads no more of the file, which may be long. Raises DataError as `read_samples`.
     """
@@ -161,11 +161,11 @@ class MetricColumns:
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics, by their first row."""
+        """The names of all metrics, by their first row."""
         return list(self._columns)
 
     def values(self, name: str) -> NDArray[np.float64]:
-        """Of a metric in each row; NaN where it is no finite number, or the row lacks it."""
+        """The values of a metric in each row; NaN where it is no finite number, or the row lacks it."""
         found = np.full(self._num, math.nan)
         if name in self._columns:
             places, values = self._columns[name]
@@ -218,7 +218,7 @@ class MetricRows:
     rl: NDArray[np.intp]
 
     def values(self, name: str) -> Floats:
-        """Of any metric in these rows, [n]; NaN where it is null, or not recorded."""
+        """The values of any metric in these rows, [n]; NaN where it is null, or not recorded."""
         of = self.run.warm_start.values(name)[self.warm_start], self.run.rl.values(name)[self.rl]
         return np.concatenate(of)
 
@@ -239,7 +239,7 @@ class Run:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of each package and commit the version that the run started with, and each that it went on with."""
+        """The version of each package and commit that the run started with, and each that it continued with."""
         found = dict[str, str]()
         last: JsonRow = {}
         for row in self.starts:
@@ -386,7 +386,7 @@ def _steps(metrics: Path, each_row: Callable[[JsonRow], None]) -> tuple[MetricCo
 
 
 def _numbers_of(rows: MetricColumns, name: str) -> Floats:
-    """0 where there is none."""
+    """The numbers of a column, with 0 where there is none."""
     return np.nan_to_num(rows.values(name), nan=0.0)
 
 

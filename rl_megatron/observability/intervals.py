@@ -38,7 +38,7 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Of the mean of independent values: ± t(n - 1) · s / √n. Raises ValueError for none."""
+    """The interval of the mean of independent values: ± t(n - 1) · s / √n. Raises ValueError for none."""
     count = len(values)
     if not count:
         raise ValueError("the mean of no values")
@@ -53,7 +53,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 def contrast(
     results: Mapping[str, Mapping[int, float]], weights: Mapping[str, float], *, paired: bool
 ) -> Interval | None:
-    """Of the weighted sum of arms; ``results`` are by arm and seed. None where an arm or every common seed is missing.
+    """The interval of a weighted sum of arms; ``results`` are by arm and seed. None if an arm or its seeds are missing.
 
     ``paired``: seed by seed, over the seeds that all these arms have. Else the arms' means are independent: Welch's
     interval, with Satterthwaite's degrees of freedom.

@@ -354,7 +354,7 @@ class Recorder:
         )
 
     def _turns(self, trajectory: Trajectory) -> Iterator[SampleTurn]:
-        """Those of a trajectory of several, each with what was put before it since the one before in its row."""
+        """Yields the turns of one that has several, each with what precedes it since the last in its row."""
         if self._decode is None or len(trajectory.turns) < 2:
             return
         for number, chain in enumerate(trajectory.chains):

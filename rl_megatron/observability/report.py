@@ -108,7 +108,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """By the keys that differ between arms, if they are few; else by what the names of an arm's runs begin with.
+    """Labels arms by the keys that differ between them, if these are few; else by what the names of its runs share.
 
     Where these are alike: by a few keys that tell all arms apart, or else by the first run of each.
     """
@@ -124,7 +124,7 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _telling(keys: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Up to `_MOST_KEYS` keys by whose values all arms differ, each the one that tells most apart; or none."""
+    """The keys, `_MOST_KEYS` at most, by whose values all arms differ, each the one that tells most apart; or none."""
     found: dict[str, Sequence[str]] = {}
     apart = 1
     while keys and apart < len(next(iter(keys.values()))):
@@ -224,13 +224,13 @@ class Chart:
 
 
 def styles(count: int) -> list[tuple[int, int, int]]:
-    """At least ``count`` of color, px of line and px of gap: solid, then dashed, then dotted; after 24 they repeat."""
+    """Gives ``count`` or more of color, px of line, of gap: solid, then dashed, then dotted; after 24 they repeat."""
     different = [(color, *dash) for dash in _DASHES for color in range(_COLORS)]
     return different * math.ceil(max(count, 1) / len(different))
 
 
 def in_a_unit(unit: str, series: Sequence[Series]) -> tuple[str, Sequence[Series]]:
-    """Of bytes the unit in which the greatest number is at least 1, and the lines in it; others as they are."""
+    """The unit of bytes in which the greatest number is at least 1, and the lines in it; other units stay."""
     if unit != "bytes":
         return unit, series
     most = max(np.nanmax(np.abs(s.y)) for s in series)
@@ -268,7 +268,7 @@ def averaged(x: Floats, y: Floats) -> tuple[Floats, Floats, int]:
 
 
 def _thinned(series: Sequence[Series]) -> Sequence[Series]:
-    """Those with the places of their least and greatest values, where any is long: all lines at the same places, so
+    """The lines at the places of their least and greatest values, if any is long: all lines at the same places, so
     that the values of all can be read there."""
     if all(len(s.x) <= MAX_POINTS + 2 for s in series):
         return series
@@ -283,8 +283,8 @@ def _thinned(series: Sequence[Series]) -> Sequence[Series]:
 
 
 def _places_of_thinned(values: Floats, most: int) -> list[int]:
-    """Of about ``most`` of them, finite or NaN: the least and the greatest of each bucket, so that no spike is lost,
-    and both ends."""
+    """The places of about ``most`` of them, finite or NaN: the least and the greatest of each bucket, so that no spike
+    is lost, and both ends."""
     if len(values) <= most + 2:
         return list(range(len(values)))
     size = math.ceil(2 * len(values) / most)
@@ -297,7 +297,7 @@ def _places_of_thinned(values: Floats, most: int) -> list[int]:
 
 
 def _numbers(values: Floats, digits: int = 6) -> list[float | None]:
-    """As JSON has them, with few digits: null for NaN and what is not finite."""
+    """The numbers for JSON, with few digits: null for NaN and what is not finite."""
     return [
         None if not math.isfinite(v) else int(v) if v.is_integer() and abs(v) < 1e9 else float(f"{v:.{digits}g}")
         for v in values.tolist()
@@ -661,7 +661,7 @@ def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) ->
 
 
 def _row_to_search(sample: SampleRow, prompt: int, *, right: bool) -> list[object]:
-    """In the order in which page.js reads it; turns are what was read and what was said."""
+    """The row in the order in which page.js reads it; turns are what was read and what was said."""
     most = min(_MOST_TEXT, _MOST_TURNS // max(1, len(sample.turns)))
     turns = [[_by_its_ends(turn.read, most), _by_its_ends(turn.said, most)] for turn in sample.turns]
     turns = turns or [["", _by_its_ends(sample.completion)]]

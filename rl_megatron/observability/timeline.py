@@ -156,7 +156,7 @@ class FreeLanes:
 
     @contextmanager
     def during(self, name: str, **said: str | int | float) -> Iterator[during]:
-        """As ``during``, in a lane of its own."""
+        """Records as ``during``, in a lane of its own."""
         number = self.take()
         try:
             with during(self._lanes[number], name, **said) as span:
@@ -574,7 +574,7 @@ def _quoted(name: str) -> str:
 
 
 def _place(thread: str, known: int) -> int:
-    """Where a thread is shown in its process; ``known``: of how many threads there are numbers."""
+    """The place at which a thread is shown in its process; ``known``: of how many threads there are numbers."""
     if thread in _THREADS:
         return _THREADS.index(thread) + 1
     word, _, number = thread.rpartition(" ")
@@ -582,7 +582,7 @@ def _place(thread: str, known: int) -> int:
 
 
 def _rank(process: str) -> int:
-    """Where a process is shown: the controller first, ranks by their numbers, those of other roles last."""
+    """The rank of a process in the picture: the controller first, ranks by their numbers, those of other roles last."""
     word, number = process.split(" ")[0], re.search(r"\d+", process)
     place = _FIRST.index(word) if word in _FIRST else len(_FIRST)
     return place * 1_000_000 + (int(number[0]) if number else 0)

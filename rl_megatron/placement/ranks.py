@@ -36,7 +36,7 @@ class Placement:
         return self.nodes[rank // self.ranks_per_node]
 
     def spans(self, nodes: int = 1) -> Mapping[str, int]:
-        """For each kind of group of at least two ranks: the most nodes, or blocks of ``nodes``, that one spans."""
+        """The most nodes, or blocks of ``nodes``, that a group of two or more ranks spans, by its kind."""
         return {
             kind: max(len({rank // (self.ranks_per_node * nodes) for rank in group}) for group in groups)
             for kind, groups in group_ranks(self.dims).items()

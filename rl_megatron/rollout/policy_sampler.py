@@ -90,7 +90,7 @@ class PolicySampler(GroupSource):
         return [i for i, prompt in enumerate(asked.prompts) if f"{asked.purpose}: {prompt.id}" not in known]
 
     def among_poison(self, asked: HeldOut, places: Sequence[int], answered: Sequence[Answered]) -> list[Answered]:
-        """Of each prompt what those at ``places`` gave, and of the others that they are poison. Raises EngineError."""
+        """The answers of the prompts at ``places``, and for the others that they are poison. Raises EngineError."""
         prompts, purpose = asked.prompts, asked.purpose
         found = dict(zip(places, answered, strict=True))
         for place, one in found.items():
@@ -118,7 +118,7 @@ class BesideTraining(RolloutEngine):
 
     @override
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """As the engine, once fewer are under way."""
+        """Generates by the engine, once fewer requests are pending."""
         async with self._free:
             return await self._engine.generate(replace(request, birth=LAST))
 

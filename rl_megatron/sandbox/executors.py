@@ -43,7 +43,7 @@ ProgramEnd = Literal["done", "time", "memory", "output", "processes", "killed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one program, with all that it starts."""
+    """The limits of one program, with all that it starts."""
 
     seconds: float
     cpu_seconds: float  # of all its processes
@@ -54,7 +54,7 @@ class Limits:
 
     @classmethod
     def of(cls, section: SandboxSection) -> Limits:
-        """Those of the configuration."""
+        """The limits of the configuration."""
         return cls(seconds=section.seconds, cpu_seconds=section.seconds, memory_bytes=section.memory_mb << 20)
 
 

@@ -299,7 +299,7 @@ def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:
             path.write_bytes(content)
 
     def begin() -> None:
-        """In the process that becomes bubblewrap, or the program."""
+        """Prepares the process that becomes bubblewrap, or the program, in it."""
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         if not order["fence"]:

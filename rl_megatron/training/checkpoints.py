@@ -178,7 +178,7 @@ class CheckpointStore:
             logger.warning("checkpoint.keep_best does not learn the accuracy of %s: %s", folder, error)
 
     def _superseded(self, found: Sequence[Path]) -> list[Path]:
-        """Those of ``found``, oldest first, that no rule keeps."""
+        """The folders of ``found``, oldest first, that no rule keeps."""
         kept = set(found[-self._keep :])
         if self._keep_best:
             scored: dict[str, list[tuple[float, int, Path]]] = {}

@@ -78,7 +78,7 @@ def seconds_at_peak(
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], learner: LearnerSection = WHOLE) -> float:
-    """Of forward and backward over sequences of so many positions, each attended to causally, without recomputation.
+    """FLOPs of forward and backward over sequences of so many positions, attended to causally, without recomputation.
 
     Weights that stand still beside adapters have no gradients, whatever the learner computes on the way to the
     adapters' (docs/lora.md), nor have frozen routers; attention's products and the adapters' own have all passes. Draft

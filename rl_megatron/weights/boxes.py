@@ -28,5 +28,5 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def shift(cut: Box, source: Box, target: Box) -> Box:
-    """Where a part of ``source`` lies in another tensor, whose box ``target`` holds the same elements."""
+    """The box of a part of ``source`` in another tensor, whose box ``target`` holds the same elements."""
     return tuple((low - s + t, high - s + t) for (low, high), (s, _), (t, _) in zip(cut, source, target, strict=True))

@@ -69,7 +69,7 @@ class ArmFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResults:
-    """By arm, in the study's order; ``differences`` by their names."""
+    """What a study found, by arm in its order; ``differences`` by their names."""
 
     results: Mapping[str, Mapping[int, float]]  # by arm and seed
     means: Mapping[str, Interval]
@@ -207,7 +207,7 @@ def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
 
 
 def _interval_document(interval: Interval) -> dict[str, Any]:
-    """Without ends where all seeds are equal."""
+    """The interval, without ends if all seeds are equal."""
     return asdict(interval) | ({"low": None, "high": None} if interval.all_equal else {})
 
 
@@ -385,7 +385,7 @@ def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) ->
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """Of values all of which are known."""
+    """The mean of values if all are known."""
     known = [value for value in values if value is not None]
     return number_text(sum(known) / len(known)) if known and len(known) == len(values) else "-"
 
@@ -466,7 +466,7 @@ class SigmoidFit:
     error: float  # root mean squared, of the points
 
     def intervals(self) -> dict[str, Interval]:
-        """Of each parameter by name; B and Cmid are symmetric in their logarithms, and may have no upper end."""
+        """Intervals of parameters by name; B and Cmid are symmetric in their logarithms, and may lack an upper end."""
         inner = _inner(self.parameters)
         found = {}
         for i, name in enumerate(NAMES):
@@ -628,7 +628,7 @@ def _polished(inner: Array, x: Array, y: Array, limits: tuple[float, float] | No
 
 
 def _covariance(curves: Sequence[SeedCurve], residual: Array, slopes: Array, free: NDArray[np.bool_]) -> Array | None:
-    """Of the free inner parameters, clustered by seed, zeros for the others; None where none is free, or determined."""
+    """Covariance of the free inner parameters, clustered by seed, others 0; None if none is free, or determined."""
     count, out, slopes = len(curves), np.zeros((4, 4)), slopes[:, free]
     normal = slopes.T @ slopes
     if count < 2 or not free.any() or np.linalg.cond(normal) > _WORST_CONDITION:

@@ -104,7 +104,7 @@ async def run_cells(
 
 
 def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
-    """As the budget says, or as many as this machine's cores allow; Ray's own processes count as one core of a cell.
+    """The budget's number, or as many as this machine's cores allow; Ray's own processes count as one core of a cell.
 
     Raises ConfigError for several on the same GPUs, or on the same nodes of the job that this process is in.
     """

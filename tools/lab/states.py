@@ -134,7 +134,7 @@ def last_step(cell: Cell) -> int:
 
 
 def seconds_of(cell: Cell, record: CellRecord) -> float:
-    """Of all its starts; none where its folder was removed, so that it begins again."""
+    """Seconds of all its starts; 0 if its folder was removed, so that it begins again."""
     return record.seconds if cell.folder.is_dir() else 0.0
 
 
@@ -157,7 +157,7 @@ def drift_of(cell: Cell) -> str:
 
 
 def states_table(found: Sequence[CellStanding]) -> str:
-    """For the terminal: a line a cell, with the reason under one that failed, and the counts."""
+    """A table for the terminal: a line a cell, with the reason under one that failed, and the counts."""
     head = f"{'state':<8} {'step':>9} {'value':>9} {'minutes':>7}  run"
     return "\n".join([head, *(each.line() for each in found), counts(found)])
 

@@ -130,7 +130,7 @@ def read_study(path: Path, more: Sequence[str] = ()) -> Study:
 
 
 def outcome_folder(metric: str | None, last: int | None, overrides: Sequence[str]) -> Path:
-    """Where a report lies in its study's folder: there if nothing else is asked for, or under ``outcomes/``.
+    """The place of a report in its study's folder: there if nothing else is asked for, or under ``outcomes/``.
 
     Its name has all that is asked for; a hash too, of overrides that no file could be named by.
     """
@@ -404,7 +404,7 @@ def numbers_of(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _first_seed(overrides: Sequence[str]) -> int:
-    """Where the seeds of an arm that shares none begin: below 2**30, by its overrides alone, so that no other arm or
+    """The first seed of an arm that shares none: below 2**30, by its overrides alone, so that no other arm or
     seed moves them. Seeds of 100 arms, 5 each, meet by a chance of 1 in 24,000.
     """
     return int(hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:8], 16) >> 2

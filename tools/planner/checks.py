@@ -87,7 +87,7 @@ class _Part:
 
 
 def _parts(subject: Subject) -> Iterator[_Part]:
-    """In the order in which they must have room."""
+    """The parts in the order in which they must have room."""
     config, shape, folder = subject.config, subject.shape, weights_folder(subject.config)
     more_nodes = "more nodes (slurm.nodes with learner.dp or learner.ep), or"
     yield _Part(

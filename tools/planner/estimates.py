@@ -233,7 +233,7 @@ def _by_stage(section: ServerSection) -> list[int]:
 
 
 def _straight(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
-    """From the learner's ranks into the servers', whose processes follow the learner's in number."""
+    """The hop from the learner's ranks into the servers', whose processes follow the learner's in number."""
     source, target, nodes = learner_layout(config, shape), engine_layout(config, shape), engine_nodes(config)
     first = source.dims.world_size
     links = _links(config, {first + rank: node for rank, node in enumerate(nodes)})
@@ -288,7 +288,7 @@ def _over_links(moves: Plan, bytes_of: Callable[[str], int], links: Links, route
 
 
 def _evenly(config: RunConfig, shape: ModelShape, route: Route, links: Links) -> Hop:
-    """As `_straight`, if nobody knows what each rank of a server holds: by what the learner's ranks send together."""
+    """The hop of `_straight`, if it is not known what each rank of a server holds: by what the learner's ranks send."""
     section, first = config.rollout.server, config.learner.dims.world_size
     processes = range(first, first + len(links.elsewhere))
     across = any(not links.within(0, process) for process in processes)

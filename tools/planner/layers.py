@@ -72,14 +72,14 @@ class LayerKind:
         return BYTES_READ[self.precision] if self.precision == "float32" else 2.0
 
     def __hash__(self) -> int:
-        """Of what differs between layouts of one model, whose hash takes longer, and between the constants of a fit: of
-        equal hashes each table of results has to compare all."""
+        """Hashes what differs between layouts of one model, whose hash takes longer, and between the constants of a
+        fit: of equal hashes each table of results has to compare all."""
         own = (self.sparse, self.tp, self.ep, self.etp, self.cp, self.tokens, self.dispatcher, self.again, self.scored)
         return hash((own, self.constants))
 
 
 def product_seconds(rows: float, wide: float, deep: float, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
-    """Of a product of [rows, wide] and [wide, deep] at ``rate`` FLOP/s, ``size`` bytes an element of what is read."""
+    """Seconds of a product of [rows, wide] and [wide, deep] at ``rate`` FLOP/s; read elements have ``size`` bytes."""
     narrow = min(wide, deep)
     computed = 2 * rows * wide * deep / rate * (1 + c.tile / rows) * (1 + c.tile / narrow)
     moved = (wide * deep * size + rows * (wide * size + max(2.0, size) * deep)) / (gpu.hbm * GB * MEMORY)
@@ -175,7 +175,7 @@ Matrix = tuple[float, float, float]
 
 
 def orthogonal_seconds(matrix: Matrix, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
-    """Of the Newton-Schulz iteration over matrices [m, n], the shorter side first: X X', its square, and
+    """Seconds of the Newton-Schulz iteration over matrices [m, n], the shorter side first: X X', its square, and
     its product with X. ``rate`` and ``size`` as of `product_seconds`."""
     rows, columns, count = matrix
     m, n = sorted((rows, columns))
@@ -184,7 +184,7 @@ def orthogonal_seconds(matrix: Matrix, rate: float, gpu: Gpu, c: Constants, size
 
 
 def matrices(s: ModelShape, ep: int) -> tuple[list[Matrix], list[Matrix]]:
-    """Those of all layers but the experts', and those of a rank's share of the experts, each whole."""
+    """The matrices of all layers but the experts', and those of a rank's share of the experts, each whole."""
     sparse, h = len(s.moe_layers), s.hidden_size
     dense = [*_of_attention(s), *_of_delta_nets(s), *_gated(h, s.dense_width, s.num_layers - sparse)]
     if not sparse:
@@ -241,13 +241,13 @@ class Columns:
 
 
 def forward_columns(shape: ModelShape, *, sparse: bool) -> Columns:
-    """Of the forward pass of a layer with experts or without."""
+    """The columns of the forward pass of a layer with experts or without."""
     inputs, outputs, up, rotary = _sizes(shape, sparse)
     return Columns(gathered=inputs + up + rotary, scattered=outputs)
 
 
 def backward_columns(shape: ModelShape, *, sparse: bool) -> Columns:
-    """Of its backward pass. Rotary keys are no product's input: only their gradient travels."""
+    """The columns of its backward pass. Rotary keys are no product's input: only their gradient travels."""
     inputs, outputs, up, rotary = _sizes(shape, sparse)
     return Columns(gathered=inputs + outputs + up, scattered=inputs + up + rotary)
 

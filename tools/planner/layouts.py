@@ -246,8 +246,8 @@ _CACHE = 0.12  # of a GPU that a server's cache and kernels take at least
 
 
 def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
-    """Where servers are, with the degrees that sample fastest there: seconds that a step takes at least, and keys of
-    rollout.server, slurm and weights."""
+    """Yields placements of servers, with the degrees that sample fastest there: seconds that a step takes at least, and
+    keys of rollout.server, slurm and weights."""
     nodes, each = wanted.gpus // wanted.per_node, wanted.per_node
     shared: dict[str, object] = {"slurm.gpus_per_node": each, "slurm.gpu_memory_gb": wanted.gpu.memory}
     places: list[tuple[int, float, dict[str, object]]] = [

@@ -583,7 +583,7 @@ def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _copies(config: RunConfig, shape: ModelShape, role: str) -> float:
-    """Of one model, on the node that needs most."""
+    """The copies of one model, on the node that needs most."""
     each, held = _ranks_of_a_node(config, role), copied_by_rank(config.of_role(role), shape, role)
     world = range(0, config.learner_of(role).dims.world_size, each)
     return max(sum(held.get(rank, 0) for rank in range(first, first + each)) for first in world)
@@ -599,7 +599,7 @@ def pinned(num_bytes: float) -> int:
 
 
 def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Of a rank, while servers sample: each model's state and weights are in slabs of their own."""
+    """Pinned bytes of a rank while servers sample: each model's state and weights are in slabs of their own."""
     kinds = config.learner.offload.leaving
     terms, critic = gpu_terms(config, layout, rank, LEARNER, servers=0)
     left = [terms["optimizer"], critic.get("optimizer", 0.0)] if "optimizer" in kinds else []
@@ -608,8 +608,8 @@ def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
 
 
 def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
-    """Of a rank, for halves of layers of all micro-batches in flight, in slabs, which a policy and a critic take in
-    turns."""
+    """Pinned bytes of a rank for halves of layers of all micro-batches in flight, in slabs, which a policy and a critic
+    take in turns."""
     learner = config.learner
     chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
     each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
@@ -617,7 +617,7 @@ def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
 
 
 def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Of a rank, for the weights beside which it has adapters: a push merges these into them, and they come back."""
+    """Pinned bytes of a rank for the weights beside its adapters: a push merges these into them, and they come back."""
     if (adapters := adapter_layouts(config.learner)) is None:
         return 0.0
     adapted = adapters.ranks(layout)
@@ -630,7 +630,7 @@ def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:
 
 
 def _stepped(config: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Of a rank, for parameters that are stepped on the CPU: weight and gradient are pinned, each by itself."""
+    """Pinned bytes of a rank for parameters stepped on the CPU: weight and gradient are pinned, each by itself."""
     counts = dict.fromkeys(("asked", "pinned"), 0)
     if not (share := config.learner.offload.optimizer):
         return 0.0

@@ -106,7 +106,7 @@ def lengths_of(mean: float, most: float) -> tuple[float, ...]:
 
 
 def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float, context: float) -> float:
-    """Of one token for each of a server's ``rows``, whose prompts and tokens so far are ``context``."""
+    """Seconds of one token for each of a server's ``rows``, whose prompts and tokens so far are ``context``."""
     step = TOKEN_SECONDS + _pass_seconds(shape, server, gpu, rows, rows * (1 + server.drafts), context)
     if server.drafts:
         step += server.drafts * _pass_seconds(draft_layer(shape), server, gpu, rows, rows, context)
@@ -116,7 +116,7 @@ def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float,
 def _pass_seconds(
     shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float, positions: float, context: float
 ) -> float:
-    """Of a pass over ``positions`` of ``rows`` together, each of which reads its cache once."""
+    """Seconds of a pass over ``positions`` of ``rows`` together, each of which reads its cache once."""
     sparse, k = len(shape.moe_layers), shape.experts_per_token
     experts = 3.0 * shape.hidden_size * shape.expert_width * sparse
     others = shape.active_parameters - experts * k
@@ -130,9 +130,9 @@ def _pass_seconds(
 
 
 def _message_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, positions: float) -> float:
-    """Of the bytes of a pass's messages: a tensor-parallel group reduces what attention and a dense MLP give, and with
-    several groups all ranks gather the rows of a layer with experts, and scatter the sums, which is the default of
-    vLLM 0.32.0 (``allgather_reducescatter``) and SGLang 0.5.21."""
+    """Seconds of the bytes of a pass's messages: a tensor-parallel group reduces what attention and a dense MLP give,
+    and with several groups all ranks gather the rows of a layer with experts, and scatter the sums, which is the
+    default of vLLM 0.32.0 (``allgather_reducescatter``) and SGLang 0.5.21."""
 
     def exchanged(rows: float, ranks: int) -> float:
         """Gathered and scattered, as an all-reduce does both; a node's ranks send together what leaves it."""
@@ -155,12 +155,12 @@ def draft_layer(shape: ModelShape) -> ModelShape:
 
 
 def tokens_accepted(drafts: int, share: float | None = None) -> float:
-    """Of ``drafts`` proposals those that are accepted in the mean: the ``share``, or with None each by `ACCEPTED`."""
+    """The mean number of ``drafts`` proposals that are accepted: the ``share``, or with None each by `ACCEPTED`."""
     return sum(ACCEPTED**n for n in range(1, drafts + 1)) if share is None else drafts * share
 
 
 def cache_bytes(shape: ModelShape, context: float) -> float:
-    """Of one row of ``context`` tokens, of the whole model; a layer with a window holds the last tokens of it."""
+    """Cache bytes of a row of ``context`` tokens, of the whole model; a layer with a window holds its last tokens."""
     if shape.latent is not None:
         return 2.0 * shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim) * context
     windows = [shape.windows[layer] if shape.windows else 0 for layer in shape.attention_layers]
@@ -276,7 +276,7 @@ class RlStep:
 
     @property
     def tokens_a_second(self) -> float:
-        """Of prompts and completions, of all GPUs together."""
+        """Tokens of prompts and completions a second, of all GPUs together."""
         return self.tokens / self.seconds
 
 
@@ -360,7 +360,7 @@ def score_seconds(config: RunConfig, work: LearnerWork) -> float:
 
 
 def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
-    """Of a push in closed form: in all, sent by the busiest learner rank, received by the busiest server rank.
+    """Bytes of a push in closed form: in all, sent by the busiest learner rank, received by the busiest server rank.
 
     Each server rank gets its share of the weights once, and learner ranks that hold the same parts share the sending.
     """
@@ -509,7 +509,7 @@ def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: 
 
 
 def servers_on_a_gpu(config: RunConfig) -> float:
-    """In the mean, of those that sample for training."""
+    """The mean number of those that sample for training."""
     servers = beside_ranks(config)[: config.rollout.server.count]
     gpus = {gpu for server in servers for gpu in server}
     return sum(map(len, servers)) / len(gpus) if gpus else 1.0

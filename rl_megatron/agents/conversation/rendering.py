@@ -127,7 +127,7 @@ class ChatRenderer:
         self._shows_tools.add(messages[0]["role"])
 
     def _place_of_tools(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
-        """Where the marked tools are not shown, and what to do about it, if that depends on a system's message."""
+        """The place where marked tools are not shown, and what to do about it, if a system's message decides that."""
         is_system = messages[0]["role"] in _SYSTEM
         others = messages[1:] if is_system else [{"role": _SYSTEM[0], "content": "."}, *messages]
         try:

@@ -93,7 +93,7 @@ class ChatTemplate(ChatRenderer, Template):
         thinking: Thinking = "template",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """With ``thinking="keep"`` rows go on where the template drops the thinking of turns and does nothing else.
+        """``thinking="keep"``: rows continue where the template drops the thinking of turns and does nothing else.
 
         Raises ConfigError as `ChatRenderer`, and for a tokenizer that alters texts.
         """

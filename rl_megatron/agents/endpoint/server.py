@@ -171,7 +171,7 @@ class Keys:
             self._ended.popitem(last=False)
 
     def requests(self, key: str) -> RequestCounts:
-        """Of the key's conversation, which is open."""
+        """The counts of the key's conversation, which is open."""
         return self._lines[_digest(key)].requests
 
     def line(self, headers: Mapping[bytes, bytes]) -> OpenConversation:

@@ -118,7 +118,7 @@ class Epochs:
         self.epoch, self.position = epoch, position
 
     def _order(self, epoch: int) -> NDArray[np.uint32]:
-        """Of the rows in this epoch; kept until a later one's is made."""
+        """The order of the rows in this epoch; it is kept until a later one's is made."""
         order = self._orders.get(epoch)
         if order is None:
             chance = np.random.default_rng([self._seed, epoch])
@@ -128,10 +128,10 @@ class Epochs:
 
 
 def digest_of_prompts(prompts: Sequence[Prompt], of: DigestOf = "rows") -> str:
-    """Of their ids, questions and answers, of pairs both and the margin, in their order; also of all other fields of
-    problems, which teachers, rewards and environments may read, and of a conversation's label. Checkpoints of older
-    versions have it without these (margins), without margins (questions), and with texts for questions, which differ
-    by day where a chat template writes the date (texts)."""
+    """A digest of their ids, questions and answers, of pairs both and the margin, in their order; also of all other
+    fields of problems, which teachers, rewards and environments may read, and of a conversation's label. Checkpoints of
+    older versions have it without these (margins), without margins (questions), and with texts for questions, which
+    differ by day where a chat template writes the date (texts)."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         question = prompt.text if of == "texts" or not prompt.question else prompt.question

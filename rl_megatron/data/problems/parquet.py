@@ -196,7 +196,7 @@ class ParquetRows:
         return f"{path}:{line}"
 
     def checksum(self) -> str:
-        """Of all bytes of the files, and of their names."""
+        """A checksum of all bytes of the files, and of their names."""
         digest = hashlib.blake2b(digest_size=16)
         for path in self._paths:
             digest.update(f"{path.stem}\0{path.stat().st_size}\0".encode())
@@ -405,7 +405,7 @@ def _plain(column: Any) -> Any:
 
 
 def _spaced(column: Any) -> Any:
-    """As `leaks.spaced`: pyarrow and Python have the same white space."""
+    """The texts as `leaks.spaced` has them: pyarrow and Python have the same white space."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -442,7 +442,7 @@ class FileRows(ParquetRows):
 
     @property
     def columns(self) -> list[str]:
-        """Those that the texts of a row are made of."""
+        """The columns of which a row's texts are made."""
         return [*fields_of(self.data), *_others(self.data)]
 
     def compared(self, *by: ProblemKey) -> list[ProblemTexts]:
@@ -459,7 +459,7 @@ class FileRows(ParquetRows):
         return problem_in(self.checked(row, record), *self.line(row), self.data)
 
     def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
-        """Those of these ascending rows, without fields that are no part of them; none where rows are problems."""
+        """The conversations of these ascending rows, without other fields; none where rows are problems."""
         if self.data.fields["messages"] is None:
             return
         for row, record in self.records(rows, self.columns):

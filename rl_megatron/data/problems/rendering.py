@@ -576,7 +576,7 @@ def tokenized(problems: Sequence[Problem], form: RowForm, *, chat: bool = False)
 
 
 def tokenized_one(problem: Problem, form: RowForm, *, chat: bool = False) -> Prompt | TooLong:
-    """As `tokenized`: the prompt, or why it is too long."""
+    """The prompt, as `tokenized` makes it, or why it is too long."""
     return next(_prompts([problem], form, chat))
 
 

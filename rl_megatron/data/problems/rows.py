@@ -90,7 +90,7 @@ def values_of(column: Any) -> list[Any]:
 
 
 def _json_of(column: Any) -> list[Any]:
-    """As `as_json` of each value of ``to_pylist``, which makes an object of pyarrow's for each part of each value."""
+    """What `as_json` gives for each value of ``to_pylist``, which makes an object of pyarrow for each part of each."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -225,7 +225,7 @@ def bytes_field(name: str) -> str:
 
 
 def unread_field(name: str, row: Mapping[str, Any], key: str) -> str:
-    """As `missing_field`, of a field that the config ``key`` has a teacher read beside the problem and its answer."""
+    """Says as `missing_field` that a field is missing that the config ``key`` has a teacher read beside the problem."""
     return (
         f"{missing_field(name, row)}, for {key}; {{prompt}} and {{answer}} are the problem and its answer, whatever "
         "their fields are called"

@@ -67,7 +67,7 @@ class _Sequence:
 
     @property
     def params(self) -> SamplingParams:
-        """Those of the rest."""
+        """The parameters of the rest."""
         made = 0 if self.part is None else len(self.part.token_ids)
         return replace(self.request.params, max_new_tokens=self.request.params.max_new_tokens - made)
 
@@ -128,7 +128,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def pause(self, mode: RunningRequests) -> Ended:
-        """Before other weights are loaded: keep what completions have made, and what they have cached if ``mode`` says
+        """Keep what completions have made before other weights are loaded, and what they have cached if ``mode`` says
         so; with ``abort`` end them where they are."""
         if mode == "keep_cache":
             return []
@@ -331,7 +331,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self, _: Starlette) -> AsyncIterator[None]:
-        """With the thread that samples; it ends with the process."""
+        """Runs the thread that samples; it ends with the process."""
         self._sampler = Sampler(self._engine, slots=self._slots)
         self._sampler.start()
         yield

@@ -191,7 +191,7 @@ def _lora_options(options: StartOptions) -> tuple[str, ...]:
 
 
 def load_format(options: StartOptions) -> str:
-    """Of the model's first weights, which a push replaces: random, or what memory held, for an empty file.
+    """The format of the model's first weights, which a push replaces: random, or what memory held, for an empty file.
 
     SGLang reads adapters by the loader of this format, and the one of random weights reads nothing.
     """
@@ -422,7 +422,7 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     async def gauges(self, server: Server) -> EngineGauges:
-        """As its schedulers last recorded them."""
+        """The gauges as its schedulers last recorded them."""
         loads = (await server.get("/v1/loads"))["loads"]
         return EngineGauges(
             running=sum(int(load["num_running_reqs"]) for load in loads),

@@ -125,7 +125,7 @@ def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads
 
 @cache
 def layout_of(model: Any, path: Path, *, partial: bool = False) -> dict[str, list[Held]]:
-    """Where the model's loader puts a mirror file's tensors (``partial``: only those it merely copies), by HF name."""
+    """The places of a mirror file's tensors in the model (``partial``: of those merely copied), by HF name."""
     params = dict(model.named_parameters())
     out: dict[str, list[Held]] = {}
     for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtypes(path), partial=partial):

@@ -47,7 +47,7 @@ class Graphs(LearnerHooks):
 
     @override
     def warm_up(self) -> Sequence[PackedMicroBatch]:
-        """At the end of this pass megatron captures all layers for each size."""
+        """Micro-batches of each size, for a pass at whose end megatron captures all layers."""
         tp, most = parallel_state.get_tensor_model_parallel_world_size(), self._padding.sequences
         return [
             pack_micro_batch(_made_up(size), tp=tp, cp=1, cp_rank=0, device=self._device, sequences=most)

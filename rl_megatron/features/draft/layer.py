@@ -60,7 +60,7 @@ class DraftModel(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Under megatron-core's keys, which count draft layers from 0."""
+        """The state under megatron-core's keys, which count draft layers from 0."""
         if self.layer is None:
             return {}
         found: dict[str, Any] = self.layer.sharded_state_dict(prefix + _PREFIX, sharded_offsets, metadata)

@@ -37,7 +37,7 @@ _ALONE = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Next:
-    """Of each position the one after it in its sequence: what a draft layer says, and whether that is trained."""
+    """The position after each in its sequence: what a draft layer says, and whether that is trained."""
 
     targets: Tensor  # [t]
     mask: Tensor  # [t] bool
@@ -148,7 +148,7 @@ class Drafting(LearnerHooks):
         return weight
 
     def _room(self, shape: ModelShape) -> Tensor | None:
-        """For a copy of the embedding, where a last stage has neither it nor an output matrix tied to it."""
+        """Memory for a copy of the embedding, if a last stage has neither it nor an output matrix tied to it."""
         last = self._policy[-1]
         if not last.post_process or self._policy[0].pre_process or shape.tie_embeddings:
             return None

@@ -310,7 +310,7 @@ class LayerWise(ChainedOptimizer):
 
 
 def share_out(parameters: Sequence[tuple[Tensor, Matrices | None]], ranks: int) -> list[list[Tensor]]:
-    """For each rank the parameters whose state it holds: the largest first, each to the rank that has the least.
+    """The parameters whose state each rank holds: the largest first, each to the rank that has the least.
 
     Ranks of one tensor-parallel group share out the same sizes, so all shards of a matrix get the same place.
     """

@@ -69,8 +69,8 @@ def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
 
 
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-    """With a float32 head the weight's gradient is announced to autograd by zeros of its size, beside the hidden states
-    and their gradient."""
+    """Adds what a float32 head takes: zeros of its size announce the weight's gradient to autograd, beside the hidden
+    states and their gradient."""
     if not overlap_of(learner).gradients or learner.head_dtype is None or not terms["logits"]:
         return terms
     rows = 2 * rank.tokens + shape.vocab_size / learner.tp

@@ -223,7 +223,7 @@ class Quantisation(Encoding):
 
     @property
     def blocks(self) -> Blocks:
-        """Of each matrix that is quantised."""
+        """The blocks of each matrix that is quantised."""
         return BLOCKS[self.kind]
 
     @override

@@ -177,7 +177,7 @@ class Quantiser(Encoder):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers."""
+        """The dtype of the numbers."""
         found: torch.dtype = getattr(torch, self._form.blocks.dtype)
         return found
 

@@ -67,7 +67,7 @@ class _Balanced:
         router.routing = self._routing
 
     def _routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """In place of ``router.routing``: [s, b, E] -> probabilities and choices, both [t, E]."""
+        """Stands in for ``router.routing``: [s, b, E] -> probabilities and choices, both [t, E]."""
         tokens = self._tokens()
         if tokens is None:
             return self._route(logits, padding_mask)

@@ -32,7 +32,7 @@ _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 
 @dataclass(slots=True, kw_only=True)
 class Teacher(FrozenModel):
-    """At a server.
+    """A teacher at a server.
 
     It names ``top`` tokens at a place; all of ``vocab_size``, the policy's, where it has no more. Each attempt has a
     connection of its own. Raises ConfigError for a ``token_file`` without a token.

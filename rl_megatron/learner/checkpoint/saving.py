@@ -77,7 +77,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the values of an item are: in one of the tensors of a save, from that one's first element on."""
+    """The place of an item's values: in one of the tensors of a save, from that one's first element on."""
 
     made: bool  # one of `Gathered.tensors`, else of the plan's
     number: int
@@ -92,7 +92,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """Where each item of this rank's file is from, and megatron's description of all ranks'."""
+    """The source of each item of this rank's file, and megatron's description of all ranks'."""
 
     name: str  # of the file
     items: Sequence[tuple[WriteItem, _Place]]

@@ -191,7 +191,7 @@ def _collect(gathered: Gathered, part: DistributedOptimizer, *_: Any) -> None:
 
 
 def distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Those of `inner_optimizers` that are distributed."""
+    """The `inner_optimizers` that are distributed."""
     return [part for part in inner_optimizers(optimizer) if isinstance(part, DistributedOptimizer)]
 
 
@@ -256,7 +256,7 @@ def inner(chunk: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companions:
-    """For each of some names: tensors under the global names, and in the shapes, of a model's parameters.
+    """Tensors under the global names, and in the shapes, of a model's parameters, for each of some names.
 
     ``values`` gives the tensor with the values of one that holds none now.
     """

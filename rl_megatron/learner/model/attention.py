@@ -103,7 +103,7 @@ class PackedAttention(CutAlongHeads, MegatronModule):
         return self.attend(rotate(query, *packed.rotary), rotate(key, *packed.rotary), value, packed)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams) -> Tensor:
-        """As ``forward``, with queries and keys already rotated; values may have another width."""
+        """Attends as ``forward``, with queries and keys already rotated; values may have another width."""
         return self.attend_laid_out(*self.lay_out(query, key, value, packed), packed)
 
     def lay_out(

@@ -79,7 +79,7 @@ class FusedExperts(TogetherExperts):
         return torch.cat(out)
 
     def _together(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
-        """As a loop over experts, on a GPU in calls for all."""
+        """Computes what a loop over experts would, on a GPU in calls for all."""
         groups = kernels.groups_of(counts, x)
         own = kernels.own(groups, x)
         active = self._gated(kernels.multiply(x, self.gate_up_proj, groups) + own @ self.gate_up_proj_bias)

@@ -55,7 +55,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(counts: Sequence[int], x: Tensor) -> Groups:
-    """Those of ``counts`` [E] rows of each expert, in ``x``."""
+    """The groups of ``counts`` [E] rows of each expert, in ``x``."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
     idle = [expert for expert, count in enumerate(counts) if not count]
     return Groups(ends, torch.tensor(idle).to(x.device, non_blocking=True) if idle else None)
@@ -452,7 +452,7 @@ class _Batched(torch.autograd.Function):
 
 
 def _batches(groups: int, length: int, shared: int) -> Iterator[tuple[slice, slice, int, int]]:
-    """Of each block: which groups of all B * G it has, as many as its scores fit the cache of, its rows among
+    """Yields for each block which groups of all B * G it has, as many as its scores fit the cache of, its rows among
     [L * R], and its first position and the one after its last."""
     size = max(1, SCORES // (min(BATCHED_ROWS, length) * shared * length))
     for first, start in product(range(0, groups, size), range(0, length, BATCHED_ROWS)):

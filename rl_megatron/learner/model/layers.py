@@ -130,7 +130,7 @@ class GroupedColumnLinear(torch.nn.Module):
 
 
 class GroupedRowLinear(GroupedColumnLinear):
-    """As GroupedColumnLinear, sharded along the input: [out, in / etp]."""
+    """A GroupedColumnLinear that is sharded along the input: [out, in / etp]."""
 
     partition_dim = 1
 

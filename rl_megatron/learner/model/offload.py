@@ -111,7 +111,7 @@ class Activations:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Within it, forward passes that keep something offload it. All their backward passes are within it too."""
+        """A context in which forward passes offload what they keep. All their backward passes are within it too."""
         if not self._parts:
             yield
             return

@@ -98,7 +98,7 @@ def read_indexed(raw: dict[str, Any], path: Path) -> ModelShape:
 
 
 def _indexers(raw: Mapping[str, Any], path: Path) -> Sequence[str]:
-    """Of each layer "full" or "shared": a list, a word of their initials, or every so many from an offset on."""
+    """The kind of each layer, "full" or "shared": from a list, their initials, or every so many from an offset on."""
     layers = raw["num_hidden_layers"]
     kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
     if kinds is None:

@@ -35,7 +35,7 @@ class ClassifierTexts:
     max_tokens: int
 
     def rows(self, prompt: str, texts: Sequence[str]) -> list[list[int]]:
-        """Of the prompt with each of the texts of its completions."""
+        """The tokens of the prompt with each of the texts of its completions."""
         rows: list[list[int]] = self.tokenizer(
             self._wholes(prompt, texts),
             add_special_tokens=not self.chat_template,  # the template writes its own

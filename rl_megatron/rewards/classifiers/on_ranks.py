@@ -25,7 +25,7 @@ class TextScores(Protocol):
         """Most tokens of a text."""
 
     async def __call__(self, texts: Sequence[Sequence[int]], /) -> Sequence[float]:
-        """Of each text, given its tokens."""
+        """The score of each text, given its tokens."""
 
 
 class RewardModels:
@@ -89,7 +89,7 @@ class RankedReward:
         return replace(self._texts, max_tokens=most).rows(prompt, texts)
 
     def _read(self, row: list[int]) -> list[int]:
-        """Up to the last token that is not the padding's, where transformers reads the score."""
+        """The row up to the last token that is not the padding's, where transformers reads the score."""
         last = next((at for at in reversed(range(len(row))) if row[at] != self._pad), 0)
         return row[: last + 1]
 

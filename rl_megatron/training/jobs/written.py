@@ -92,7 +92,7 @@ class Fitted:
 
     @property
     def rows(self) -> list[WrittenRow]:
-        """Those of all units."""
+        """The rows of all units."""
         return [row for unit in self.units for row in unit]
 
 
@@ -190,7 +190,7 @@ def _length(row: WrittenRow, config: RunConfig) -> str:
 
 
 def _cut(row: WrittenRow, most: int) -> WrittenRow | None:
-    """Without what is after ``most`` tokens, and after the last turn before that; None if that is all."""
+    """The row without what is after ``most`` tokens, and after the last turn before that; None if nothing is left."""
     turns = tuple((start, min(stop, most)) for start, stop in row.turns if start < most)
     return replace(row, token_ids=np.array(row.token_ids[: turns[-1][1]]), turns=turns) if turns else None
 
@@ -433,9 +433,9 @@ class Reference:
 
 @dataclass(slots=True, kw_only=True)
 class PairObjective(JobObjective):
-    """Of rows that are pairs: the better answer is more probable than the worse, or has the higher score, by what the
-    model says of both in ``wants``, beside the log-probs of the frozen ``reference`` if the loss compares with one,
-    whose held-out ones are computed once."""
+    """The objective of rows that are pairs: the better answer is more probable than the worse, or has the higher score,
+    by what the model says of both in ``wants``, beside the log-probs of the frozen ``reference`` if the loss compares
+    with one, whose held-out ones are computed once."""
 
     wants: Want = "logprobs"
     samples_of: SamplesOf = written_samples
@@ -488,8 +488,8 @@ class PairObjective(JobObjective):
 
 @dataclass(slots=True, kw_only=True)
 class LabeledAnswers(PairObjective):
-    """Of rows that are single answers: those with the label true become more probable, the others less, by `KtoLoss`
-    with the reference point of each batch."""
+    """The objective of rows that are single answers: those with the label true become more probable, the others less,
+    by `KtoLoss` with the reference point of each batch."""
 
     samples_of: SamplesOf = with_margins
     loss: KtoLoss

@@ -87,8 +87,8 @@ class MappedFile:
 
 
 def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
-    """As mmap.mmap with ACCESS_COPY, which before Python 3.13 keeps a descriptor: of a checkpoint in 1,000 files more
-    than a process may usually have. Unmapped when it and its views are gone."""
+    """Maps as mmap.mmap with ACCESS_COPY, which before Python 3.13 keeps a descriptor: of a checkpoint in 1,000 files
+    more than a process may usually have. Unmapped when it and its views are gone."""
     writable = mmap.PROT_READ | mmap.PROT_WRITE  # torch needs it
     address = _LIBC.mmap(None, size, writable, mmap.MAP_PRIVATE, descriptor, 0)
     if address == _FAILED:

@@ -306,7 +306,7 @@ def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]
 
 
 def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Copy], Files]:
-    """As `megatron_copies`, the tensors of ``hf`` from a checkpoint of those of ``megatron``: each of one rank, which
+    """The tensors of ``hf`` from a checkpoint of those of ``megatron``, as `megatron_copies`: each of one rank, which
     has the rows in the order of any file. Raises WeightError also where parts of one tensor have several dtypes."""
     homes, chunks = _homes_in(source, megatron)
     depths = {home.key: len(home.index) for found in homes.values() for home in found}

@@ -172,7 +172,7 @@ def _nccl_to_load(library: Path) -> Path | None:
 
 
 def torch_folder() -> Path | None:
-    """Where this interpreter would import torch from, without importing it; None if it is not installed."""
+    """The folder that this interpreter would import torch from, without importing it; None if it is not installed."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec is not None else None
     return Path(folders[0]) if folders else None

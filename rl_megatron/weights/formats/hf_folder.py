@@ -76,7 +76,7 @@ class Headers:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of every weight."""
+        """The shape of every weight."""
         plain = {name: entry.shape for name, (_, entry) in self.entries.items() if name not in self.parts}
         return plain | {name: weight.shape for name, weight in self.quantised.items()}
 
@@ -206,8 +206,8 @@ def copy_companions(source: Path, folder: Path, variables: Mapping[str, Template
 
 
 def chat_template(folder: Path) -> str | None:
-    """As transformers finds it, in a file of its own or in tokenizer_config.json; None where there is none, or several
-    by name."""
+    """The template as transformers finds it, in its own file or in tokenizer_config.json; None if there is none, or
+    several by name."""
     if (own := folder / _TEMPLATE).is_file():
         return own.read_text(encoding="utf-8")
     settings = folder / "tokenizer_config.json"

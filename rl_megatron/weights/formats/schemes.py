@@ -267,7 +267,7 @@ def _matrix(scheme: Scheme, name: str, stored: Shape, scales: str, dtype: DType,
 def _expert_weight(
     scheme: Scheme, name: str, stored: Shape, scales: str, dtype: DType, given: Shape
 ) -> Quantised | str:
-    """As `_matrix`, for a stack of experts in mxfp4."""
+    """Reads as `_matrix` a stack of experts in mxfp4."""
     if len(stored) != 4 or 2 * stored[3] != _GROUP:
         return f"{name} has shape {stored}; mxfp4 is [expert, row, group, {_GROUP // 2}]"
     if given != stored[:3] or dtype is not DType.U8:

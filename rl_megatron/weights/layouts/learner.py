@@ -174,7 +174,7 @@ def _largest(layout: Layout) -> Sequence[int]:
 
 
 def trained_elements(config: RunConfig, layout: Layout) -> Sequence[Elements]:
-    """Those of one rank of each stage that are trained: adapters that a feature adds, else without
+    """The trained elements of one rank of each stage: adapters that a feature adds, else without
     ``learner.router.frozen`` all."""
     if (adapters := adapter_layouts(config.learner)) is not None:
         return _by_stage(adapters.on_ranks(layout), lambda hf: 1)[0]

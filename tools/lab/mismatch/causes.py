@@ -98,7 +98,7 @@ class Case:
 
     @property
     def explained(self) -> str:
-        """By which cause, exactly; empty where by none."""
+        """The cause that explains it exactly; empty if none does."""
         found = {"sampling parameters": self.sampling, "token shift": self.shift, "template or tokenizer": self.prompt}
         return next((cause for cause, by in found.items() if by), "")
 

@@ -106,7 +106,7 @@ class RoutingGap:
 
     @property
     def shown(self) -> str:
-        """In words."""
+        """The result in words."""
         text = f"{100 * self.share:.2g} % of positions have other experts"
         if len(self.without):
             text += f"; before any such: {shown(self.without)}"
@@ -375,7 +375,7 @@ def _prompts_of(samples: Samples) -> list[tuple[tuple[int, ...], Completion]]:
 
 
 def _first_sampled(samples: Samples, most: int) -> Tensor:
-    """Of every sequence as many of its first sampled positions as let all have ``most`` together, [N] bool."""
+    """The first sampled positions of every sequence, as many as let all have ``most`` together, [N] bool."""
     each = max(1, most // samples.num_sequences)
     out = torch.zeros_like(samples.mask)
     for start, stop in zip(samples.cu_seqlens[:-1].tolist(), samples.cu_seqlens[1:].tolist(), strict=True):
@@ -429,7 +429,7 @@ def _request(
 
 
 def _samples(prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]) -> Samples:
-    """With columns where these fit the prompts: an engine that saw others than it was given has others of them."""
+    """The samples, with columns if these fit the prompts: an engine that saw others than it was given has others."""
     try:
         return to_samples([single_turns(*pair) for pair in zip(prompts, answers, strict=True)])
     except DataError:
@@ -481,7 +481,7 @@ class Evidence:
 
 
 def collect(observation: Observation) -> Evidence:
-    """From the detailed tokens, or as many of these as can be looked at."""
+    """The evidence of the detailed tokens, or of as many of these as can be looked at."""
     detailed = observation.detailed.nonzero().squeeze(1)
     kept = max(1, min(len(detailed), _MOST_VALUES // observation.logits.shape[1]))
     stride = -(-len(detailed) // kept)
@@ -500,7 +500,7 @@ def collect(observation: Observation) -> Evidence:
 
 
 def _before(observation: Observation, places: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each place the token ids that its sequence held before its target, and how often each was sampled."""
+    """Yields for each place the token ids that its sequence held before its target, and how often each was sampled."""
     samples = observation.samples
     starts = samples.cu_seqlens[torch.searchsorted(samples.cu_seqlens, places, right=True) - 1]
     for start, place in zip(starts.tolist(), places.tolist(), strict=True):
