@@ -96,7 +96,7 @@ class _Composer:
 
     def __init__(self, root: Path) -> None:
         self.problems: list[str] = []
-        self.groups = {path.parent.name: path.parent for path in sorted(root.glob("*/*.yaml"))}
+        self.groups = {folder.name: folder for folder in sorted({path.parent for path in root.glob("*/*.yaml")})}
         self._root = root
         self._files = 0  # that were asked for
         self._unread: set[str] = set()  # sections whose file could not be read

@@ -7,10 +7,10 @@ answers any other value.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from rl_megatron.errors import shorten
@@ -258,6 +258,7 @@ def removed_key(key: str) -> Removed | None:
     return _row(key)[1]
 
 
+@functools.lru_cache(4096)  # all keys of all files are looked up, and again at each load
 def _row(key: str) -> tuple[str, Removed | None]:
     """The pattern that a key matches, and its row."""
     parts = key.split(".")
@@ -329,10 +330,7 @@ def with_new_names(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]
         if there is not None and not switches:
             continue
         _take(out, parts)
-        inner = out
-        for name in above:
-            inner = inner.setdefault(name, {})
-        inner[leaf] = found[1]
+        functools.reduce(lambda inner, name: inner.setdefault(name, {}), above, out)[leaf] = found[1]
     return out
 
 
@@ -362,7 +360,7 @@ def _take(tree: dict[str, Any], parts: Sequence[str]) -> None:
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the tree of values without removed keys whose values are what is done now, one log line each."""
-    return dict(_kept(tree, "", partial(given_value, tree)))
+    return dict(_kept(tree, "", functools.partial(given_value, tree)))
 
 
 def _kept(tree: Mapping[str, Any], above: str, given: Callable[[str], object]) -> Iterator[tuple[str, Any]]:
