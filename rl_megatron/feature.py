@@ -119,11 +119,13 @@ class EngineHooks:
 
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Beginnings of options that servers must not have, each with why and what to do."""
+    environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Variables of a server that is started with the feature."""
     counters: ClassVar[tuple[str, ...]] = ()
     """Integer fields of each completion in the engine's answers, for `answered`; 0 where an answer lacks them."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, shape: ModelShape) -> None:
+        self.name, self.shape = name, shape
 
     def given(self, server: Server) -> Any:
         """What a running server reports of the feature, as `described` reads it; falsy: it runs without."""
@@ -133,6 +135,11 @@ class EngineHooks:
         """The options of a start on ``device``, cpu or an accelerator, where ``given`` is `Serving.given`. Raises
         ConfigError for what the engine cannot do there."""
         return ()
+
+    def problem(self, given: Any, device: str, dp: int) -> str:
+        """Why the engine cannot do what is ``given`` for the model on ``device``, with ``dp`` replicas of attention;
+        or empty. Asked before a server starts."""
+        return ""
 
     def described(self, settings: Mapping[str, Any]) -> tuple[object, Sequence[str]]:
         """What a server with the engine's ``settings`` runs, as `Serving.given`, and why no run can use it."""
@@ -165,8 +172,9 @@ class Serving:
     """What servers are started with; falsy: nothing."""
     engines: Mapping[str, str]
     """By the engine's name, ``package.module:Class`` of its `EngineHooks`."""
-    misfit: str
-    """Why a server that runs ``{found}`` does not fit ``{given}``, the key with its value."""
+    misfit: str = ""
+    """Why a server that runs ``{found}`` does not fit ``{given}``, the key with its value; empty if all servers that a
+    run may have fit."""
     key: str | None = None
     """The key that asks for it; None: ``given`` names it, with its value."""
     lacks: str | None = None
@@ -178,6 +186,19 @@ class Serving:
     def named(self, given: object) -> str:
         """How messages name the key with its value."""
         return str(given) if self.key is None else f"{self.key}={given}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushes:
+    """A feature's way of pushes to servers: they get the model once, and versions of its ``adapters`` beside it."""
+
+    asked: Callable[[RunConfig], bool]
+    """True for the runs that push so."""
+    sync: str
+    """``package.module:function`` that makes the `ServedSync` of a run, called by `launcher.servers.pool`."""
+    ends: str
+    """``package.module:function``, called by `launcher.worker.learner_rank` on every rank, that makes the `Staging` of
+    its adapters, and a function that gets, before a version is staged, what ``sync`` sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +266,8 @@ class Feature:
     """Its models on ranks of their own, by their roles."""
     serving: Serving | None = None
     """Its part in engine servers."""
+    pushes: Pushes | None = None
+    """How it pushes its ``adapters``."""
     optimizer: str = ""
     """For ``learner.optimizer.name`` of the feature's name: ``package.module:function`` that makes the optimizer of a
     rank's chunks from megatron-core's OptimizerConfig and these. Every rank calls it."""
@@ -295,10 +318,6 @@ class AdapterLayouts(Hashable, Protocol):
 
     def ranks(self, learner: Layout) -> Mapping[str, int]:
         """The rank of each Hugging Face matrix that has some, by its pattern."""
-        ...
-
-    def described(self, shape: ModelShape, model: Path) -> Mapping[str, object]:
-        """The adapter_config.json of such a folder, beside the model of the folder ``model``."""
         ...
 
 
@@ -694,10 +713,16 @@ async def served_models(
     return found
 
 
-def engine_hooks(engine: str) -> tuple[EngineHooks, ...]:
-    """The engine sides of all features for an engine, active or not. Raises as `features`."""
+def engine_hooks(engine: str, shape: ModelShape) -> tuple[EngineHooks, ...]:
+    """The engine sides of all features for an engine and its model, active or not. Raises as `features`."""
     sides = ((one.name, one.serving.engines.get(engine)) for one in features().values() if one.serving is not None)
-    return tuple(load_side(side)(name) for name, side in sides if side is not None)
+    return tuple(load_side(side)(name, shape) for name, side in sides if side is not None)
+
+
+def pushes_of(config: RunConfig) -> Pushes | None:
+    """A feature's own pushes of a run; None: whole models are pushed. Raises as `features`."""
+    found = (one.pushes for one in features().values() if one.pushes is not None)
+    return next((one for one in found if one.asked(config)), None)
 
 
 def encoding_of(config: RunConfig) -> Encoding | None:

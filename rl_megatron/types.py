@@ -81,11 +81,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts: the first token that completes one, special tokens as text, is the last
 
 
-class LoadedAdapters(NamedTuple):
-    """Adapters of a version, which servers hold beside the model under a name."""
+class NamedVersion(NamedTuple):
+    """A version that servers hold beside others. ``field``: of a request, in which the engine reads its name."""
 
     name: str
     version: int
+    field: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class GenerationRequest:
     birth: int | None = None  # the version served when it, or its trajectory, began: priorities take older first
     ahead: bool = False  # as those of evaluations: waits in the controller behind none without; without a birth, first
     max_seconds: float | None = None  # a completion that runs longer in a server is ended there, as ``length``
-    adapters: LoadedAdapters | None = None  # with which the server samples; None: with the model that was pushed
+    named: NamedVersion | None = None  # with which the server samples; None: with the model that was pushed
 
 
 class Span(NamedTuple):

@@ -30,7 +30,6 @@ from rl_megatron.types import (
     Batch,
     Completion,
     GenerationRequest,
-    LoadedAdapters,
     Loss,
     Metric,
     ParallelDims,
@@ -77,28 +76,28 @@ class WeightGroup(WeightSync):
         Raises CorruptionError if boxes arrived corrupted twice.
         """
         with timeline.during(timeline.PUSHES, "push", version=version):
-            return await self._twice(version, "stage", "commit")
+            return await self._twice(version)
 
-    async def write_adapters(self, adapters: LoadedAdapters, keep: Collection[LoadedAdapters]) -> WeightUpdate:
-        """Have the adapters written for servers. Raises as `push`."""
-        await self._group.each("name_adapters", adapters.name, tuple(one.name for one in keep))
-        return await self._twice(adapters.version, "stage_adapters", "commit_adapters")
+    async def push_beside(self, version: int, *given: object) -> WeightUpdate:
+        """Pushes a feature's parameters beside the model's; its ends get what is ``given``. Raises as `push`."""
+        await self._group.each("prepare", *given)
+        return await self._twice(version, True)
 
-    async def merge(self, *, adapters: bool) -> None:
-        """Set whether ranks merge adapters into what they push from now on."""
-        await self._group.each("merge", adapters)
+    async def merge(self, *, merged: bool) -> None:
+        """Set whether ranks merge these into what they push of the model from now on."""
+        await self._group.each("merge", merged)
 
-    async def _twice(self, version: int, stage: str, commit: str) -> WeightUpdate:
-        """Stage and commit by these calls; stage again what was corrupted on the way, once."""
-        updates, failures = await self._stage(version, stage)
+    async def _twice(self, version: int, beside: bool = False) -> WeightUpdate:
+        """Stage and commit; stage again what was corrupted on the way, once."""
+        updates, failures = await self._stage(version, beside)
         if failures:
             logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
-            again, failures = await self._stage(version, stage)
+            again, failures = await self._stage(version, beside)
             updates += again
         if failures:
             raise failures[0]
         with timeline.during(timeline.PUSHES, "commit"):
-            await self._group.each(commit, version)
+            await self._group.each("commit", version, beside)
         return _one_update(version, updates)
 
     async def held(self) -> list[dict[str, int]]:
@@ -106,9 +105,9 @@ class WeightGroup(WeightSync):
         held: list[dict[str, int]] = await self._group.each("checksums")
         return held
 
-    async def _stage(self, version: int, call: str) -> tuple[list[WeightUpdate], list[CorruptionError]]:
+    async def _stage(self, version: int, beside: bool) -> tuple[list[WeightUpdate], list[CorruptionError]]:
         with timeline.during(timeline.PUSHES, "stage"):
-            answers: list[WeightUpdate | CorruptionError] = await self._group.each(call, version)
+            answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version, beside)
         return (
             [answer for answer in answers if isinstance(answer, WeightUpdate)],
             [answer for answer in answers if isinstance(answer, CorruptionError)],

@@ -55,7 +55,7 @@ def _servers(subject: Subject) -> Iterator[Found]:
     config, shape, environment = subject.config, subject.shape, subject.environment
     server, engine = config.rollout.server, config.rollout.engine
     given = {config.rollout.temperature, *config.eval.temperatures.values()}
-    keys = config.weights.push == "adapters", server.batch_invariant, server.options, *given_to_servers(config).values()
+    keys = server.batch_invariant, server.options, *given_to_servers(config).values()
     tuned = any(name.startswith(f"{engine.upper()}_") for name in environment)
     if not (config.rollout.served and (any(keys) or tuned or config.rollout.top_p < 1 or given - {0.0, 1.0})):
         return

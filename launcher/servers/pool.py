@@ -26,7 +26,7 @@ from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import mirror_path
 from launcher.servers import supervisor as supervision
-from launcher.servers.engines import adapter_of, adapter_places, engine_problems, longest_sequence
+from launcher.servers.engines import adapter_of, engine_problems, longest_sequence
 from launcher.servers.supervisor import Attached, Failed, Standing, Started, Supervisor
 from launcher.servers.versions import (
     check_interpreter,
@@ -45,7 +45,7 @@ from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError, together
-from rl_megatron.feature import encoding_of, features, given_to_servers
+from rl_megatron.feature import encoding_of, features, given_to_servers, load_side, pushes_of
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.interfaces import FrozenModel, Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.families.fields import read_config
@@ -55,8 +55,8 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.formats.hf_folder import config_text, copy_companions, stored
 from rl_megatron.weights.layouts.families import hf_layout
-from rl_megatron.weights.push.sync import AdapterRanks, AdapterWeights, ServedWeights
-from rl_megatron.weights.push.trust import Probe, Trust
+from rl_megatron.weights.push.sync import ServedSync, ServedWeights
+from rl_megatron.weights.push.trust import Probe, Probed, Trust
 from rl_megatron.weights.routes.delivery import Delivery, DirectDelivery, FileDelivery, LearnerRanks, LearnerWeights
 from rl_megatron.weights.routes.mirror import await_free
 from rl_megatron.weights.routes.rendezvous import Keeper
@@ -151,7 +151,6 @@ class ServedEngines:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
-        self._places = adapter_places(config, shape)
         if problems := [*problems_of(config, "shape", shape), *engine_problems(config, adapter, shape, os.environ)]:
             raise ConfigError("\n".join(problems))
         self._checks = ServerChecks(
@@ -273,8 +272,8 @@ class ServedEngines:
             (packages / name).mkdir()
             (packages / name / "config.json").write_text(config)
         copy_companions(self._model_folder, packages / "model")
-        if self._places is not None:
-            (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # see sglang/adapter.py
+        if pushes_of(self._config) is not None:
+            (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # SGLang then reads a file
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Standing]:
         """Start the servers of the run's beginning; in a resume one that fails is left to its supervisor."""
@@ -391,7 +390,6 @@ class ServedEngines:
             timeout_seconds=section.timeout_seconds,
             colocated=section.colocated,
             batch_invariant=section.batch_invariant,
-            adapters=self._places,
             features=given_to_servers(config),
             stops=bool(config.rollout.stop),
             extra=words_of(section.options or ""),
@@ -492,11 +490,18 @@ class ServedLauncher(Launcher):
                     one.cancel()
                 await asyncio.wait(tasks)
                 raise
-            places = adapter_places(config, self._shape)
-            loras = None if places is None else engine.beside(self._run_folder.resolve().name, places.count)
-            trust = Trust(
+            weights = self._sync(config, roles, engine, path)
+            servers.refit = weights.refit
+            roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
+            yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
+
+    def _sync(self, config: RunConfig, roles: Roles, engine: ServedEngine, path: Path) -> ServedSync:
+        """Delivers to the servers of ``engine``, beside mirror files at ``path``, and verifies."""
+
+        def trust_of(servers: Probed) -> Trust:
+            return Trust(
                 path=path,
-                servers=loras or engine.weights,
+                servers=servers,
                 learner=roles.policy,
                 dims=config.learner.dims,
                 padding=config.learner.padding,
@@ -508,27 +513,17 @@ class ServedLauncher(Launcher):
                 ),
                 probes=config.rollout.server.probes,
             )
-            nodes = len(self._sites[0]) if self._sites else 1
-            assert isinstance(roles.weights, LearnerWeights)
-            file = FileDelivery(learner=roles.weights, path=path, servers=engine.weights, nodes=nodes)
-            delivery = _delivery(config, roles.weights, engine.weights, file, self._host)
-            weights: ServedWeights | AdapterWeights
-            if loras is None or places is None:
-                weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
-            else:
-                assert isinstance(roles.weights, AdapterRanks)
-                weights = AdapterWeights(
-                    learner=roles.weights,
-                    delivery=delivery,
-                    file=file,
-                    trust=trust,
-                    servers=loras,
-                    section=places.section,
-                    nodes=nodes,
-                )
-            servers.refit = weights.refit
-            roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
-            yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
+
+        learner, servers, nodes = roles.weights, engine.weights, len(self._sites[0]) if self._sites else 1
+        assert isinstance(learner, LearnerWeights)
+        file = FileDelivery(learner=learner, path=path, servers=servers, nodes=nodes)
+        delivery = _delivery(config, learner, servers, file, self._host)
+        if (pushes := pushes_of(config)) is None:
+            return ServedWeights(learner=learner, delivery=delivery, trust=trust_of(servers), servers=servers)
+        made: ServedSync = load_side(pushes.sync)(
+            config, engine, learner, delivery, file, trust_of, run=self._run_folder.resolve().name, nodes=nodes
+        )
+        return made
 
     async def _before_learners(
         self, config: RunConfig, starting: asyncio.Task[ServedEngine], tell: Callable[[str], None]

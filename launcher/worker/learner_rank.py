@@ -19,7 +19,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.engines.local.engine import LocalEngine, decoder_of
 from rl_megatron.errors import CorruptionError, SyncError
-from rl_megatron.feature import Encoding, compression_of, encoding_of
+from rl_megatron.feature import Encoding, Pushes, compression_of, encoding_of, load_side, pushes_of
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, WeightUpdate
 from rl_megatron.weights.boxes import Shape
@@ -30,7 +30,6 @@ from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan, plan_into_copies
-from rl_megatron.weights.push.sync import AdapterEnds, adapter_ends
 from rl_megatron.weights.routes.engine_ends import Sender
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 from rl_megatron.weights.routes.mirror import Mirror, await_free, in_use, remove_abandoned
@@ -47,7 +46,7 @@ class Worker(RankModels):
     CALLS = (
         *RankModels.CALLS,
         *("generate", "stage", "commit", "sums", "join_engines", "send", "export", "checksums"),
-        *("merge", "stage_adapters", "commit_adapters", "name_adapters"),
+        *("merge", "prepare"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
@@ -64,8 +63,10 @@ class Worker(RankModels):
         self._holder = self._make_holder(config, setup.run_folder)
         self.start_from("policy", setup.model_folder)
         self._connect(config, setup.run_folder)
-        self._merges = config.weights.push == "merged"
-        self._adapters = None if self._merges else self._connect_adapters(config, setup.run_folder)
+        pushes = pushes_of(config)
+        self._merges = pushes is None
+        if pushes is not None:
+            self._connect_beside(config, setup.run_folder, pushes)
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
         """The target of pushes: this rank's engine or, if servers sample or nobody does, its node's mirror file."""
@@ -127,11 +128,11 @@ class Worker(RankModels):
             verify=not self._sealed,
             compression=compression_of(config),
         )
-        self._staging = Staging(transport, self._holder)
+        self._stagings = [Staging(transport, self._holder)]
 
-    def _connect_adapters(self, config: RunConfig, run_folder: Path) -> AdapterEnds:
-        """Plan the moves of adapters from every rank to the first that writes each mirror file."""
-        return adapter_ends(
+    def _connect_beside(self, config: RunConfig, run_folder: Path, pushes: Pushes) -> None:
+        """Plan the moves of a feature's parameters from every rank to the first that writes each mirror file."""
+        staging, self._prepare = load_side(pushes.ends)(
             config,
             self._layout,
             self._hf,
@@ -141,6 +142,7 @@ class Worker(RankModels):
             mirror=mirror_path(config, run_folder),
             model=self._model_folder,
         )
+        self._stagings.append(staging)
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
@@ -156,48 +158,33 @@ class Worker(RankModels):
         """Completions of each request, by this rank's engine replica."""
         return cast("LocalEngine", self._holder).generate(requests)
 
-    def stage(self, version: int) -> WeightUpdate | CorruptionError:
-        """Move the learner's weights into this rank's engine, which serves nothing until `commit`.
+    def stage(self, version: int, beside: bool = False) -> WeightUpdate | CorruptionError:
+        """Move the learner's weights into this rank's engine, which serves nothing until `commit`; or a feature's
+        parameters ``beside`` them into the ranks that write these.
 
         Returns a CorruptionError instead of raising it, because the weights can be moved again.
         """
         self._learners["policy"].gather()
         try:
             with self._as_pushed():
-                return self._staging.stage(version)
+                return self._stagings[beside].stage(version)
         except CorruptionError as error:
             return error
 
-    def commit(self, version: int) -> None:
-        """Serve the staged weights."""
-        self._staging.commit(version)
+    def commit(self, version: int, beside: bool = False) -> None:
+        """Serve what is staged. Raises SyncError."""
+        self._stagings[beside].commit(version)
 
-    def merge(self, adapters: bool) -> None:
-        """Set whether what is pushed from now on has the adapters merged into it."""
-        self._merges = adapters
+    def prepare(self, *given: object) -> None:
+        """Take what a feature says of its parameters before they are staged."""
+        self._prepare(*given)
+
+    def merge(self, merged: bool) -> None:
+        """Set whether what is pushed of the model from now on has a feature's parameters merged into it."""
+        self._merges = merged
 
     def _as_pushed(self) -> AbstractContextManager[None]:
         return self._learners["policy"].merged() if self._merges else nullcontext()
-
-    def stage_adapters(self, version: int) -> WeightUpdate | CorruptionError:
-        """`stage` for the adapters alone, into the ranks that write them."""
-        assert self._adapters is not None
-        self._learners["policy"].gather()
-        try:
-            return self._adapters.staging.stage(version)
-        except CorruptionError as error:
-            return error
-
-    def commit_adapters(self, version: int) -> None:
-        """Write the staged adapters. Raises SyncError."""
-        assert self._adapters is not None
-        self._adapters.staging.commit(version)
-
-    def name_adapters(self, name: str, keep: Collection[str]) -> None:
-        """Name the adapters that are written next, and remove those written before but ``keep``."""
-        if self._adapters is not None and (folders := self._adapters.folders) is not None:
-            folders.keep(keep)
-            folders.name = name
 
     def sums(self) -> Report:
         """Checksums of this rank's boxes of the weights in the mirror."""
@@ -261,9 +248,8 @@ class Worker(RankModels):
 
     def close(self) -> None:
         """Wait for every rank, then leave the process groups."""
-        self._staging.close()
-        if self._adapters is not None:
-            self._adapters.staging.close()
+        for staging in self._stagings:
+            staging.close()
         self._ends.close()
         super().close()
 

@@ -8,14 +8,12 @@ import itertools
 import re
 import shlex
 import uuid
-from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests, stands_for
 from rl_megatron.engines.answers import Judged, SampledColumns, sampled_with, spans_of
@@ -24,7 +22,7 @@ from rl_megatron.errors import EngineError
 from rl_megatron.feature import EngineHooks, engine_hooks
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.section import MAX_TEMPERATURE, MIN_TEMPERATURE
-from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
+from rl_megatron.types import Completion, GenerationRequest, NamedVersion
 from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -32,17 +30,6 @@ from rl_megatron.weights.layouts.recorded import Boxes
 _OFF = ("", "0", "false")
 _LABEL = re.compile(r"(?P<version>\d+)\??@(?P<start>\w+)", re.ASCII)
 _NAME = re.compile(r"^--[^.=]+")  # of an option, up to its value or a key of it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterPlaces:
-    """The places of a server for adapters beside its model."""
-
-    count: int  # versions that it holds at once
-    modules: tuple[str, ...]  # last names of linears that have adapters, as q_proj
-    ranks: frozenset[int]
-    experts: bool  # whether routed experts have adapters
-    section: str  # of the keys rank, expert_rank and targets that say so, for messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +58,6 @@ class StartOptions:
     timeout_seconds: float  # for each part of a weight update
     colocated: bool  # whether it releases memory between phases
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch
-    adapters: AdapterPlaces | None = None  # for versions of adapters beside its model, if it is to hold some
     features: Mapping[str, object] = field(default_factory=dict)  # what each feature has servers do
     stops: bool = False  # requests have texts that end completions
     extra: tuple[str, ...]
@@ -144,8 +130,9 @@ class Sampling(Protocol):
 
         await asyncio.gather(*itertools.starmap(abort, requests.items()))
 
-    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        """Log-probs, at temperature 1, of every token after the first, from one forward pass over the whole text."""
+    async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
+        """Log-probs, at temperature 1, of every token after the first, from one forward pass over the whole text; by a
+        version that is ``named`` only where a feature has servers hold some."""
         ...
 
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
@@ -193,21 +180,6 @@ class Loading(Protocol):
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
         """Each rank's report on the mirror file's tensors, without ``private`` kinds of parameters."""
         ...
-
-    async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
-        """Load a folder of peft beside what the server holds, while it samples.
-
-        Only where `Adapter.adapter_problem` finds none. Raises EngineError with what the server says, if it refuses.
-        """
-        raise NotImplementedError
-
-    async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
-        """Forget adapters that no request names."""
-        raise NotImplementedError
-
-    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
-        """`Sampling.score` with adapters."""
-        raise NotImplementedError
 
 
 class Running(Protocol):
@@ -258,10 +230,6 @@ class Adapter(Sampling, Loading, Running, Protocol):
         """Why its servers cannot be started with ``extra`` options; or empty."""
         return ""
 
-    def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        """Why it cannot hold adapters beside its model; or empty."""
-        return f"{self.name} holds no adapters beside a model"
-
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
         """Why it cannot serve weights of a format on GPUs of a compute capability, with ``extra`` options; or empty."""
         return ""
@@ -272,19 +240,7 @@ class ForeignEngine(Adapter):
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape, self._reader, self.labels = shape, ReportReader(), Labels()
-        self.hooks = engine_hooks(self.module)
-
-    @override
-    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        return await self._scored(server, text, None)
-
-    @override
-    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
-        return await self._scored(server, text, adapters)
-
-    @abstractmethod
-    async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        """`score` or, with ``adapters``, `score_with`."""
+        self.hooks = engine_hooks(self.module, shape)
 
     @contextlib.asynccontextmanager
     async def _paused(self, server: Server) -> AsyncIterator[None]:
@@ -323,10 +279,20 @@ class ForeignEngine(Adapter):
         )
 
 
+def version_fields(version: NamedVersion | None) -> dict[str, str]:
+    """The part of a request that says by which version it is computed. Servers refuse an unknown name."""
+    return {} if version is None else {version.field: version.name}
+
+
 def words_of(options: str) -> tuple[str, ...]:
     """The words of a command line, its options' names with hyphens, as vLLM reads those with underscores."""
     words = shlex.split(options)
     return tuple(_NAME.sub(lambda name: name[0].replace("_", "-"), word, count=1) for word in words)
+
+
+def variables_of(hooks: Sequence[EngineHooks], options: StartOptions) -> dict[str, str]:
+    """The variables of a server that is started with ``options``, of what it does of features."""
+    return {name: one.environment[name] for one in hooks if options.features.get(one.name) for name in one.environment}
 
 
 def described_by(hooks: Sequence[EngineHooks], settings: Mapping[str, Any]) -> tuple[dict[str, object], list[str]]:

@@ -178,8 +178,8 @@ def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
 
 
 def sampled_with(request: GenerationRequest, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """The spans of a completion: ``spans`` are of the model, beside which one version of adapters sampled it whole."""
-    return spans if request.adapters is None else (Span(0, request.adapters.version),)
+    """The spans of a completion: ``spans`` are of what was pushed last; a version that the request names made all."""
+    return spans if request.named is None else (Span(0, request.named.version),)
 
 
 def joined(first: Completion, more: Completion) -> Completion:

@@ -21,7 +21,7 @@ from rl_megatron.engines.answers import as_it_should_end
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.engines.replicas import Replica, ReplicaSet
 from rl_megatron.engines.requests import Attempts, FailedAttempt, TimeLimit
-from rl_megatron.engines.weights import Loras, ReplicaWeights
+from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import EngineError
 from rl_megatron.observability import timeline
 from rl_megatron.observability.timeline import Lane
@@ -119,8 +119,8 @@ class ServedEngine:
     ) -> None:
         self.adapter = adapter
         self.replicas = ReplicaSet(adapter.name, servers)
-        self._attempts = Attempts(adapter, self.replicas, vocab_size=vocab_size, slots=slots)
-        self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
+        self.attempts = Attempts(adapter, self.replicas, vocab_size=vocab_size, slots=slots)
+        self.weights = ReplicaWeights(adapter, self.replicas, section, self.attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
         self._in_flight = _InFlight(section.concurrency * group_size)
         self._ahead = _InFlight(section.concurrency * max(group_size, samples))
@@ -140,29 +140,25 @@ class ServedEngine:
         row: dict[str, float] = {**self.metrics(), "seconds/pause": self.weights.paused_seconds}
         for hooks in self.adapter.hooks:
             row |= hooks.row()
-        if self._attempts.slot_use is not None:
-            row |= self._attempts.slot_use.row(len(self.replicas.present()))
+        if self.attempts.slot_use is not None:
+            row |= self.attempts.slot_use.row(len(self.replicas.present()))
         return row
-
-    def beside(self, run: str, count: int) -> Loras:
-        """Has servers hold ``count`` versions of adapters beside their model, under names that begin with ``run``."""
-        return Loras(self.adapter, self.weights, self._attempts, run=run, count=count)
 
     def tries(self, replica: Replica) -> int:
         """The replica's restarts that count, but one for each of its servers that died under a dropped prompt."""
-        explained = {server for server, _ in self._attempts.suspects.explained}
+        explained = {server for server, _ in self.attempts.suspects.explained}
         return max(0, replica.restarts - replica.forgiven - len((replica.ended - replica.forgiven_ended) & explained))
 
     def so_far(self, request_id: str) -> Completion | None:
         """What a running request of one completion has sampled, as far as servers have told."""
-        return self._attempts.so_far.get(request_id)
+        return self.attempts.so_far.get(request_id)
 
     async def interrupt(self) -> None:
         """Have `so_far` know all tokens that running requests of one completion have sampled.
 
         Servers abort them, and each is sent again with its tokens, which servers still have in their caches.
         """
-        await self._attempts.interrupt()
+        await self.attempts.interrupt()
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """Completions sampled by served versions alone, but for what was ``begun``. Raises EngineError; PoisonPrompt if
@@ -173,21 +169,21 @@ class ServedEngine:
         if request.begun is not None and not len(request.begun.token_ids):
             request = replace(request, begun=None)  # it has no version
         if request.num_completions == 1:
-            self._attempts.so_far[request.id] = request.begun
+            self.attempts.so_far[request.id] = request.begun
         try:
             in_flight = self._ahead if request.ahead else self._in_flight
             async with in_flight.places(request.num_completions):
-                with self._attempts.suspects.following(request):
+                with self.attempts.suspects.following(request):
                     return await self._generated(request)
         finally:
-            self._attempts.so_far.pop(request.id, None)
-            self._attempts.aborted.pop(request.id, None)
+            self.attempts.so_far.pop(request.id, None)
+            self.attempts.aborted.pop(request.id, None)
 
     async def _begin(self, request: GenerationRequest) -> int:
         """Wait until no update is under way and it is the request's turn; the served version. Raises EngineError."""
         while True:
             version = await self.weights.served_version(request)
-            await self._attempts.turn()
+            await self.attempts.turn()
             if version == self.weights.version:  # else an update has begun meanwhile
                 return version
 
@@ -199,7 +195,7 @@ class ServedEngine:
         clock = TimeLimit(request.max_seconds)
         if begun is None:
             state = self._state(before)
-            started = await self._attempts.sampled(request, clock=clock)
+            started = await self.attempts.sampled(request, clock=clock)
         else:
             state = None
             started = [begun]
@@ -261,16 +257,16 @@ class ServedEngine:
                     f"the server aborted it after {len(completion.token_ids)} tokens, although weight version {now[0]} "
                     "was served all the time, as one does that shuts down; check that no other client aborts or pauses"
                 )
-                failed = await self._attempts.after_abort(request, problem, failures)
+                failed = await self.attempts.after_abort(request, problem, failures)
             state = now
             clock.extend()
             rest = replace(request, num_completions=1, begun=completion)
-            (completion,) = await self._attempts.sampled(rest, place=place, clock=clock, failed=failed)
+            (completion,) = await self.attempts.sampled(rest, place=place, clock=clock, failed=failed)
         return completion
 
     def _state(self, version: int) -> tuple[int, int]:
         """What changes before a server may abort a request: the version served, and the number of interrupts."""
-        return version, self._attempts.interrupts
+        return version, self.attempts.interrupts
 
     async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
         """Token ids of a text by a replica's own tokenizer; None if it has none. Raises EngineError."""
@@ -286,7 +282,7 @@ class ServedEngine:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._attempts.close()
+        await self.attempts.close()
         await asyncio.gather(*(replica.server.close() for replica in self.replicas.all))
 
 

@@ -26,7 +26,7 @@ from rl_megatron.engines.http import AttemptFailed, Broken, Busy, Refused, Serve
 from rl_megatron.engines.replicas import Replica, ReplicaDied, ReplicaSet
 from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.observability.timeline import FreeLanes
-from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
+from rl_megatron.types import Completion, GenerationRequest, NamedVersion
 
 logger = logging.getLogger(__name__)
 
@@ -303,8 +303,8 @@ class Attempts:
         """Who answered a request with an aborted completion last."""
         self.interrupts = 0
         """How often running requests were interrupted or moved."""
-        self.adapters_of: Callable[[Completion | None], LoadedAdapters] | None = None
-        """The adapters that sample a request, from its completion so far; None: servers hold none."""
+        self.names: Callable[[Completion | None], NamedVersion] | None = None
+        """The version that samples a request, from its completion so far; None: servers hold one alone."""
 
     async def sampled(
         self,
@@ -428,8 +428,8 @@ class Attempts:
     ) -> list[Completion]:
         """What ``replica`` answers, behind what was ``begun``."""
         server = replica.server
-        if self.adapters_of is not None and asked.adapters is None:  # a probe names its own
-            asked = replace(asked, adapters=self.adapters_of(begun))
+        if self.names is not None and asked.named is None:  # a probe names its own
+            asked = replace(asked, named=self.names(begun))
         attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
         kind = "probe" if asked.birth is None else "attempt"
         self._running[attempt] = None
@@ -469,9 +469,9 @@ class Attempts:
         with server.busy(completions), use:
             yield
 
-    def sampling_with(self, adapters: LoadedAdapters) -> bool:
-        """Whether a request that runs names ``adapters``."""
-        return any(attempt.request.adapters == adapters for attempt in self._running)
+    def sampling_with(self, version: NamedVersion) -> bool:
+        """Whether a request that runs names ``version``."""
+        return any(attempt.request.named == version for attempt in self._running)
 
     async def _abort(self, server: Server, requests: Mapping[str, GenerationRequest]) -> None:
         await self.turn()

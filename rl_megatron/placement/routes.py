@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.feature import pushes_of
 from rl_megatron.http.urls import is_loopback
 from rl_megatron.placement.files import hosts_of, weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER
@@ -40,7 +41,7 @@ def route_of(config: RunConfig) -> Route:
     """The route of a run's pushes. Raises ConfigError if servers do not fit the job's nodes."""
     kind, served = config.transport, config.rollout.served
     learner_apart = config.run.launcher != "local" and config.slurm.nodes > 1
-    if config.weights.push == "adapters":
+    if pushes_of(config) is not None:
         file, shared = _served_file(config)
         alone = config.learner.dims.world_size == 1
         over = "" if alone else _over(config, learner_apart)

@@ -25,6 +25,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.features.lora.files import adapters_to_peft
 from rl_megatron.features.lora.merging import merge_adapters
+from rl_megatron.features.lora.push import ADAPTERS, adapters_folder
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import LossOutput, Samples
@@ -34,7 +35,6 @@ from rl_megatron.weights.formats.hf_folder import PREFIX
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.push.sync import ADAPTERS, adapters_folder
 from tests.distributed.ranks import run_ranks, whole_gradients, worlds
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import BASE, MODELS, save_model
@@ -275,9 +275,9 @@ def folders_main(rank: int, root: Path) -> None:
     )
     worker = Worker(setup, rank, None)
     for version, name in enumerate(("run-v0", "run-v1", "run-v2")):
-        worker.name_adapters(name, ("run-v1",))
-        assert not isinstance(worker.stage_adapters(version), Exception)
-        worker.commit_adapters(version)
+        worker.prepare(name, ("run-v1",))
+        assert not isinstance(worker.stage(version, True), Exception)
+        worker.commit(version, True)
     for version, merges in enumerate((False, True, False)):
         worker.merge(merges)
         assert not isinstance(worker.stage(version), Exception)

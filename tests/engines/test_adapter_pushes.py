@@ -9,10 +9,11 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,15 +23,15 @@ from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from launcher.servers.engines import SERVERS
-from rl_megatron.engines.weights import Loras
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import SyncError
 from rl_megatron.features.lora.feature import LoraSection
 from rl_megatron.features.lora.merging import merge_adapters
+from rl_megatron.features.lora.push import ADAPTERS, AdapterFolders, AdapterWeights, adapters_folder
 from rl_megatron.features.lora.rows import LoraLayouts
-from rl_megatron.types import Batch, Completion, LoadedAdapters, Scores, Want, WeightUpdate
+from rl_megatron.types import Batch, Completion, Scores, Want, WeightUpdate
 from rl_megatron.weights.checkpoints.safetensors_io import MadeUp
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
-from rl_megatron.weights.push.sync import ADAPTERS, AdapterFolders, AdapterWeights, adapters_folder
 from tests.completions import completion
 from tests.e2e.processes import REWARDS
 from tests.engines.benches import (
@@ -55,7 +56,6 @@ KEYS = (
     *(f"learner.lora.rank={LORA.rank}", f"learner.lora.alpha={LORA.alpha}", "learner.lora.targets=attention,mlp"),
     *("weights.push=adapters", "train.max_staleness=1"),
 )
-HELD = 3  # versions, at a staleness of 1
 
 
 @dataclass(kw_only=True)
@@ -73,16 +73,15 @@ class AdapterFolder(FolderSync):
         source = MadeUp(self.base, sizes, version)
         return {name: source.read(name, tuple((0, n) for n in size)).mul_(3) for name, size in sizes.items()}
 
-    async def write_adapters(self, adapters: LoadedAdapters, keep: Collection[LoadedAdapters]) -> WeightUpdate:
-        self.written = adapters.version
-        for name, tensor in self.drawn(adapters.version).items():
+    async def push_beside(self, version: int, *given: Any) -> WeightUpdate:
+        self.written = version
+        for name, tensor in self.drawn(version).items():
             self.writer.tensors[name].copy_(tensor * (name != self.lost))
-        self.writer.keep([one.name for one in keep])
-        self.writer.name = adapters.name
-        self.writer.serve(adapters.version)
-        return WeightUpdate(version=adapters.version, num_bytes=0, seconds=0.0)
+        self.writer.prepare(*given)
+        self.writer.serve(version)
+        return WeightUpdate(version=version, num_bytes=0, seconds=0.0)
 
-    async def merge(self, *, adapters: bool) -> None:
+    async def merge(self, *, merged: bool) -> None:
         raise NotImplementedError
 
     def merged(self, version: int) -> Path:
@@ -110,7 +109,7 @@ class AdapterFolder(FolderSync):
 
 
 @contextmanager
-def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFolder, AdapterWeights, Loras]]:
+def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFolder, AdapterWeights]]:
     sizes = {"intermediate_size": 64, "max_position_embeddings": MAX_LENGTH}  # SGLang pads 48 on CPUs, not the adapters
     model = save_model("qwen2", folder / "model", 1, **sizes)
     (folder / engine).mkdir()
@@ -121,14 +120,11 @@ def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFol
         writer = AdapterFolders(bench.path, shapes, torch.float32, config)
         learner = AdapterFolder(mirror=bench.sync.mirror, base=model, writer=writer)
         bench.sync = learner
-        loras = bench.engine.beside("run", HELD)
         file = bench.file(bench.engine)
-        trust = bench.trust_of(loras)
-        weights = AdapterWeights(
-            learner=learner, delivery=file, file=file, trust=trust, servers=loras, section="learner.lora"
-        )
+        given = load_config("tiny_cpu", ("rollout=vllm", *KEYS)), bench.engine, learner, file, file
+        weights = AdapterWeights(*given, bench.trust_of, run="run")
         bench.refit = weights.refit
-        yield bench, learner, weights, loras
+        yield bench, learner, weights
 
 
 def check(one: Completion, learner: AdapterFolder, version: int) -> None:
@@ -161,7 +157,7 @@ def pushed_meanwhile(bench: ServedBench, weights: AdapterWeights) -> tuple[int, 
 def test_requests_end_on_the_version_that_they_began_with(engine: str, tmp_path: Path) -> None:
     """40 seconds each."""
     needs(engine)
-    with started(engine, tmp_path) as (bench, learner, weights, loras):
+    with started(engine, tmp_path) as (bench, learner, weights):
         update = bench.run(weights.push(1))
         size = (adapters_folder(bench.path, "run-v1") / ADAPTERS).stat().st_size
         assert update.num_bytes > bench.path.stat().st_size + size
@@ -173,15 +169,15 @@ def test_requests_end_on_the_version_that_they_began_with(engine: str, tmp_path:
             update = bench.run(weights.push(version))
             assert update.num_bytes == size
         assert bench.engine.weights.paused_seconds == 0
-        assert [one.version for one in loras.held] == [second, second + 1, second + 2]
+        assert [one.version for one in weights.servers.held] == [second, second + 1, second + 2]
         check(bench.generate(replace(request(new=12), begun=begun))[0][0], learner, second)
         check(bench.generate(request(new=12))[0][0], learner, second + 2)
 
         process_of(bench, 0).kill()
         until_healthy(bench, 1)
         check(bench.generate(request(new=12))[0][0], learner, second + 2)
-        for named in loras.held:
-            said = bench.run(bench.engine.adapter.score_with(bench.engine.servers[0], TEXT, named))
+        for named in weights.servers.held:
+            said = bench.run(bench.engine.adapter.score(bench.engine.servers[0], TEXT, named))
             right = logprobs_of(learner.merged(named.version), TEXT[:1], completion(TEXT[1:], said), 1.0)
             assert said == pytest.approx(right.tolist(), abs=1e-4)
 

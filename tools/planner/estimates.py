@@ -16,7 +16,7 @@ from launcher.servers.degrees import served_bytes
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
-from rl_megatron.feature import adapter_layouts
+from rl_megatron.feature import adapter_layouts, pushes_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.placement.names import LEARNER
@@ -212,7 +212,7 @@ class Push:
 def push_cost(config: RunConfig, shape: ModelShape) -> Push:
     """The push of a run's weights. Raises ConfigError if the layout or the servers do not fit."""
     route, kind, served = route_of(config), config.transport, config.rollout.served
-    if config.weights.push == "adapters":
+    if pushes_of(config) is not None:
         return _of_adapters(config, shape, route)
     if served and kind.direct:
         return Push(route=route, hops=(_straight(config, shape, route),))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rl_megatron.feature import with_features
 from rl_megatron.section import Positive, Section
 
 NODE_MEMORY = Path("/dev/shm")
@@ -29,6 +30,7 @@ PROCESS_GROUP = TransportKind(name="process_group")
 FILE = TransportKind(name="file", direct=False)
 
 
+@with_features("weights")
 class WeightsSection(Section):
     """The transport of the learner's weights to the in-process engine (docs/weights.md) or to engine servers
     (docs/engines.md)."""
@@ -40,10 +42,6 @@ class WeightsSection(Section):
     whole checkpoints in ``folder``, which the servers' own loaders read. auto: direct for servers on nodes of their
     own, unless ``folder`` or ``delta`` is set; else file. The in-process engine always gets weights over the process
     group of the learner's ranks (docs/weights.md)."""
-    push: Literal["merged", "adapters"] = "merged"
-    """What servers get of a model with adapters (docs/lora.md). merged: at each push the whole model, adapters merged,
-    so that engines need no LoRA of their own; adapters: the frozen model once, then each version's adapters, which
-    servers hold beside those before and load while they sample."""
     delta: bool = False
     """Into the in-process engine, and into the file of servers: whether to send only the bytes that changed since the
     last version."""

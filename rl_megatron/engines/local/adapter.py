@@ -24,7 +24,7 @@ from rl_megatron.engines.answers import as_form
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, SamplingParams, Span
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, SamplingParams, Span
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.compare import ReportReader
 from rl_megatron.weights.checks.reports import Report
@@ -160,7 +160,7 @@ class EmbeddedAdapter(Adapter):
         await server.post("/abort", {"name": request_id})
 
     @override
-    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+    async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
         found: list[float] = await server.post("/score", {"text": list(text)})
         return found
 

@@ -28,7 +28,6 @@ from typing_extensions import override
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import (
     MOVES_EXPERTS,
-    AdapterPlaces,
     Command,
     Description,
     EngineGauges,
@@ -37,6 +36,8 @@ from rl_megatron.engines.adapter import (
     described_by,
     refused_option,
     value_given,
+    variables_of,
+    version_fields,
 )
 from rl_megatron.engines.answers import (
     Judged,
@@ -51,7 +52,7 @@ from rl_megatron.engines.answers import (
 from rl_megatron.engines.http import AttemptFailed, Refused, Server, read_beside
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, LoadedAdapters, limits_of
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, limits_of
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report, of_one_rank
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -170,39 +171,6 @@ def cores(ranks: int) -> str:
     return "|".join(",".join(str(found[(rank * each + i) % len(found)]) for i in range(each)) for rank in range(ranks))
 
 
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_LINEARS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-    *_OF_EXPERTS,
-)
-"""Of SUPPORTED_LORA_TARGET_MODULES (srt/utils/common.py)."""
-
-
-def _lora_options(options: StartOptions) -> tuple[str, ...]:
-    """The options for the places of adapters. Its scheduler samples with all of them in one batch, and without any."""
-    places = options.adapters
-    if places is None:
-        return ()
-    return (
-        *("--enable-lora", "--max-lora-rank", str(max(places.ranks)), "--max-loras-per-batch", str(places.count + 1)),
-        *("--lora-target-modules", *places.modules),
-        *(("--lora-backend", "torch_native") if options.device == "cpu" else ()),  # the others are Triton's
-    )
-
-
-def load_format(options: StartOptions) -> str:
-    """The format of the model's first weights, which a push replaces: random, or what memory held, for an empty file.
-
-    SGLang reads adapters by the loader of this format, and the one of random weights reads nothing.
-    """
-    return "dummy" if options.adapters is None else "safetensors"
-
-
-def _lora_request(adapters: LoadedAdapters | None) -> dict[str, str]:
-    """The part of a request that says with which adapters it is computed. An unknown name is refused."""
-    return {} if adapters is None else {"lora_path": adapters.name}
-
-
 T = TypeVar("T")
 
 _NEEDED = (
@@ -238,13 +206,15 @@ class SGLangAdapter(ForeignEngine):
     def command(self, options: StartOptions) -> Command:
         refuse_start(options, self._shape)
         cached, folder = options.slots * (options.max_length + _MARGIN), str(options.model_folder)
+        more = [word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)]
         return Command(
             arguments=(
                 str(options.python),
                 *("-P", "-m", "rl_megatron.engines.sglang.server"),
                 # The model's end-of-sequence tokens would end completions, although a request does not name them.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
-                *("--load-format", load_format(options), "--custom-weight-loader", _LOADER),
+                *(() if "--load-format" in more else ("--load-format", "dummy")),
+                *("--custom-weight-loader", _LOADER),
                 # Other nodes answer /health, always with 200, and may be on this machine.
                 *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
                 *("--dtype", options.dtype, *degrees(options), *outliving_pushes(options, self._shape)),
@@ -254,8 +224,7 @@ class SGLangAdapter(ForeignEngine):
                 *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
-                *_lora_options(options),
-                *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
+                *more,
                 *priority_options(options.extra),
                 *options.extra,
             ),
@@ -271,6 +240,7 @@ class SGLangAdapter(ForeignEngine):
                     else {}
                 ),
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions
+                **variables_of(self.hooks, options),
             },
         )
 
@@ -299,31 +269,6 @@ class SGLangAdapter(ForeignEngine):
             "rollout.server.quantization=fp8: on Blackwell, SGLang 0.5.21 packs the scales of float8 for DeepGEMM and "
             "cannot load others (sglang#9855); set rollout.server.options='--fp8-gemm-backend triton', or rollout=vllm"
         )
-
-    @override
-    def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        if strange := sorted(set(places.modules) - set(_LINEARS)):
-            return (
-                f"{places.section}.targets: SGLang 0.5.21 has no adapters of {', '.join(strange)}; leave attention out "
-                f"of {places.section}.targets, or set rollout=vllm"
-            )
-        if len(places.ranks) > 1:
-            return (
-                f"{places.section}: SGLang 0.5.21 computes with one rank and one scale for all of an adapter's "
-                f"matrices, and given are {', '.join(map(str, sorted(places.ranks)))}; make "
-                f"{places.section}.expert_rank equal to rank, or leave experts out of {places.section}.targets"
-            )
-        if self._shape.num_experts and device == "cpu" and set(places.modules) & set(_OF_EXPERTS):
-            return (
-                f"{places.section}.targets has experts, or linears that are called as theirs: SGLang 0.5.21 has only "
-                f"Triton's kernels for adapters of experts, which need a GPU; set {places.section}.targets=attention"
-            )
-        if dp > 1:
-            return (
-                f"rollout.server.dp={dp}: with attention's replicas SGLang 0.5.21 holds adapters only where they "
-                "are pinned, and never gives their places to others; set rollout.server.dp=1"
-            )
-        return ""
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -372,7 +317,7 @@ class SGLangAdapter(ForeignEngine):
             "return_logprob": True,
             "return_routed_experts": "routes" in request.columns,
             **labels(server, request.birth or 0),
-            **_lora_request(request.adapters),
+            **version_fields(request.named),
         }
         answers = await server.sampled("/generate", body, partial(read_sampled, counters=self._counters))
         first = 0
@@ -390,8 +335,8 @@ class SGLangAdapter(ForeignEngine):
         return completions
 
     @override
-    async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = scoring(server, text) | _lora_request(adapters)
+    async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
+        body = scoring(server, text) | version_fields(named)
         logprobs = await server.sampled("/generate", body, read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
@@ -514,14 +459,6 @@ class SGLangAdapter(ForeignEngine):
         said = [await self._order(server, path, order, read, runner=model) for model in more]
         said.append(await self._order(server, path, order, read, label=label))
         return [of_one_rank(of_rank) for of_rank in zip(*said, strict=True)]
-
-    @override
-    async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
-        await server.post("/load_lora_adapter", {"lora_name": adapters.name, "lora_path": str(folder)})
-
-    @override
-    async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
-        await server.post("/unload_lora_adapter", {"lora_name": adapters.name})
 
 
 def names(request: GenerationRequest, request_id: str) -> list[str]:

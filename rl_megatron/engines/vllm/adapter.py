@@ -1,5 +1,5 @@
 """The adapter for vLLM 0.32.0: its token-in token-out endpoint (entrypoints/scale_out/token_in_token_out/protocol.py),
-its weight update API, and the options of its command line that degrees, keys and adapters (vllm/lora) set.
+its weight update API, and the options of its command line that degrees and keys set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rl_megatron.columns import TokenIds, freeze
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import (
     MOVES_EXPERTS,
-    AdapterPlaces,
     Command,
     Description,
     EngineGauges,
@@ -35,6 +34,8 @@ from rl_megatron.engines.adapter import (
     refused_option,
     value_given,
     values_given,
+    variables_of,
+    version_fields,
 )
 from rl_megatron.engines.answers import (
     Judged,
@@ -50,7 +51,7 @@ from rl_megatron.engines.answers import (
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, LoadedAdapters, limits_of
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, limits_of
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import REPORT_FORM, Report
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -139,23 +140,6 @@ def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
     return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))
 
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank takes
-
-
-def _lora_options(places: AdapterPlaces | None) -> tuple[str, ...]:
-    """The options for the places of adapters. Its scheduler samples with all of them in one batch."""
-    if places is None:
-        return ()
-    rank, count = next(rank for rank in _RANKS if rank >= max(places.ranks)), str(places.count)
-    out = ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", count, "--max-cpu-loras", count)
-    return out if places.experts else (*out, "--lora-target-modules", *places.modules)  # experts are one module there
-
-
-def _lora_request(adapters: LoadedAdapters | None) -> dict[str, str]:
-    """The part of a request that says with which adapters it is computed. An unknown name is refused (404)."""
-    return {} if adapters is None else {"model": adapters.name}
-
-
 T = TypeVar("T")
 
 _NEEDED = (
@@ -204,7 +188,6 @@ class VLLMAdapter(ForeignEngine):
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
-                *_lora_options(options.adapters),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
                 *options.extra,
             ),
@@ -216,7 +199,7 @@ class VLLMAdapter(ForeignEngine):
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
                 **({"VLLM_HOST_IP": options.host} if options.nodes > 1 else {}),
                 **({"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else {}),
-                **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if options.adapters else {}),
+                **variables_of(self.hooks, options),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
             },
@@ -235,18 +218,6 @@ class VLLMAdapter(ForeignEngine):
             f"rollout.server.batch_invariant=true with --attention-backend {given}: vLLM 0.32.0 has no kernel of it "
             f"that does not depend on the batch, but of {', '.join(_INVARIANT)}; set one of them, or leave it to vLLM"
         )
-
-    @override
-    def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
-        if (most := max(places.ranks)) > _RANKS[-1]:
-            return f"{places.section}.rank={most}: vLLM 0.32.0 holds adapters of rank {_RANKS[-1]} at most; lower it"
-        if self._shape.num_experts and device == "cpu":
-            return (
-                f"model_type={self._shape.family!r} has experts: wherever adapters are on, vLLM 0.32.0 computes "
-                "experts by Triton's kernels, which need a GPU; use a dense model, or rollout=sglang with "
-                f"{places.section}.targets=attention"
-            )
-        return ""
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -295,7 +266,7 @@ class VLLMAdapter(ForeignEngine):
             "token_ids": request.token_ids,
             "sampling_params": sampling,
             **salted(server),
-            **_lora_request(request.adapters),
+            **version_fields(request.named),
         }
         if server.priorities:
             body["priority"] = request.birth or 0
@@ -308,8 +279,8 @@ class VLLMAdapter(ForeignEngine):
         return completions if p.temperature else completions * request.num_completions
 
     @override
-    async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = scoring(server, text, 0) | _lora_request(adapters)
+    async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
+        body = scoring(server, text, 0) | version_fields(named)
         said = await server.sampled("/inference/v1/generate", body, read_scored)
         if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
@@ -403,15 +374,6 @@ class VLLMAdapter(ForeignEngine):
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
         given = str(path), sorted(private), self._reader.known
         return await self._asked(server, self._reader.read, "rl_megatron_held", *given)
-
-    @override
-    async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
-        await server.told("/v1/load_lora_adapter", {"lora_name": adapters.name, "lora_path": str(folder)})
-
-    @override
-    async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
-        """Requests that it has go on; the memory goes to the next version that is loaded."""
-        await server.told("/v1/unload_lora_adapter", {"lora_name": adapters.name})
 
     @override
     async def ping(self, server: Server) -> None:

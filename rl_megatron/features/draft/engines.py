@@ -15,6 +15,7 @@ from rl_megatron.feature import EngineHooks
 
 if TYPE_CHECKING:
     from rl_megatron.engines.http import Server
+    from rl_megatron.models.shape import ModelShape
 
 _OWN_LAYER = (
     "pushes reach the model's own draft layer alone, which rollout.server.draft_tokens has a server use; set that, and "
@@ -33,8 +34,8 @@ _LOSSLESS: Mapping[str, object] = {
 class Drafts(EngineHooks):
     """Counts what servers' draft layers proposed, and what was accepted, from one push to the next."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, shape: ModelShape) -> None:
+        super().__init__(name, shape)
         self._last: weakref.WeakKeyDictionary[Server, tuple[float, float]] = weakref.WeakKeyDictionary()
         self._proposed = self._accepted = 0.0
 
@@ -105,8 +106,8 @@ class SGLangDrafts(Drafts):
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({"--specu": _OWN_LAYER})
     counters = ("spec_num_proposed_drafts", "spec_num_correct_drafts")
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, shape: ModelShape) -> None:
+        super().__init__(name, shape)
         self._of: weakref.WeakKeyDictionary[Server, tuple[float, float]] = weakref.WeakKeyDictionary()
 
     @override

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from rl_megatron.feature import Feature
+from typing_extensions import override
+
+from rl_megatron.feature import Feature, Pushes, Serving
 from rl_megatron.rules import SET, Excludes, Needs, Not, On, OneOf, Rule, excluded
 from rl_megatron.section import LISTED, Positive, PositiveFloat, Section
 from rl_megatron.types import BYTES
 
 if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.weights.layouts.learner import Rank, Terms
 
 Adaptable = Literal["attention", "mlp", "experts"]
 _MERGED = 2  # a layer's merged weights, and their gradient
+_SPARE = 2  # the version that is loaded, and one more than the sampling that waits for its step names
 
 
 class LoraSection(Section):
@@ -49,10 +54,44 @@ class LoraKeys(Section):
     lora: LoraSection = LoraSection()
 
 
+class PushKeys(Section):
+    """The feature's key of pushes."""
+
+    push: Literal["merged", "adapters"] = "merged"
+    """What servers get of a model with adapters (docs/lora.md). merged: at each push the whole model, adapters merged,
+    so that engines need no LoRA of their own; adapters: the frozen model once, then each version's adapters, which
+    servers hold beside those before and load while they sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPlaces:
+    """The places of a server for adapters beside its model."""
+
+    count: int
+    """Versions that it holds at once."""
+    lora: LoraSection
+
+    @override
+    def __str__(self) -> str:
+        return "adapters"
+
+
 def lora_of(learner: LearnerSection) -> LoraSection:
     """The feature's keys of the learner's section."""
     assert isinstance(learner, LoraKeys)
     return learner.lora
+
+
+def places_of(config: RunConfig) -> AdapterPlaces | None:
+    """The servers' places for ``weights.push=adapters``; None without it.
+
+    Completions that are trained on name one of ``train.max_staleness`` versions, and what begins the newest.
+    """
+    weights = config.weights
+    assert isinstance(weights, PushKeys)
+    if weights.push != "adapters":
+        return None
+    return AdapterPlaces(count=config.train.max_staleness + _SPARE, lora=lora_of(config.learner))
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -140,13 +179,28 @@ _RULES: Sequence[Rule] = (
 FEATURE = Feature(
     name="lora",
     active=lambda learner: lora_of(learner).rank is not None,
-    keys={"learner": LoraKeys},
+    keys={"learner": LoraKeys, "weights": PushKeys},
+    may_change=frozenset({"weights.push"}),
     rules=_RULES,
     learner_rules=_OF_LEARNER,
     problems=_problems,
     memory=_memory,
     changes={"merged weights": "raise learner.tp, learner.ep or learner.etp"},
     adapters="rl_megatron.features.lora.rows:layouts_of",
+    serving=Serving(
+        key="weights.push",
+        given=places_of,
+        engines={
+            "vllm": "rl_megatron.features.lora.engines:VLLMAdapters",
+            "sglang": "rl_megatron.features.lora.engines:SGLangAdapters",
+        },
+        lacks="holds no adapters beside a model; set weights.push=merged",
+    ),
+    pushes=Pushes(
+        asked=lambda config: places_of(config) is not None,
+        sync="rl_megatron.features.lora.push:AdapterWeights",
+        ends="rl_megatron.features.lora.push:adapter_ends",
+    ),
     prepare="rl_megatron.features.lora.learner:add_adapters",
     learner="rl_megatron.features.lora.learner:make_hooks",
     export="rl_megatron.features.lora.merging:export",

@@ -90,8 +90,8 @@ class LoraLayouts(AdapterLayouts):
         rows = adapted_rows(learner.rows(), learner.shape, self.lora)
         return {part: one.rank for one in rows for part in one.parts}
 
-    @override
     def described(self, shape: ModelShape, model: Path) -> Mapping[str, object]:
+        """The adapter_config.json of a folder of them, beside the model of the folder ``model``."""
         # peft 0.21 has experts of one tensor a layer, as transformers 5 does, gate and up in one: twice the rank there.
         # Where it takes the linears' names for experts', those of dense layers and shared experts are named as
         # parameters, which vLLM 0.32 and SGLang 0.5.21 do not read.

@@ -6,9 +6,10 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,30 +19,31 @@ import pytest
 from launcher.preflight.sizes import check
 from launcher.preflight.subject import Subject
 from launcher.servers.degrees import served_bytes
-from launcher.servers.engines import SERVERS, adapter_of, adapter_places, engine_problems
+from launcher.servers.engines import SERVERS, adapter_of, engine_problems
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.engines.adapter import AdapterPlaces
 from rl_megatron.engines.answers import sampled_with
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.http import Server
 from rl_megatron.engines.replicas import Event
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.features.lora.engines import HeldAdapters
+from rl_megatron.features.lora.feature import AdapterPlaces, places_of
+from rl_megatron.features.lora.push import ADAPTERS, AdapterWeights, adapters_folder
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import (
     Completion,
     GenerationRequest,
-    LoadedAdapters,
+    NamedVersion,
     ParallelDims,
     SamplingParams,
     Span,
     WeightUpdate,
 )
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
-from rl_megatron.weights.push.sync import ADAPTERS, AdapterWeights, adapters_folder
 from rl_megatron.weights.push.trust import Probe, Trust
 from rl_megatron.weights.routes.delivery import FileDelivery
 from tests.completions import completion
@@ -57,16 +59,23 @@ DENSE = replace(MOE, num_experts=0, family="qwen3")
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 
 
-def places(*keys: str, shape: ModelShape = MOE) -> AdapterPlaces:
-    found = adapter_places(load_config("tiny_cpu", [*KEYS, *keys]), shape)
+def places(*keys: str) -> AdapterPlaces:
+    found = places_of(load_config("tiny_cpu", [*KEYS, *keys]))
     assert found is not None
+    return found
+
+
+def side(engine: str, shape: ModelShape) -> HeldAdapters:
+    (found,) = (one for one in SERVERS[engine](shape).hooks if isinstance(one, HeldAdapters))
     return found
 
 
 def words(engine: str, given: AdapterPlaces | None, device: str = "cuda") -> tuple[Mapping[str, str], str]:
     """By option of the command, the words behind it; and all."""
     arguments = (
-        SERVERS[engine](MOE).command(replace(TWO_NODES, adapters=given, device=device, nodes=1, node=0)).arguments
+        SERVERS[engine](MOE)
+        .command(replace(TWO_NODES, features={"lora": given}, device=device, nodes=1, node=0))
+        .arguments
     )
     of, last = dict[str, str](), ""
     for word in arguments:
@@ -78,10 +87,9 @@ def words(engine: str, given: AdapterPlaces | None, device: str = "cuda") -> tup
 
 
 def test_there_are_places_for_two_versions_more_than_the_greatest_staleness() -> None:
-    found = places("learner.lora.targets=attention")
-    assert (found.count, found.modules, found.ranks, found.experts) == (4, ATTENTION, {12}, False)
-    assert places("learner.lora.expert_rank=3").ranks == {12, 3}
-    assert adapter_places(load_config("tiny_cpu", [*KEYS, "weights.push=merged"]), MOE) is None
+    assert places("learner.lora.targets=attention").count == 4
+    assert places_of(load_config("tiny_cpu", [*KEYS, "weights.push=merged"])) is None
+    assert set(side("vllm", MOE).ranks(places("learner.lora.expert_rank=3")).values()) == {12, 3}
 
 
 def test_engines_get_the_options_of_their_places() -> None:
@@ -89,7 +97,7 @@ def test_engines_get_the_options_of_their_places() -> None:
     assert {of[key] for key in ("--max-loras", "--max-cpu-loras")} == {"4"}
     assert (of["--max-lora-rank"], of["--lora-target-modules"]) == ("16", " ".join(ATTENTION))
     assert "--lora-target-modules" not in words("vllm", places())[0]  # it has all experts of a layer in one module
-    command = SERVERS["vllm"](MOE).command(replace(TWO_NODES, adapters=places()))
+    command = SERVERS["vllm"](MOE).command(replace(TWO_NODES, features={"lora": places()}))
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     of, _ = words("sglang", places("learner.lora.targets=attention"))
     assert (of["--max-loras-per-batch"], of["--max-lora-rank"]) == ("5", "12")  # and requests without any
@@ -114,15 +122,18 @@ def test_engines_get_the_options_of_their_places() -> None:
     ],
 )
 def test_formats_without_a_kernel_are_told(engine: str, keys: tuple[str, ...], device: str, dp: int, said: str) -> None:
-    problem = SERVERS[engine](MOE).adapter_problem(places(*keys), device, dp)
+    problem = side(engine, MOE).problem(places(*keys), device, dp)
     assert re.search(said, problem)
     shape = DENSE if engine == "vllm" else MOE
-    assert not SERVERS[engine](shape).adapter_problem(places("learner.lora.targets=attention"), device, 1)
+    assert not side(engine, shape).problem(places("learner.lora.targets=attention"), device, 1)
 
 
 def test_a_run_on_such_an_engine_is_refused_before_a_server_starts(tmp_path: Path) -> None:
-    for engine, said in ((SERVERS["vllm"](MOE), "computes experts by Triton"), (Words(), "Words holds no adapters")):
-        with pytest.raises(ConfigError, match=rf"weights\.push=adapters: .*{said}.*; or set weights\.push=merged"):
+    for engine, said in (
+        (SERVERS["vllm"](MOE), "computes experts by Triton"),
+        (Words(), "the adapter of Words holds no adapters"),
+    ):
+        with pytest.raises(ConfigError, match=rf"weights\.push=adapters: .*{said}.*; (or )?set weights\.push=merged"):
             ServedEngines(load_config("tiny_cpu", KEYS), engine, tmp_path, tmp_path, MOE)
 
 
@@ -218,21 +229,28 @@ class Holding(Words):
     """Its requests name adapters."""
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        name = request.adapters and request.adapters.name
+        name = request.named and request.named.name
         await server.sampled("/generate", {"adapters": name}, json.loads)
         new = request.params.max_new_tokens
         return [completion([7] * new, finish="length", spans=sampled_with(request, (Span(0, 0),)))]
 
-    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
-        found: list[float] = await server.post("/score", {"adapters": adapters.name, "tokens": len(text) - 1})
+    async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
+        assert named is not None
+        found: list[float] = await server.post("/score", {"adapters": named.name, "tokens": len(text) - 1})
         return found
 
-    async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
-        assert (folder / ADAPTERS).stat().st_size == SIZE
-        await server.post("/load_adapters", {"adapters": adapters.name})
 
-    async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
-        await server.post("/unload_adapters", {"adapters": adapters.name})
+class Named(HeldAdapters):
+    """By the paths of `Holder`."""
+
+    field = "adapters"
+
+    async def load(self, server: Server, version: NamedVersion, folder: Path) -> None:
+        assert (folder / ADAPTERS).stat().st_size == SIZE
+        await server.post("/load_adapters", {"adapters": version.name})
+
+    async def unload(self, server: Server, version: NamedVersion) -> None:
+        await server.post("/unload_adapters", {"adapters": version.name})
 
 
 class Holder(Fake):
@@ -268,17 +286,18 @@ class Learner(Both):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.kept: list[tuple[int, ...]] = []
+        self.kept: list[list[str]] = []
 
-    async def write_adapters(self, adapters: LoadedAdapters, keep: Collection[LoadedAdapters]) -> WeightUpdate:
-        folder = adapters_folder(self.mirror.path, adapters.name)
+    async def push_beside(self, version: int, *given: Any) -> WeightUpdate:
+        name, keep = given
+        folder = adapters_folder(self.mirror.path, name)
         folder.mkdir(parents=True)
         (folder / ADAPTERS).write_bytes(b"a" * SIZE)
-        self.kept.append(tuple(one.version for one in keep))
-        return WeightUpdate(version=adapters.version, num_bytes=SIZE, seconds=0.0)
+        self.kept.append(list(keep))
+        return WeightUpdate(version=version, num_bytes=SIZE, seconds=0.0)
 
-    async def merge(self, *, adapters: bool) -> None:
-        self.said.append(f"merge {adapters}")
+    async def merge(self, *, merged: bool) -> None:
+        self.said.append(f"merge {merged}")
 
 
 class Run:
@@ -286,21 +305,17 @@ class Run:
 
     def __init__(self, fakes: Sequence[Holder], folder: Path, count: int) -> None:
         servers = [self.server(fake) for fake in fakes]
-        self.engine = ServedEngine(Holding(), servers, SECTION, max_length=40, vocab_size=50)
-        self.loras, self.learner = self.engine.beside("run", count), Learner(folder)
+        adapter = Holding()
+        adapter.hooks = (Named("lora", DENSE),)
+        self.engine = ServedEngine(adapter, servers, SECTION, max_length=40, vocab_size=50)
+        self.learner = Learner(folder)
         path = self.learner.mirror.path
         file = FileDelivery(learner=self.learner, path=path, servers=self.engine.weights)
         probe = Probe.make(vocab_size=50, max_length=40, temperature=1.0, tolerance=1e-3)
-        trust = Trust(path=path, servers=self.loras, learner=self.learner, dims=ParallelDims(), probe=probe)
-        self.weights = AdapterWeights(
-            learner=self.learner,
-            delivery=file,
-            file=file,
-            trust=trust,
-            servers=self.loras,
-            nodes=2,
-            section="learner.lora",
-        )
+        trust = partial(Trust, path=path, learner=self.learner, dims=ParallelDims(), probe=probe)
+        config = load_config("tiny_cpu", [*KEYS, f"train.max_staleness={count - 2}"])
+        given = config, self.engine, self.learner, file, file
+        self.weights = AdapterWeights(*given, lambda servers: trust(servers=servers), run="run", nodes=2)
 
     @staticmethod
     def server(fake: Holder) -> Server:
@@ -363,7 +378,12 @@ async def test_the_model_is_loaded_once_and_no_later_push_pauses_a_server(tmp_pa
             assert [fake.names for fake in fakes] == [names(3, 4, 5)] * 2
             await run.weights.push(6)
             assert [fake.names for fake in fakes] == [names(4, 5, 6)] * 2
-            assert run.learner.kept == [(), (3,), (3, 4), (3, 4, 5)]  # whose folders a server may still read
+            assert run.learner.kept == [
+                [],
+                names(3),
+                names(3, 4),
+                names(3, 4, 5),
+            ]  # whose folders a server may still read
 
 
 async def test_a_request_ends_on_the_version_that_it_began_with_which_stays_loaded_meanwhile(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class Answering(Server):
 def test_a_server_of_sglang_that_would_sample_from_another_distribution_is_refused() -> None:
     settings = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2, "speculative_eagle_topk": 1}
     settings |= {"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0}
-    hooks = SGLangDrafts("draft")
+    hooks = SGLangDrafts("draft", DEEPSEEK)
     assert hooks.described(settings) == (2, [])
     assert hooks.described({"speculative_algorithm": None, "speculative_num_steps": None}) == (0, ())
     for name, other in (("algorithm", "NGRAM"), ("eagle_topk", 4), ("accept_threshold_single", 0.9)):
@@ -160,7 +160,7 @@ class Counting(Drafts):
     """Of servers that have proposed and accepted what a test says."""
 
     def __init__(self) -> None:
-        super().__init__("draft")
+        super().__init__("draft", DEEPSEEK)
         self.said: dict[str, tuple[float, float]] = {}
 
     @override

@@ -28,7 +28,7 @@ from rl_megatron.engines.http import Broken, Server
 from rl_megatron.engines.replicas import Event, Health, Replica, ReplicaSet, after
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.models.named import NAMED
-from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Span
+from rl_megatron.types import Completion, GenerationRequest, NamedVersion, SamplingParams, Span
 from rl_megatron.weights.checks.reports import Report, packed_report
 from rl_megatron.weights.layouts.recorded import Boxes
 from tests.completions import completion
@@ -74,7 +74,7 @@ class Words(Adapter):
     async def resume(self, server: Server) -> None:
         await server.post("/resume")
 
-    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+    async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
         raise NotImplementedError
 
     async def load(

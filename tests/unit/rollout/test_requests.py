@@ -261,7 +261,7 @@ async def test_of_a_request_that_was_answered_whole_nothing_is_kept(fakes: list[
     engine = engine_of(fakes)
     await push(engine, 7)
     await engine.generate(REQUEST)
-    asked = engine._attempts
+    asked = engine.attempts
     assert (asked.so_far, asked.aborted, asked.interrupts) == ({}, {}, 0)
     await asked.interrupt()
     assert asked.interrupts == 1
