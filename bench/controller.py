@@ -34,7 +34,7 @@ from bench.results import parse, write
 from bench.samples import rollouts
 from launcher import wire
 from launcher.controller.group import Failure, WorkerGroup, WorkerHandle
-from launcher.controller.roles import LearnerGroup, Plane
+from launcher.controller.roles import BatchCalls, LearnerGroup
 from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.rows import HeldRows
@@ -105,7 +105,7 @@ class StandIns:
 class Pickled(LearnerGroup):
     """Today's way: each rank gets its data-parallel rank's micro-batches at each pass."""
 
-    def __init__(self, group: WorkerGroup, dims: ParallelDims, plane: Plane) -> None:
+    def __init__(self, group: WorkerGroup, dims: ParallelDims, plane: BatchCalls) -> None:
         super().__init__(group, "policy", plane)
         self._dims = dims
 
@@ -179,7 +179,7 @@ async def step(streams: Sequence[Connection], groups: Sequence[RolloutGroup], *,
     failure = Failure()
     group = WorkerGroup([WorkerHandle(StandIn(r, one), failure, None) for r, one in enumerate(streams)], failure)
     await group.each("layout", dims)
-    plane = Plane(group, dims)
+    plane = BatchCalls(group, dims)
     policy = Pickled(group, dims, plane) if pickled else LearnerGroup(group, "policy", plane)
     unused: Any = None
     roles = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)

@@ -20,7 +20,8 @@ from typing import Any
 
 SAMPLE = {
     *("Prompt", "GenerationRequest", "Completion", "Turn", "Chain", "Trajectory", "RolloutGroup", "RolloutBatch"),
-    *("Drawn", "Answered", "_Scored", "Samples", "Measured", "_Measured", "Batch", "PackedMicroBatch", "LossInputs"),
+    *("Drawn", "Draw", "Answered", "_Scored", "Samples", "Measured", "_Measured", "Batch"),
+    *("PackedMicroBatch", "LossInputs"),
 }
 BOX = {"Tensor", "Parameter", "WeightUpdate"}  # and every class of rl_megatron.weights
 _DEEP, _FIRST = 4, 4  # how far into containers, and at how many of their elements, is looked
@@ -44,8 +45,7 @@ def _carriers(value: object, deep: int = _DEEP) -> Iterator[object]:
     if _carries(value):
         yield value
     elif deep and isinstance(value, (tuple, list, dict)):
-        inside = list(value.values() if isinstance(value, dict) else value[:_FIRST])[:_FIRST]
-        for one in inside:
+        for one in list(value.values() if isinstance(value, dict) else value[:_FIRST])[:_FIRST]:
             yield from _carriers(one, deep - 1)
 
 

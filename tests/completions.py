@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_megatron.columns import ColumnData, Ragged
 from rl_megatron.data.samples import STOPS
-from rl_megatron.rollout.stream import Drawn
+from rl_megatron.rollout.stream import Draw
 from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, Span, Trajectory, Turn
 
 
@@ -53,11 +53,11 @@ def finished(group: RolloutGroup, reasons: Sequence[FinishReason]) -> RolloutGro
     return replace(group, trajectories=tuple(ended))
 
 
-def drawn(prompts: Sequence[Prompt], batch: int = 1) -> list[Drawn]:
+def drawn(prompts: Sequence[Prompt], batch: int = 1) -> list[Draw]:
     """The prompts as the ``batch``-th batch of their number draws them."""
     ids, first = [prompt.id for prompt in prompts], (batch - 1) * len(prompts)
     return [
-        Drawn(ordinal=first + i, prompt=prompt, batch=batch, time=1 + ids[:i].count(prompt.id))
+        Draw(ordinal=first + i, prompt=prompt, batch=batch, time=1 + ids[:i].count(prompt.id))
         for i, prompt in enumerate(prompts)
     ]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl_megatron.data.rows import Sent, Share
+from rl_megatron.data.rows import SentRows, Share
 from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import Batch, Loss, LossInputs, LossOutput, Over, ParallelDims, Samples, SkippedStep
 
@@ -68,7 +68,7 @@ def share_of(row: Sequence[Samples], dims: ParallelDims, rank: int, *, to_score:
     samples = Samples(**columns, cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
     sequences = torch.arange(len(lengths)).split([m.num_sequences for m in row])
     batch = Batch(samples=samples, sequences=(sequences,), micro_batches=(row,), num_tokens=0, num_sequences=0)
-    return Sent(1).shares(batch, to_score=to_score)[0]
+    return SentRows(1).shares(batch, to_score=to_score)[0]
 
 
 # Run a whole optimizer step of a learner on this rank.

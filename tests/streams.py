@@ -15,7 +15,7 @@ from rl_megatron.engines.adapter import Adapter
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Answered, Drawn, Ledger, Stream
+from rl_megatron.rollout.stream import Answered, Draw, Ledger, Stream
 from rl_megatron.types import GenerationRequest, Prompt, RolloutGroup
 
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(1,), answer="") for i in range(600)]
@@ -35,7 +35,7 @@ class Source:
     now: int = 0  # groups that are under way
     most: int = 0  # of these, at any time
 
-    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
         self.asked.append([one.ordinal for one in drawn])
         self.asked_at.append(asyncio.get_running_loop().time())
         self.versions |= {one.prompt.id: self.stream.version for one in drawn}
@@ -50,7 +50,7 @@ class Source:
     async def interrupt(self) -> None:
         """Nothing is known of what is under way."""
 
-    def so_far(self, drawn: Drawn) -> tuple[()]:
+    def so_far(self, drawn: Draw) -> tuple[()]:
         return ()
 
     def _answer(self, prompt: Prompt) -> Answered:

@@ -17,7 +17,7 @@ from rl_megatron import digests
 from rl_megatron.columns import Ragged
 from rl_megatron.config.beside import frozen_folders, scoring_roles
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.rows import OwnLayers, Sent, Share
+from rl_megatron.data.rows import OwnLayers, SentRows, Share
 from rl_megatron.digests import Digest, Written
 from rl_megatron.engines.local.engine import Batched
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
@@ -148,14 +148,14 @@ def _one_update(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
     )
 
 
-class Plane:
+class BatchCalls:
     """The calls of a group's ranks that take micro-batches.
 
     The first rank of each data-parallel rank's ranks gets that one's share, and passes it on to the others.
     """
 
     def __init__(self, group: WorkerGroup, dims: ParallelDims) -> None:
-        self._group, self._dims, self._sent = group, dims, Sent(dims.dp)
+        self._group, self._dims, self._sent = group, dims, SentRows(dims.dp)
         self._held = False  # whether ranks may hold rows, also of a step whose later shares could not be computed
         self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
 
@@ -207,7 +207,7 @@ class Plane:
 
     async def _shares(self, batch: Batch, *, to_score: bool) -> dict[int, Share]:
         """Each data-parallel rank's share, by the rank that gets it; computed beside the event loop."""
-        sent, self._sent = self._sent, Sent(self._dims.dp, after=self._sent.step + 1)
+        sent, self._sent = self._sent, SentRows(self._dims.dp, after=self._sent.step + 1)
         shares = await asyncio.to_thread(sent.shares, batch, to_score=to_score)
         self._sent = sent  # unless this was cancelled: what was not sent is held by nobody
         return {d * self._dims.tp * self._dims.cp: share for d, share in enumerate(shares)}
@@ -219,7 +219,7 @@ class LearnerGroup(Learner):
     Every call raises WorkerDied if a rank has ended.
     """
 
-    def __init__(self, group: WorkerGroup, role: str, plane: Plane) -> None:
+    def __init__(self, group: WorkerGroup, role: str, plane: BatchCalls) -> None:
         """``plane`` is that of the group, which models on the same ranks share."""
         self._group, self.role, self._plane = group, role, plane
         self._num_layers: dict[str, int] = {}  # that columns have entries of; empty: not known yet
@@ -307,7 +307,7 @@ class LearnerGroup(Learner):
 class LearnerGroups(Together):
     """The models on the ranks of one group."""
 
-    def __init__(self, models: Sequence[LearnerGroup], plane: Plane) -> None:
+    def __init__(self, models: Sequence[LearnerGroup], plane: BatchCalls) -> None:
         """``plane`` is that of the group."""
         self._models, self._plane = {one.role: one for one in models}, plane
 
@@ -348,7 +348,7 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
     scoring = dict.fromkeys(scoring_roles(config), True)
     frozen = {role: role not in scoring for role in frozen_folders(config)}
-    planes = {role: Plane(its, config.learner_of(role).dims) for role, its in groups.items()}
+    planes = {role: BatchCalls(its, config.learner_of(role).dims) for role, its in groups.items()}
     learners, others, reward_models = (
         {
             role: LearnerGroup(groups.get(role, group), role, planes.get(role, planes[LEARNER]))

@@ -32,7 +32,7 @@ from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt, together
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
-from rl_megatron.rollout.stream import Answered, Drawn, Reason, reason_of
+from rl_megatron.rollout.stream import Answered, Draw, Reason, reason_of
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
 
@@ -164,7 +164,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSampler(PolicySampler):
-    """A source over an engine, whose turns have a seed each. Seeds are functions of the run's seed and of what `Drawn`
+    """A source over an engine, whose turns have a seed each. Seeds are functions of the run's seed and of what `Draw`
     names, so that a group repeats exactly as far as its environment does."""
 
     made: EnvironmentMaker | Agent
@@ -182,7 +182,7 @@ class EnvironmentSampler(PolicySampler):
         object.__setattr__(self, "threads", Threads(self.section.concurrency))
 
     @override
-    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
         """``group_size`` trajectories of each prompt, in the order of their numbers.
 
         Raises EnvironmentFailed that names task and turn if an environment fails and
@@ -200,7 +200,7 @@ class EnvironmentSampler(PolicySampler):
         """Trajectories under way are not kept: a resume starts them over."""
 
     @override
-    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+    def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
         """Nothing: a trajectory starts over, with the same seed."""
         return ()
 

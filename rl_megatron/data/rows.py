@@ -235,7 +235,7 @@ def _decoded(form: Form, sent: Tensor, lengths: Tensor, mask: Tensor | None, ids
 _PART = 2**18  # positions
 
 
-class Sent:
+class SentRows:
     """Which rows of which columns each data-parallel rank of a group of processes holds.
 
     A column is known by its tensor, so that must not change after it was sent. Steps are numbered on from ``after``.

@@ -25,7 +25,7 @@ from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
-from rl_megatron.rollout.stream import Answered, Drawn, reason_of, sampled_tokens
+from rl_megatron.rollout.stream import Answered, Draw, reason_of, sampled_tokens
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
@@ -88,7 +88,7 @@ _SCORING = FreeLanes("sampling", "reward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSampler(PolicySampler):
-    """A source over an engine. Seeds are functions of the run's seed and of what `Drawn` names, so that a group
+    """A source over an engine. Seeds are functions of the run's seed and of what `Draw` names, so that a group
     repeats exactly."""
 
     reward_function: RewardFunction
@@ -103,7 +103,7 @@ class RolloutSampler(PolicySampler):
     sampled: dict[str, Completion] = field(default_factory=dict)  # unscored groups' completions, by their requests
 
     @override
-    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
         """``group_size`` completions of each prompt, scored, and after them the greedy ones, and demonstrations.
 
         Raises RewardError that names the prompt if a reward fails and ``reward.on_error`` is ``fail``.
@@ -149,7 +149,7 @@ class RolloutSampler(PolicySampler):
         await self.engine.interrupt()
 
     @override
-    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+    def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
         """What is known of each completion; empty if nothing is, as where a group is one request."""
         names = [_part(f"{drawn.name()}: {drawn.prompt.id}", i) for i in range(self.rollout.group_size)]
         before = drawn.begun or (None,) * len(names)
@@ -336,7 +336,7 @@ class SamplerBySource(PolicySampler):
         return replace(self, engine=engine, usual=self.usual.over(engine), own=own)
 
     @override
-    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
         found = dict[int, Answered]()
         for sampler, places in self._parts([one.prompt for one in drawn]):
             part = await sampler.groups([drawn[place] for place in places])
@@ -349,7 +349,7 @@ class SamplerBySource(PolicySampler):
             await sampler.interrupt()
 
     @override
-    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+    def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
         return self._of(drawn.prompt).so_far(drawn)
 
     @override

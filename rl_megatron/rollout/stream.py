@@ -73,7 +73,7 @@ def reason_of(parts: Iterable[tuple[Reason | None, ForeignText]]) -> tuple[Reaso
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class Draw:
     """A prompt to sample a group of; its seeds are functions of ``batch``, ``time`` and the prompt's id."""
 
     ordinal: int  # prompts that the run drew before it
@@ -103,10 +103,10 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class PendingPrompt:
     """A prompt that was drawn and is not trained on yet."""
 
-    drawn: Drawn
+    drawn: Draw
     birth: int  # the version served when it was drawn
     due: int  # the last step that may train on it
     answered: Answered | None = None  # once its group is scored
@@ -136,7 +136,7 @@ class RolloutBatch:
     filtered_groups: int = 0  # groups left out because they would give no gradient
     part_sums: Mapping[str, float] = field(default_factory=dict)  # parts of a weighted reward, unweighted, by name
     part_counts: Mapping[str, int] = field(default_factory=dict)  # completions in these: those of finite parts alone
-    places: tuple[Waiting, ...] = ()  # the places of all these in the stream, if they were drawn
+    places: tuple[PendingPrompt, ...] = ()  # the places of all these in the stream, if they were drawn
 
     @classmethod
     def of(cls, answered: Sequence[Answered]) -> RolloutBatch:
@@ -173,7 +173,7 @@ def sampled_tokens(group: RolloutGroup) -> int:
 class GroupSource(Protocol):
     """Samples and scores the completions that a job trains on."""
 
-    async def groups(self, drawn: Sequence[Drawn]) -> Sequence[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> Sequence[Answered]:
         """A group of each prompt, in their order, all requested together; it goes on from what was ``begun``."""
         ...
 
@@ -181,7 +181,7 @@ class GroupSource(Protocol):
         """Have `so_far` know every token that was sampled up to now. Sampling goes on."""
         ...
 
-    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+    def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
         """What is known of each completion of a group that is being sampled or scored; empty if nothing is."""
         ...
 
@@ -197,8 +197,8 @@ class StreamState:
     ahead: int  # pushes that sampling may be ahead at present
     calm: int  # steps since the learner waited
     batch: tuple[str, ...]  # ids of the prompts that the present batch has drawn
-    places: tuple[Waiting, ...]  # prompts in the order drawn; those without an answer are sampled again
-    left_out: tuple[Waiting, ...]  # since the last step
+    places: tuple[PendingPrompt, ...]  # prompts in the order drawn; those without an answer are sampled again
+    left_out: tuple[PendingPrompt, ...]  # since the last step
     ledger: LedgerState
     poison: tuple[int, ...] = ()  # ordinals of the prompts dropped so among those drawn last
 
@@ -232,10 +232,10 @@ class Stream:
         self._credit = (max_staleness + 1) * self._refills
         self._ahead = min(1, max_staleness) if self._apart else max_staleness
         self._batch, self._poison = Counter[str](), list[int]()
-        self._places: dict[int, Waiting] = {}
+        self._places: dict[int, PendingPrompt] = {}
         self._dues = Counter[int]()  # places that are due at each step
         self._ready: list[tuple[int, int]] = []  # keys of the places with an answer, ascending
-        self._left_out, self._unsent = list[Waiting](), list[Waiting]()  # unsent: of a checkpoint, to sample again
+        self._left_out, self._unsent = list[PendingPrompt](), list[PendingPrompt]()  # unsent: to sample again
         self._tasks, self._changed = set[asyncio.Task[None]](), asyncio.Event()
         self._failure: Exception | None = None
         self._closed = self._begins = False  # begins: a task that draws; it then admits the next group
@@ -327,14 +327,14 @@ class Stream:
 
     def start_over(self) -> None:
         """Draw from the first prompt on: the ledger of a run that was killed before its first checkpoint is removed."""
-        self._ledger.restore(LedgerState(), -1, (), ())
+        self._ledger.restore(LedgerState(), -1, ())
 
     def restore(self, state: StreamState) -> None:
         """Continue from ``state``. Groups stay due when they were, even if ``train.max_staleness`` is now another.
 
         Raises CheckpointError if the ledger's file does not fit.
         """
-        self._ledger.restore(state.ledger, state.version, state.places, state.left_out)
+        self._ledger.restore(state.ledger, state.version, (*state.places, *state.left_out))
         self.version, self._drawn, self._opened = state.version, state.drawn, state.opened
         self._credit, self._calm, self._batch = state.credit, state.calm, Counter(state.batch)
         if self._apart:
@@ -352,13 +352,13 @@ class Stream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _with_tokens(self, place: Waiting) -> Waiting:
+    def _with_tokens(self, place: PendingPrompt) -> PendingPrompt:
         if place.answered is not None:
             return place
         begun = self._source.so_far(place.drawn)
         return replace(place, drawn=replace(place.drawn, begun=begun))
 
-    def _sendable(self, most: int) -> list[Waiting]:
+    def _sendable(self, most: int) -> list[PendingPrompt]:
         """Takes up to ``most`` places to sample: those that a checkpoint left, and newly drawn ones."""
         found, self._unsent = self._unsent[:most], self._unsent[most:]
         return found + [self._draw() for _ in range(min(self._room, most - len(found)))]
@@ -374,14 +374,14 @@ class Stream:
         most = self._section.max_in_flight
         return (most is None or len(self._tasks) < most // self._section.group_size) if self._apart else not self._tasks
 
-    def _draw(self) -> Waiting:
+    def _draw(self) -> PendingPrompt:
         (prompt,) = self._prompts.take(1)
         ordinal, self._drawn = self._drawn, self._drawn + 1
         if ordinal % self._size == 0:
             self._batch.clear()
         self._batch[prompt.id] += 1
-        drawn = Drawn(ordinal=ordinal, prompt=prompt, batch=1 + ordinal // self._size, time=self._batch[prompt.id])
-        place = Waiting(drawn=drawn, birth=self.version, due=self.version + self._most + 1)
+        drawn = Draw(ordinal=ordinal, prompt=prompt, batch=1 + ordinal // self._size, time=self._batch[prompt.id])
+        place = PendingPrompt(drawn=drawn, birth=self.version, due=self.version + self._most + 1)
         self._places[ordinal] = place
         self._ledger.move([ordinal], "queued")
         self._dues[place.due] += 1
@@ -418,7 +418,7 @@ class Stream:
             self._failure = self._failure or failure
         self._changed.set()
 
-    def _answer(self, place: Waiting, answered: Answered) -> None:
+    def _answer(self, place: PendingPrompt, answered: Answered) -> None:
         """Buffer the group; or leave it out, and open its place where ``dynamic_sampling`` says so."""
         section, group = self._section, answered.group
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
@@ -437,7 +437,7 @@ class Stream:
             self._places[place.drawn.ordinal] = place
             insort(self._ready, place.key)
 
-    def _count_poison(self, drawn: Drawn, problem: str) -> None:
+    def _count_poison(self, drawn: Draw, problem: str) -> None:
         """Raises EngineError for the first of more than 1 % of 20 steps' prompts; one is always let pass."""
         window = _POISON_STEPS * self._size
         self._poison = [*(one for one in self._poison if one >= self._drawn - window), drawn.ordinal]
@@ -448,7 +448,7 @@ class Stream:
                 f"prompts: read the servers' logs, and fix the engine or the data; the last one's error: {problem}"
             )
 
-    async def _next(self, step: int) -> list[Waiting]:
+    async def _next(self, step: int) -> list[PendingPrompt]:
         """Take G places out of the stream, once a step may."""
         self.admit()
         while not self._may_give(step):
@@ -489,7 +489,7 @@ class Stream:
         if self._failure is not None:
             raise self._failure
 
-    def _remove(self, place: Waiting) -> None:
+    def _remove(self, place: PendingPrompt) -> None:
         del self._places[place.drawn.ordinal]
         self._dues[place.due] -= 1
         if not self._dues[place.due]:
@@ -556,7 +556,7 @@ class Ledger:
             assert self._open.get(ordinal) == _BEFORE[to], (ordinal, self._open.get(ordinal), to)
             self._open[ordinal] = to
 
-    def end(self, trained: Sequence[Waiting], dropped: Sequence[Waiting], lines: Sequence[JsonRow]) -> None:
+    def end(self, trained: Sequence[PendingPrompt], dropped: Sequence[PendingPrompt], lines: Sequence[JsonRow]) -> None:
         """Note the prompts that a step trains on, and those that were dropped since the one before; ``lines`` are their
         `lines_of`, which `write` writes."""
         for one in trained:
@@ -593,12 +593,12 @@ class Ledger:
         end = "" if self._file is None else self._file.end()
         return LedgerState(trained=self._trained, dropped=dropped, digest=digest, whole=self._whole, end=end)
 
-    def restore(self, state: LedgerState, step: int, waiting: Sequence[Waiting], left_out: Sequence[Waiting]) -> None:
+    def restore(self, state: LedgerState, step: int, places: Iterable[PendingPrompt]) -> None:
         """Continue after ``step``, and cut the file back to it. Prompts without an answer are queued.
 
         Raises CheckpointError if the lines up to ``step`` are not those of the checkpoint.
         """
-        self._open = {one.drawn.ordinal: _whereabouts(one) for one in (*waiting, *left_out)}
+        self._open = {one.drawn.ordinal: _whereabouts(one) for one in places}
         self._trained, self._dropped, self._digest = state.trained, Counter(state.dropped), int(state.digest, 16)
         self._whole = state.whole
         if self._file is not None:
@@ -632,18 +632,18 @@ class Ledger:
                 self._dropped[row["reason"]] += 1  # type: ignore[index]
 
 
-def _whereabouts(one: Waiting) -> Whereabouts:
+def _whereabouts(one: PendingPrompt) -> Whereabouts:
     if one.answered is None:
         return "queued"
     return "buffered" if one.answered.group is not None else "left_out"
 
 
-def lines_of(step: int, places: Sequence[Waiting]) -> list[JsonRow]:
+def lines_of(step: int, places: Sequence[PendingPrompt]) -> list[JsonRow]:
     """The lines of prompts that end with ``step``; visits every turn."""
     return [_line(step, one) for one in places]
 
 
-def _line(step: int, one: Waiting) -> JsonRow:
+def _line(step: int, one: PendingPrompt) -> JsonRow:
     """A line of the file; ``spans`` are of each completion or trajectory.
 
     ``failed`` counts completions whose reward failed, and trajectories whose environment did.

@@ -66,7 +66,7 @@ class Measured:
         return self.policy.get("logprobs")
 
 
-class AtOnce:
+class RankTasks:
     """Asks several models concurrently; models that share processes answer one after the other, in the order asked.
 
     A phase counts only the seconds spent waiting for it, so that phases add up to the time that passed.
@@ -191,7 +191,7 @@ async def measured(
     packed: dict[str, Batch] = {}
     found: dict[tuple[str, Want], Tensor] = {}
     next_values = None
-    async with AtOnce(watch) as at_once:
+    async with RankTasks(watch) as at_once:
         running = []
         for request in requests:
             role, judge = request.told_by[0], request.judge

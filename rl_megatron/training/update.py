@@ -48,7 +48,7 @@ from rl_megatron.training.optimizer_steps import (
     learning_rate,
     policy_row,
 )
-from rl_megatron.training.scores import AtOnce, Measured, Packers, measured
+from rl_megatron.training.scores import Measured, Packers, RankTasks, measured
 from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
 
 _TRAINED = ("top_entropy", "second_moment")  # the tokens that are chosen are those that are trained on
@@ -407,7 +407,7 @@ class Update:
             batch = await to_thread(own_columns, planned)
             limits = await self._limits(batch, watch) if goes_on else None
             loss = self._loss(limits)
-            async with AtOnce(watch) as at_once:
+            async with RankTasks(watch) as at_once:
                 trained = valued = None
                 if goes_on:
                     near = partial(self.policy_steps.step_near, most_kl=section.old_kl_limit)

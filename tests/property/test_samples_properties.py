@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.mixture import MixtureState, Proportions
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.data.rows import HeldRows, Sent, Share
+from rl_megatron.data.rows import HeldRows, SentRows, Share
 from rl_megatron.data.samples import as_seen, seen_by, select, single_turns, to_samples
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import (
@@ -155,7 +155,7 @@ def test_ranks_build_what_the_controller_would_have_sent(
     """A step as the update makes it: a score, a critic's values, and minibatches with columns computed since."""
     sampled = to_samples(rollouts(sizes, seed))
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=20, attention_cost=0.1)
-    sent, held = Sent(dp), [HeldRows() for _ in range(dp)]
+    sent, held = SentRows(dp), [HeldRows() for _ in range(dp)]
 
     def taken(batch: Batch, *, to_score: bool) -> list[tuple[Samples, ...]]:
         shares = sent.shares(batch, to_score=to_score)
@@ -194,7 +194,7 @@ def test_a_step_costs_its_columns_once_and_little_more() -> None:
     """Tokens are 4 bytes, sampled log-probs 4 each, what a pass computes 4 a position; the rest is within 5 %."""
     samples, dp = of_size(16, 8, 400), 4
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=4000, attention_cost=0.0)
-    sent = Sent(dp)
+    sent = SentRows(dp)
     moved = bytes_of(sent.shares(packer.pack(samples, ranks=packer.ranks(samples, most=2, seed=5)), to_score=True))
     trained = replace(
         samples,
@@ -220,7 +220,7 @@ def test_a_rank_gets_the_routes_of_its_own_rows_alone_and_once() -> None:
     ranks = packer.ranks(samples, most=2, seed=5)
     extra = [0] * dp
     for one, sign in ((routed, 1), (samples, -1)):
-        sent, trained = Sent(dp), replace(one, old_logprobs=torch.ones(len(one.mask)))
+        sent, trained = SentRows(dp), replace(one, old_logprobs=torch.ones(len(one.mask)))
         batches = [packer.pack(one, ranks=ranks), *packer.minibatches(trained, most=2, seeds=[5])]
         for number, batch in enumerate(batches):
             shares = sent.shares(batch, to_score=number == 0)
@@ -232,7 +232,7 @@ def test_a_rank_gets_the_routes_of_its_own_rows_alone_and_once() -> None:
 def test_rows_that_were_not_sent_are_named() -> None:
     samples = of_size(2, 2, 8)
     batch = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).pack(samples)
-    sent, held = Sent(1), HeldRows()
+    sent, held = SentRows(1), HeldRows()
     held.take(sent.shares(batch, to_score=True)[0])
     (again,) = sent.shares(batch, to_score=True)
     held.forget()
@@ -242,7 +242,7 @@ def test_rows_that_were_not_sent_are_named() -> None:
 
 
 def test_the_next_steps_rows_replace_this_ones() -> None:
-    packer, sent, held = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0), Sent(1), HeldRows()
+    packer, sent, held = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0), SentRows(1), HeldRows()
     sizes = []
     for seed in range(3):
         samples = to_samples(rollouts([(4, [8, 8])], seed))

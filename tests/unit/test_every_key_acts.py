@@ -35,7 +35,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Answered, Drawn, Ledger, LedgerState
+from rl_megatron.rollout.stream import Answered, Draw, Ledger, LedgerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.written import fitted, made_units
@@ -155,7 +155,7 @@ def with_value(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
 class InTwoTurns(RolloutSampler):
     """Cuts each completion behind its first token: a turn with a reward of its own, and the rest."""
 
-    async def groups(self, drawn: Sequence[Drawn]) -> Sequence[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> Sequence[Answered]:
         return [one if one.group is None else self._cut(one, one.group) for one in await super().groups(drawn)]
 
     def _cut(self, answered: Answered, group: RolloutGroup) -> Answered:

@@ -20,7 +20,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.files import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.stream import UNTAUGHT, GroupSource, Ledger, Reason, RolloutBatch, Stream, Waiting
+from rl_megatron.rollout.stream import UNTAUGHT, GroupSource, Ledger, PendingPrompt, Reason, RolloutBatch, Stream
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit import groups_that_differ, groups_to_train_on
 from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
@@ -73,7 +73,7 @@ class Reinforcement:
     name: str = "reinforcement"
     beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside
     number: int = 0  # the last step's
-    places: tuple[Waiting, ...] = ()  # the last batch's
+    places: tuple[PendingPrompt, ...] = ()  # the last batch's
 
     @property
     def first_step_is_saved(self) -> bool:

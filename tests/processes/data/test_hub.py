@@ -18,7 +18,7 @@ from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Drawn
+from rl_megatron.rollout.stream import Draw
 from tests.unit.data.test_mixture import Engine, of
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -128,6 +128,6 @@ def test_a_prompt_is_scored_by_its_sources_reward_and_its_limits() -> None:
         own_rewards=own,
     )
     prompts = [replace(one, answer="0.5") for name in "abc" for one in of(name, 1)]
-    drawn = [Drawn(ordinal=i, prompt=prompt, batch=1) for i, prompt in enumerate(prompts)]
+    drawn = [Draw(ordinal=i, prompt=prompt, batch=1) for i, prompt in enumerate(prompts)]
     answered = asyncio.run(sampler.groups(drawn))
     assert [one.rewards for one in answered] == [(0.0, 0.0), (1.0, 1.0), (-2.0, -2.0)]

@@ -26,7 +26,7 @@ from rl_megatron.data.problems.parquet import read_records
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import CheckpointError, DataError
-from rl_megatron.rollout.stream import Drawn, LedgerState, StreamState, Waiting
+from rl_megatron.rollout.stream import Draw, LedgerState, PendingPrompt, StreamState
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Prompt
 from tests.data_files import written as table
@@ -62,7 +62,7 @@ def test_the_deepest_row_that_is_read_can_be_read_from_a_checkpoint(opening: str
     path.write_text(f'{{"question": "a", "answer": "1", "deep": {deep[127]}, "wide": [{"[], " * 500}[]]}}\n')
     (record,) = read_records(path, DATA, key="data.train", lists=False)
     prompt = Prompt(id="x:1", text="a", token_ids=(1,), answer="1", meta=record.others)
-    waiting = Waiting(drawn=Drawn(ordinal=0, prompt=prompt, batch=1), birth=0, due=1)
+    waiting = PendingPrompt(drawn=Draw(ordinal=0, prompt=prompt, batch=1), birth=0, due=1)
     counts = dict.fromkeys(("version", "drawn", "opened", "credit", "ahead", "calm"), 0)
     stream = StreamState(**counts, batch=(), places=(waiting,), left_out=(), ledger=LedgerState())
     states = TypeAdapter(TrainerState)

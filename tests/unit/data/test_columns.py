@@ -22,7 +22,7 @@ from rl_megatron import feature
 from rl_megatron.columns import Column, ColumnReader, ColumnWriter, Ragged, read_column, written_column
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import Packer
-from rl_megatron.data.rows import HeldRows, Sent, has_layers, of_layers
+from rl_megatron.data.rows import HeldRows, SentRows, has_layers, of_layers
 from rl_megatron.data.samples import columns_of_row, seen_by, select, single_turns, split, to_samples
 from rl_megatron.engines.answers import joined
 from rl_megatron.engines.local.adapter import answer_of, asked, completions_of, request_of
@@ -169,7 +169,7 @@ def test_ranks_get_their_rows_and_their_layers(cut_by: str) -> None:
     """Four ranks for three rows: one has the first positions of the batch, without anything to learn."""
     samples, layers = to_samples(groups()), {"indices": (1, 3)}
     batch = Packer(dims=ParallelDims(dp=4), max_tokens=20).pack(samples)
-    sent, placeholders = Sent(4), 0
+    sent, placeholders = SentRows(4), 0
     for to_score in (True, False):
         shares, again = sent.shares(batch, to_score=to_score), sent.shares(batch, to_score=to_score)
         assert all(map(has_layers, shares)) == to_score  # and once a step
@@ -194,7 +194,7 @@ def test_ranks_get_their_rows_and_their_layers(cut_by: str) -> None:
 
 def test_ranks_get_new_values_of_a_ragged_column_with_the_counts_of_before() -> None:
     samples, held = to_samples(groups()), HeldRows()
-    kept, sent = samples.extra["kept"], Sent(1)
+    kept, sent = samples.extra["kept"], SentRows(1)
     assert isinstance(kept, Ragged)
     changed = replace(samples, extra={**samples.extra, "kept": Ragged(kept.values + 1, kept.counts)})
     for given in (samples, changed):

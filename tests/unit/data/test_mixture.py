@@ -23,7 +23,7 @@ from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.samples import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.rollout.stream import Answered, Drawn, RolloutBatch, Waiting
+from rl_megatron.rollout.stream import Answered, Draw, PendingPrompt, RolloutBatch
 from rl_megatron.training.jobs.rl import source_row
 from rl_megatron.types import Completion, Prompt, Span
 from tests.completions import completion
@@ -232,11 +232,11 @@ class Engine:
 def test_metrics_of_a_source() -> None:
     """Of a two groups with rewards 0, 1 and 1, 1, of b one that was dropped: all by hand."""
 
-    def place(ordinal: int, prompt: Prompt, rewards: tuple[float, ...], *, kept: bool = True) -> Waiting:
+    def place(ordinal: int, prompt: Prompt, rewards: tuple[float, ...], *, kept: bool = True) -> PendingPrompt:
         group = single_turns(prompt, [completion([1] * (ordinal + 1))] * len(rewards), rewards=rewards)
         answered = Answered(group=group if kept else None, reason=None if kept else "equal_rewards", rewards=rewards)
-        drawn = Drawn(ordinal=ordinal, prompt=prompt, batch=1)
-        return Waiting(drawn=drawn, birth=0, due=1, answered=answered)
+        drawn = Draw(ordinal=ordinal, prompt=prompt, batch=1)
+        return PendingPrompt(drawn=drawn, birth=0, due=1, answered=answered)
 
     places = (place(0, MIXED[0], (0.0, 1.0)), place(1, MIXED[1], (1.0, 1.0)))
     places = (*places, place(2, MIXED[5], (0.0, 0.0), kept=False))

@@ -23,7 +23,7 @@ from rl_megatron.data.samples import (
 )
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.stream import Answered, Drawn, LedgerState, StreamState, Waiting
+from rl_megatron.rollout.stream import Answered, Draw, LedgerState, PendingPrompt, StreamState
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples
 from tests import completions
 from tests.completions import columns_of, completion
@@ -198,7 +198,7 @@ def test_waiting_rollouts_keep_their_routes_in_a_checkpoint() -> None:
     every_byte = np.arange(240, dtype=np.uint8).reshape(40, 2, 3)
     groups = (routed_group([wide, None]), routed_group([every_byte], prompt=39))
     places = tuple(
-        Waiting(drawn=Drawn(ordinal=i, prompt=one.prompt, batch=1), birth=0, due=1, answered=Answered(group=one))
+        PendingPrompt(drawn=Draw(ordinal=i, prompt=one.prompt, batch=1), birth=0, due=1, answered=Answered(group=one))
         for i, one in enumerate(groups)
     )
     counts = {"version": 3, "drawn": 2, "opened": 0, "credit": 0, "ahead": 0, "calm": 0}

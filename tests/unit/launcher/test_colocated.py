@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.roles import LearnerGroup, Plane
+from launcher.controller.roles import BatchCalls, LearnerGroup
 from launcher.hosts.sites import sites_of
 from launcher.servers.pool import COMPUTING, ServedEngines, ServedLauncher, colocated
 from launcher.worker.models import RankModels
@@ -62,7 +62,7 @@ class Ranks:
 
 
 def learner(group: WorkerGroup, role: str) -> LearnerGroup:
-    return LearnerGroup(group, role, Plane(group, ParallelDims()))
+    return LearnerGroup(group, role, BatchCalls(group, ParallelDims()))
 
 
 class Servers:

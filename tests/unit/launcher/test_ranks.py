@@ -33,7 +33,7 @@ from launcher.controller.group import (
     WorkerHandle,
     record_kernels,
 )
-from launcher.controller.roles import LearnerGroup, Plane, WeightGroup
+from launcher.controller.roles import BatchCalls, LearnerGroup, WeightGroup
 from launcher.processes import limits, stacks
 from launcher.processes.stacks import Frame, Stack, explain, read
 from launcher.wire import Hello
@@ -393,7 +393,7 @@ def packed(whole: Samples) -> Batch:
 
 def learner_of(stages: Stages) -> LearnerGroup:
     group = cast(WorkerGroup, stages)
-    return LearnerGroup(group, "policy", Plane(group, DIMS))
+    return LearnerGroup(group, "policy", BatchCalls(group, DIMS))
 
 
 def score(given: Batch) -> Stages:
@@ -429,7 +429,7 @@ async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
     """A pass over rows that ranks hold is their numbers; models on the same ranks share what these hold."""
     stages, whole = Stages(), samples()
     group = cast(WorkerGroup, stages)
-    plane = Plane(group, DIMS)
+    plane = BatchCalls(group, DIMS)
     policy, critic = (LearnerGroup(group, "policy", plane) for _ in range(2))
     sent: list[list[int]] = []
     trained = packed(replace(whole, advantages=2 * whole.advantages))

@@ -21,7 +21,7 @@ from rl_megatron.data.samples import single_turns
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.http import Server
 from rl_megatron.rollout.policy_sampler import HeldOut
-from rl_megatron.rollout.stream import Answered, Drawn, Ledger, Stream, StreamState
+from rl_megatron.rollout.stream import Answered, Draw, Ledger, Stream, StreamState
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Turn
 from rl_megatron.weights.checks.reports import Report
 from tests.completions import completion
@@ -89,10 +89,10 @@ class Asking:
     kind: str
     sent: dict[str, float] = field(default_factory=dict)  # when, by prompt
 
-    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
         return [await self._group(one) for one in drawn]
 
-    async def _group(self, one: Drawn) -> Answered:
+    async def _group(self, one: Draw) -> Answered:
         self.sent[one.prompt.id] = asyncio.get_running_loop().time()
         answers = await asyncio.gather(*(self.engine.generate(self._request(one.ordinal, n)) for n in range(GROUP)))
         return Answered(group=single_turns(one.prompt, [answer[0] for answer in answers]), rewards=(0.0, 1.0) * 2)
@@ -105,7 +105,7 @@ class Asking:
 
     async def interrupt(self) -> None: ...
 
-    def so_far(self, drawn: Drawn) -> tuple[()]:
+    def so_far(self, drawn: Draw) -> tuple[()]:
         return ()
 
 

@@ -20,7 +20,7 @@ import pytest
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import CheckpointError, DataError, EngineError
 from rl_megatron.rollout import stream as stream_module
-from rl_megatron.rollout.stream import Answered, Drawn, Ledger, LedgerState, Stream, StreamState, Waiting, lines_of
+from rl_megatron.rollout.stream import Answered, Draw, Ledger, LedgerState, PendingPrompt, Stream, StreamState, lines_of
 from rl_megatron.types import Chain, Prompt, RolloutGroup, Span, Trajectory, Turn
 from tests.completions import trajectory
 from tests.streams import PROMPTS, Source, stream_over
@@ -133,7 +133,7 @@ def possible(dues: Sequence[int], step: int, size: int) -> bool:
     return all(step + 1 + i // size <= due for i, due in enumerate(sorted(dues)))
 
 
-def taken(places: Sequence[Waiting], *, size: int, staleness: int, version: int) -> list[int] | None:
+def taken(places: Sequence[PendingPrompt], *, size: int, staleness: int, version: int) -> list[int] | None:
     """The ordinals that the next step takes; None if it waits."""
 
     async def take() -> list[int]:
@@ -170,8 +170,8 @@ def test_a_step_waits_if_and_only_if_every_choice_of_finished_groups_would_make_
             continue  # the rule of admission does not lead here
         for finished in itertools.product([False, True], repeat=3 * size):
             places = [
-                Waiting(
-                    drawn=Drawn(ordinal=i, prompt=PROMPTS[i], batch=1),
+                PendingPrompt(
+                    drawn=Draw(ordinal=i, prompt=PROMPTS[i], batch=1),
                     birth=birth,
                     due=due,
                     answered=Answered(group=RolloutGroup(prompt=PROMPTS[i], trajectories=())) if done else None,
@@ -259,11 +259,11 @@ def test_a_line_of_the_ledger_grows_with_the_versions_of_a_trajectory_and_not_wi
         return Trajectory(chains=tuple(Chain(token_ids=TOKENS, turns=tuple(row)) for row in rows), reward=0.0)
 
     group = RolloutGroup(prompt=PROMPTS[0], trajectories=tuple(trajectory() for _ in range(20)))
-    drawn = Drawn(ordinal=0, prompt=PROMPTS[0], batch=1)
+    drawn = Draw(ordinal=0, prompt=PROMPTS[0], batch=1)
     ledger.move([0], "queued")
     ledger.move([0], "in_flight")
     ledger.move([0], "buffered")
-    ended = [Waiting(drawn=drawn, birth=0, due=4, answered=Answered(group=group))]
+    ended = [PendingPrompt(drawn=drawn, birth=0, due=4, answered=Answered(group=group))]
     ledger.end(ended, [], lines := lines_of(4, ended))
     ledger.write(lines)
     spans = json.loads((tmp_path / "ledger.jsonl").read_text())["spans"].split(", ")
@@ -280,7 +280,7 @@ def test_a_resume_reads_the_ledger_line_by_line(tmp_path: Path) -> None:
             file.write(json.dumps(row) + "\n")
             digest ^= int(hashlib.sha256(f"{ordinal} {row['step']}".encode()).hexdigest(), 16)
     tracemalloc.start()
-    Ledger(path).restore(LedgerState(trained=4000, digest=f"{digest:064x}"), 500, (), ())
+    Ledger(path).restore(LedgerState(trained=4000, digest=f"{digest:064x}"), 500, ())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < path.stat().st_size / 2
@@ -301,28 +301,28 @@ def test_a_resume_reads_no_more_of_the_ledger_than_its_end(tmp_path: Path) -> No
     for ordinal in range(4000):
         digest ^= int(hashlib.sha256(f"{ordinal} {1 + ordinal // 8}".encode()).hexdigest(), 16)
     ledger, older = Ledger(path), LedgerState(trained=4000, digest=f"{digest:064x}")
-    ledger.restore(older, 500, (), ())
+    ledger.restore(older, 500, ())
     state, size = ledger.state(), path.stat().st_size
     path.write_text(lines(range(4016)))  # of steps that a kill lost
     before = read()
-    Ledger(path).restore(state, 500, (), ())
+    Ledger(path).restore(state, 500, ())
     assert read() - before < size / 4
     assert path.read_text() == lines(range(4000))
     path.write_text(lines(range(4000)).replace("0:1", "0:01"))
-    Ledger(path).restore(state, 500, (), ())
+    Ledger(path).restore(state, 500, ())
     path.write_text(lines([*range(3999), 3998]))
     for held in (state, older):
         with pytest.raises(CheckpointError, match="its 4000 prompts trained on"):
-            Ledger(path).restore(held, 500, (), ())
+            Ledger(path).restore(held, 500, ())
 
 
 def test_a_run_that_had_dropped_prompts_alone_knows_that_its_ledger_was_removed(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     dropped = LedgerState(dropped={"equal_rewards": 1}, digest=f"{1:064x}")
-    ledger.restore(dropped, 0, (), ())
+    ledger.restore(dropped, 0, ())
     path.write_text(json.dumps({"step": 1, "ordinal": 1, "state": "trained"}) + "\n")
-    Ledger(path).restore(ledger.state(), 1, (), ())
+    Ledger(path).restore(ledger.state(), 1, ())
 
 
 def test_a_prompt_that_is_sent_twice_is_a_fault_of_the_stream() -> None:
@@ -397,7 +397,7 @@ def test_servers_are_asked_for_a_group_before_the_next_one_is_drawn(staleness: i
     drawn = dict[int, int]()  # how many were, when the group of this ordinal was asked for
 
     class Counted(Source):
-        async def groups(self, asked: Sequence[Drawn]) -> list[Answered]:
+        async def groups(self, asked: Sequence[Draw]) -> list[Answered]:
             (one,) = asked
             drawn[one.ordinal] = self.stream.state().drawn
             return await super().groups(asked)

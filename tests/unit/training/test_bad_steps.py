@@ -33,7 +33,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout import stream as stream_module
 from rl_megatron.rollout.sampler import SamplerBySource
-from rl_megatron.rollout.stream import Answered, Drawn, Ledger, Reason
+from rl_megatron.rollout.stream import Answered, Draw, Ledger, Reason
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
@@ -78,13 +78,13 @@ class Source:
 
     answers: Iterator[Answered]
 
-    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
         return [next(self.answers) for _ in drawn]
 
     async def interrupt(self) -> None:
         raise AssertionError
 
-    def so_far(self, drawn: Drawn) -> tuple[()]:
+    def so_far(self, drawn: Draw) -> tuple[()]:
         return ()
 
 

@@ -22,7 +22,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.roles import LearnerGroup, Plane
+from launcher.controller.roles import BatchCalls, LearnerGroup
 from launcher.processes.stacks import LoopWatch
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
@@ -75,7 +75,7 @@ async def write(store: CheckpointStore, learner: Any) -> Saved:
 def loaded(folder: Path) -> Ranks:
     ranks = Ranks()
     group, dims = cast(WorkerGroup, ranks), ParallelDims(dp=2)
-    learner = LearnerGroup(group, "policy", Plane(group, dims))
+    learner = LearnerGroup(group, "policy", BatchCalls(group, dims))
     asyncio.run(checkpoints.read(folder).load({"learner": learner}))
     assert ranks.loaded
     return ranks

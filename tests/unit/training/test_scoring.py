@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from launcher import wire
 from launcher.controller.group import WorkerGroup
-from launcher.controller.roles import LearnerGroup, LearnerGroups, Plane
+from launcher.controller.roles import BatchCalls, LearnerGroup, LearnerGroups
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.io import load_config
@@ -34,7 +34,7 @@ from rl_megatron.features.teachers.step import make_hooks as teachers_of
 from rl_megatron.features.teachers.step import read_by_teacher
 from rl_megatron.interfaces import Pass, Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.scores import AtOnce, Measured, Packers, measured
+from rl_megatron.training.scores import Measured, Packers, RankTasks, measured
 from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,
@@ -106,7 +106,7 @@ def samples() -> Samples:
 
 
 def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> Roles:
-    planes = {role: Plane(cast(WorkerGroup, ranks), ParallelDims(dp=len(ranks.held))) for role, ranks in groups.items()}
+    planes = {role: BatchCalls(cast(WorkerGroup, its), ParallelDims(dp=len(its.held))) for role, its in groups.items()}
     of = {role: role if role in groups else "learner" for role in ("policy", "critic", *frozen_folders(config))}
     if not config.algorithm.needs_critic:
         del of["critic"]
@@ -515,7 +515,7 @@ async def test_they_work_at_the_same_time_and_are_asked_in_order() -> None:
         reference_done.set()
         return "reference log-probs"
 
-    async with asyncio.timeout(LIMIT), AtOnce(watch) as at_once:
+    async with asyncio.timeout(LIMIT), RankTasks(watch) as at_once:
         first, second = at_once.begin("logprobs", policy()), at_once.begin("reference", reference())
         assert [await at_once.end(first), await at_once.end(second)] == ["log-probs", "reference log-probs"]
     assert asked == ["policy", "reference"]
@@ -537,7 +537,7 @@ async def test_the_first_that_fails_is_raised_and_the_others_are_left() -> None:
             raise
 
     async def ask() -> None:
-        async with asyncio.timeout(LIMIT), AtOnce(Stopwatch()) as at_once:
+        async with asyncio.timeout(LIMIT), RankTasks(Stopwatch()) as at_once:
             critic, _ = at_once.begin("critic", dies()), at_once.begin("train", hangs())
             await at_once.end(critic)
 
@@ -557,7 +557,7 @@ async def test_an_error_of_the_one_who_asks_is_raised_and_all_are_left() -> None
                 await asyncio.sleep(0)  # its end takes a while, and is waited for
                 left.append(name)
 
-        async with asyncio.timeout(LIMIT), AtOnce(Stopwatch()) as at_once:
+        async with asyncio.timeout(LIMIT), RankTasks(Stopwatch()) as at_once:
             at_once.begin("critic", hangs("critic"))
             at_once.begin("train", hangs("policy"))
             await asyncio.sleep(0)
