@@ -179,9 +179,8 @@ class Serving:
     """The key that asks for it; None: ``given`` names it, with its value."""
     lacks: str | None = None
     """What the adapters of other engines lack and what to do, after "the adapter of <name>"; None: nothing."""
-    proposed: Callable[[RunConfig, ServerSection], tuple[int, float | None]] = lambda config, server: (0, None)
-    """For predictions of a step: the tokens that such a server proposes at each step of its rows, and the share of them
-    that is accepted; None: not known."""
+    proposed: Callable[[ServerSection], int] = lambda server: 0
+    """For predictions of a step: the tokens that such a server proposes at each step of its rows."""
 
     def named(self, given: object) -> str:
         """How messages name the key with its value."""

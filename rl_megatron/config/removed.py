@@ -201,9 +201,12 @@ REMOVED: Mapping[str, Removed] = {
     "slurm.exclude_slow": Removed("name nodes in slurm.exclude"),
     "slurm.heterogeneous": _NODES_ALIKE,
     "slurm.modules": Removed("set slurm.setup='module load cuda nccl && ...'"),
+    "slurm.qos": Removed("set slurm.options=[--qos=NAME]"),
     "slurm.reference.nodes": replace(_NODES_ALIKE, fixed=(0,)),
     "slurm.reference": replace(_NODES_ALIKE, fixed=(None, {})),
+    "slurm.reservation": Removed("set slurm.options=[--reservation=NAME]"),
     "slurm.services": Removed(_STARTED),
+    "slurm.speeds.draft_acceptance": Removed("each proposal that follows accepted ones is accepted with 0.85"),
     **{
         f"slurm.speeds.{key}": Removed(f"write {name}: NUMBER into a file of slurm.speeds.gpu", fixed=(usual,))
         for key, name, usual in (
@@ -211,6 +214,7 @@ REMOVED: Mapping[str, Removed] = {
             *(("storage", "storage", 100.0), ("storage_node", "storage_node", 5.0)),
         )
     },
+    "slurm.speeds.step_seconds": Removed("set slurm.speeds.gpu, by which a step is predicted"),
     "slurm.speeds.tflops": Removed("set slurm.speeds.gpu, whose peak is known", fixed=(989.0,)),
     "train.stream_micro_batches": Removed(
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"

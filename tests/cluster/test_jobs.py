@@ -184,7 +184,7 @@ def test_an_error_of_the_user_ends_it_at_once_with_the_reason(cluster: Cluster) 
 def test_what_can_never_run_is_not_sent(cluster: Cluster) -> None:
     for keys in (
         *(("slurm.nodes=32", "learner.dp=32"), ("slurm.partition=nowhere",), ("slurm.constraint=unheard_of",)),
-        *(("slurm.reservation=nobodys",), ("slurm.exclude=node[1-4]",)),
+        *(("slurm.options=[--reservation=nobodys]",), ("slurm.exclude=node[1-4]",)),
     ):
         text = cluster.program("submit", "tiny_cpu", "run.name=never", *keys, check=False)
         assert "error: sbatch --test-only" in text, text

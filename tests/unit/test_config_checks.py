@@ -333,11 +333,6 @@ UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
     ("slurm.container_python=python3", (), ("slurm.container=/a.sif",)),
     ("rollout.server.running_requests=abort", ("rollout=vllm",), ("rollout=vllm", "train.max_staleness=1")),
     ("rollout.server.running_requests=abort", ("rollout=vllm",), ("rollout=vllm", "eval.mode=beside")),
-    (
-        "slurm.speeds.draft_acceptance=0.5",
-        (),
-        ("rollout=vllm", "rollout.server.draft_tokens=1", "learner.draft.train=true"),
-    ),
 ]
 
 

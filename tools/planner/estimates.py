@@ -361,10 +361,6 @@ def _storage_speed(config: RunConfig) -> str:
     return f"{speeds.storage_node:g} GB/s a node, {speeds.storage:g} in all"
 
 
-_TOO_MUCH = 0.1
-"""The share of a step above which a push is worth a warning."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """A step that `rl_step` predicts for ``gpus`` of the kind ``gpu``, with completions of ``mean`` tokens.
@@ -409,7 +405,7 @@ class Predicted:
         if step.server.drafts:
             yield (
                 f"  a server's step with rollout.server.draft_tokens={step.server.drafts} gives "
-                f"{1 + step.server.accepted:.2f} tokens of a row, by slurm.speeds.draft_acceptance (null: assumed)"
+                f"{1 + step.server.accepted:.2f} tokens of a row (assumed)"
             )
         yield (
             f"  expect training at {low:g} to {high:g} times its rate, whole steps less surely (docs/scaling.md); "
@@ -419,27 +415,23 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: stated by the user, else ``predicted``, else the floor of a step whose completions all have
-    full length; ``why`` says why none are predicted."""
+    """Seconds of a step: ``predicted``, else the floor of a step whose completions all have full length; ``why`` says
+    why none are predicted."""
 
     seconds: float
-    stated: bool
     predicted: Predicted | None = None
     why: str = ""
 
     def lines(self) -> Iterator[str]:
         """The estimate as lines of text, with units."""
         found = self.predicted
-        if self.stated:
-            yield f"a step: {self.seconds:,.0f} s (slurm.speeds.step_seconds)"
-        elif found is None:
+        if found is None:
             yield (
                 f"a step: at least {self.seconds:,.1f} s if completions have full length, for training alone at the "
-                "GPUs' peak; set slurm.speeds.step_seconds to a measured one"
+                "GPUs' peak"
             )
         if found is not None:
-            named = "predicted" if self.stated else "a step"
-            yield f"{named}: {found.step.seconds:,.1f} s, predicted for slurm.speeds.gpu={found.gpu}:"
+            yield f"a step: {found.step.seconds:,.1f} s, predicted for slurm.speeds.gpu={found.gpu}:"
             yield from found.lines()
         elif self.why:
             yield f"  seconds by phase are not predicted: {self.why}"
@@ -447,7 +439,7 @@ class StepTime:
     def share(self, seconds: float) -> str:
         """The share of the step that ``seconds`` are, in words; of a floor it is the most that they can be."""
         share = seconds / self.seconds
-        if self.stated or self.predicted is not None:
+        if self.predicted is not None:
             return f"{share:.1%}"
         return f"at most {share:.1%}" if share <= 1 else f"{share:.1f} times this floor"
 
@@ -490,19 +482,10 @@ class Estimate:
                 "speeds. Give servers nodes of their own (slurm.engines.nodes) and weights.transport=direct, or "
                 "keep learner and servers on one node (docs/weights.md)"
             )
-        if self.step is None:
-            return
-        if self.step.seconds > self.signal_seconds:
+        if self.step is not None and self.step.seconds > self.signal_seconds:
             yield (
                 f"a step takes {self.step.seconds:,.0f} s, more than slurm.signal_seconds={self.signal_seconds} leaves "
                 "it and its checkpoint: a job whose time is up loses the step; set it longer"
-            )
-        if not self.step.stated or not self.pushes or self.push.route.shared:
-            return
-        if (share := self.push.seconds / self.step.seconds) > _TOO_MUCH:
-            yield (
-                f"a push of weights takes {self.push.seconds:,.1f} s of a step's {self.step.seconds:,.0f}, {share:.0%},"
-                " at assumed speeds (slurm.speeds); choose a faster weights.transport (docs/weights.md)"
             )
 
 
@@ -539,13 +522,12 @@ def planned_metrics(config: RunConfig, shape: ModelShape) -> dict[str, float]:
 
 
 def _step(config: RunConfig, shape: ModelShape, push: Push) -> StepTime | None:
-    stated = config.slurm.speeds.step_seconds
     if config.learner.device == "cpu":
-        return None if stated is None else StepTime(seconds=stated, stated=True)
+        return None
     why = _unpredicted(config)
     found = predicted(config, shape, push) if not why else None
-    seconds = stated or (floor_seconds(config, shape) if found is None else found.step.seconds)
-    return StepTime(seconds=seconds, stated=stated is not None, predicted=found, why=why)
+    seconds = floor_seconds(config, shape) if found is None else found.step.seconds
+    return StepTime(seconds=seconds, predicted=found, why=why)
 
 
 def _unpredicted(config: RunConfig) -> str:

@@ -154,9 +154,9 @@ def draft_layer(shape: ModelShape) -> ModelShape:
     )
 
 
-def tokens_accepted(drafts: int, share: float | None = None) -> float:
-    """The mean number of ``drafts`` proposals that are accepted: the ``share``, or with None each by `ACCEPTED`."""
-    return sum(ACCEPTED**n for n in range(1, drafts + 1)) if share is None else drafts * share
+def tokens_accepted(drafts: int) -> float:
+    """The mean number of ``drafts`` proposals that are accepted, each by `ACCEPTED`."""
+    return sum(ACCEPTED**n for n in range(1, drafts + 1))
 
 
 def cache_bytes(shape: ModelShape, context: float) -> float:
@@ -386,15 +386,15 @@ def server_shape(
         experts, others = experts + len(shape.drafted) * more, others + len(shape.drafted) * own
     # Of the embedding a token reads a row.
     looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size * BYTES[config.learner.dtype]
-    proposed = [one.serving.proposed(config, server) for one in features().values() if one.serving is not None]
+    proposed = [one.serving.proposed(server) for one in features().values() if one.serving is not None]
     return ServerShape(
         tp=server.tp,
         dp=server.dp,
         cache=max(0.0, cache),
         experts=weights.experts / experts if shape.num_experts else 0.0,
         others=(weights.dense - looked_up) / others,
-        drafts=sum(count for count, _ in proposed),
-        accepted=sum(tokens_accepted(count, share) for count, share in proposed),
+        drafts=sum(proposed),
+        accepted=sum(map(tokens_accepted, proposed)),
     )
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from rl_megatron.feature import with_features
 from rl_megatron.section import NUMBER, NonNegative, Positive, PositiveFloat, Section
 
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
@@ -22,9 +21,9 @@ Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d
 
 _OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=[^\x00-\x1f\x7f]+)?")
 _REQUESTS_GPUS = re.compile(r"--(gpus\b|(gres|tres-per-\w+)=(none$|.*\bgpu\b))")
-_KEYS = ("nodes", "ntasks_per_node", "cpus_per_task", "time", "account", "partition", "qos", "constraint", "exclude")
+_KEYS = ("nodes", "ntasks_per_node", "cpus_per_task", "time", "account", "partition", "constraint", "exclude")
 _SET_BY: Mapping[str, str] = {  # options of sbatch, by the key that sets them, or submit itself
-    **{key.replace("_", "-"): f"slurm.{key}" for key in (*_KEYS, "reservation")},
+    **{key.replace("_", "-"): f"slurm.{key}" for key in _KEYS},
     **dict.fromkeys(("ntasks", "tasks-per-node"), "slurm.ntasks_per_node"),
     **dict.fromkeys(("requeue", "no-requeue"), "slurm.requeues"),
     **dict.fromkeys(("open-mode", "parsable", "test-only", "wait", "wrap", "help", "usage", "version"), "submit"),
@@ -65,7 +64,6 @@ Options = Annotated[tuple[str, ...], BeforeValidator(_split_options), AfterValid
 SignalSeconds = Annotated[int, Field(ge=1, le=65_535), NUMBER]  # of sbatch --signal
 
 
-@with_features("slurm.speeds")
 class SpeedsSection(Section):
     """What ``plan`` and ``submit`` estimate pushes and predict steps by. No run is faster by it."""
 
@@ -75,9 +73,6 @@ class SpeedsSection(Section):
     what no step can beat, on an H100."""
     mean_tokens: PositiveFloat | None = None
     """Mean length of completions, in tokens, of the predicted step; null: half of rollout.max_new_tokens."""
-    step_seconds: PositiveFloat | None = None
-    """Seconds of a step, as in ``seconds/step`` of a run's metrics: ``plan`` and ``submit`` compare a push with
-    it, and warn above a tenth; null: they compare with the floor, and do not warn."""
 
 
 class EngineNodesSection(Section):
@@ -120,14 +115,10 @@ class SlurmSection(Section):
     """Account that the job is charged to."""
     partition: Word | None = None
     """Partition that the job runs in."""
-    qos: Word | None = None
-    """Quality of service."""
     constraint: Features | None = None
     """Features that the nodes must have."""
     exclude: Word | None = None
     """Nodes that the job must not use."""
-    reservation: Word | None = None
-    """Reservation to use."""
     options: Options = ()
     """More options of sbatch, as [--gres=gpu:h100:8,--dependency=afterok:123]. One that requests GPUs
     replaces the request for ``slurm.gpus_per_node``; --gres=none removes it."""

@@ -10,13 +10,12 @@ from rl_megatron.config.activations import kept
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Curve, Feature, Serving
 from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, ReadIf, Rule, excluded
-from rl_megatron.section import Fraction, NonNegative, PositiveFloat, Section
+from rl_megatron.section import NonNegative, PositiveFloat, Section
 from rl_megatron.types import BYTES
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.config.sections.rollout import ServerSection
-    from rl_megatron.config.sections.slurm import SpeedsSection
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.weights.layouts.learner import Rank, Terms
 
@@ -51,24 +50,10 @@ class DraftTokenKeys(Section):
     bring the layer beside the model."""
 
 
-class DraftSpeedKeys(Section):
-    """The feature's key of predictions."""
-
-    draft_acceptance: Fraction | None = None
-    """Share of the proposals of rollout.server.draft_tokens that are accepted in the predicted step, as
-    ``draft/acceptance`` of a run's metrics; null: each that follows accepted ones is with 0.85 (docs/scaling.md)."""
-
-
 def of_server(server: ServerSection) -> int:
     """Tokens that a server's draft layer proposes at each step; 0: it does not."""
     assert isinstance(server, DraftTokenKeys)
     return server.draft_tokens
-
-
-def of_speeds(speeds: SpeedsSection) -> float | None:
-    """The share of proposals that are accepted in a predicted step; None: not given."""
-    assert isinstance(speeds, DraftSpeedKeys)
-    return speeds.draft_acceptance
 
 
 def of_learner(learner: LearnerSection) -> DraftSection:
@@ -169,15 +154,14 @@ _RULES: Sequence[Rule] = (
     Excludes(one=_PROPOSES, other=On("shape.delta", SET, shown="shape.family"),
              why="it has delta nets, whose states a server takes back where a proposal is replaced; no engine was "
              "tried so", fix="leave it out", where="shape"),
-    ReadIf(keys=("slurm.speeds.draft_acceptance",), any_of=(_PROPOSES,), why="nothing is proposed"),
 )
 # fmt: on
 
 FEATURE = Feature(
     name="draft",
     active=lambda learner: of_learner(learner).train,
-    keys={"learner": DraftKeys, "rollout.server": DraftTokenKeys, "slurm.speeds": DraftSpeedKeys},
-    may_change=frozenset({"rollout.server.draft_tokens", "slurm.speeds.draft_acceptance"}),
+    keys={"learner": DraftKeys, "rollout.server": DraftTokenKeys},
+    may_change=frozenset({"rollout.server.draft_tokens"}),
     rules=_RULES,
     learner_rules=_LEARNER_RULES,
     memory=_memory,
@@ -189,7 +173,7 @@ FEATURE = Feature(
     serving=Serving(
         key="rollout.server.draft_tokens",
         given=lambda config: of_server(config.rollout.server),
-        proposed=lambda config, server: (of_server(server), of_speeds(config.slurm.speeds)),
+        proposed=of_server,
         engines={
             "vllm": "rl_megatron.features.draft.engines:VLLMDrafts",
             "sglang": "rl_megatron.features.draft.engines:SGLangDrafts",

@@ -143,7 +143,6 @@ def test_as_many_proposals_are_accepted_as_in_draws_that_end_at_the_first_that_i
         ends = [drawn.random() >= rollouts.ACCEPTED for _ in range(drafts)]
         accepted += ends.index(True) if True in ends else drafts
     assert rollouts.tokens_accepted(drafts) == pytest.approx(accepted / steps, rel=0.02)
-    assert rollouts.tokens_accepted(drafts, 0.5) == drafts / 2  # the share of all that are proposed
 
 
 def simulated(rows: list[float], slots: int, prompt: float) -> float:

@@ -273,16 +273,15 @@ def test_a_synchronous_step_by_hand() -> None:
     assert "completions of 1,000 tokens in the mean are assumed" in text
 
 
-def test_accepted_proposals_are_assumed_or_given_and_said() -> None:
+def test_accepted_proposals_are_assumed_and_said() -> None:
     keys = ("weights.transport=file", "learner.draft.train=true", "rollout.server.draft_tokens=1")
     seconds = []
-    for share, tokens in ((None, "1.85"), (0.5, "1.50"), (0.0, "1.00")):
-        more = () if share is None else (f"slurm.speeds.draft_acceptance={share}",)
-        found = told(job(DEEPSEEK, *keys, *more))
-        said = f"a server's step with rollout.server.draft_tokens=1 gives {tokens} tokens of a row, by slurm.speeds"
+    for count, tokens in ((1, "1.85"), (2, "2.57")):
+        found = told(job(DEEPSEEK, *keys[:2], f"rollout.server.draft_tokens={count}"))
+        said = f"a server's step with rollout.server.draft_tokens={count} gives {tokens} tokens of a row (assumed)"
         assert any(said in line for line in found.lines())
-        seconds.append(found.predicted.step.sampled.longest * float(tokens))
-    assert seconds == pytest.approx(seconds[:1] * 3)  # all steps take as long
+        seconds.append(found.predicted.step.sampled.longest)
+    assert seconds[1] < seconds[0]
     assert not any("draft" in line for line in told(job(DEEPSEEK, *keys[:2])).lines())
 
 
@@ -292,12 +291,6 @@ def test_frozen_routers_have_no_gradient_at_the_peak_either() -> None:
     trained, frozen = (told(job(*keys, *more)).predicted for more in ((), ("learner.router.frozen=true",)))
     gradients = 2 * 48 * 2048 * 128 * 64 * 16 * (512 + 1000)  # of 128 experts' rows in 48 layers
     assert trained.peak_seconds - frozen.peak_seconds == pytest.approx(gradients / (8 * 989.5e12), rel=1e-6)
-
-
-def test_a_stated_step_stays_the_step_and_the_predicted_one_is_beside_it() -> None:
-    lines = list(told(job(QWEN_30B, "slurm.speeds.step_seconds=300")).lines())
-    assert lines[0] == "a step: 300 s (slurm.speeds.step_seconds)"
-    assert re.fullmatch(r"predicted: [\d.]+ s, predicted for slurm.speeds.gpu=h200:", lines[1])
 
 
 @pytest.mark.parametrize(

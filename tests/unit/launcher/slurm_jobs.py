@@ -13,12 +13,13 @@ CASES = {
     "every_option": (
         *BIG,
         *("slurm.nodes=2", "learner.dp=4", "slurm.cpus_per_task=12", "slurm.memory_per_node=0", "slurm.time=2-00"),
-        *("slurm.account=lab", "slurm.partition=gpu", "slurm.qos=high", "slurm.constraint=h100"),
-        *("slurm.exclude=bad[1-3]", "slurm.reservation=weekend"),
+        *("slurm.account=lab", "slurm.partition=gpu", "slurm.constraint=h100"),
+        "slurm.exclude=bad[1-3]",
         *("slurm.signal_seconds=600", "slurm.requeues=5", "slurm.restarts=1"),
         *("slurm.setup=module load cuda/12.8 nccl && source /opt/site/env.sh", "slurm.environment.NCCL_DEBUG=INFO"),
         *("slurm.environment.GREETING=it's a $HOME", "slurm.python=/opt/venv/bin/python"),
-        "slurm.options=[--dependency=afterok:12,--mail-type=END,FAIL,--comment=\"a 'b' #c\"]",
+        "slurm.options=[--qos=high,--reservation=weekend,--dependency=afterok:12,--mail-type=END,FAIL,"
+        "--comment=\"a 'b' #c\"]",
     ),
     "ray_and_engine_nodes": (
         *BIG,
