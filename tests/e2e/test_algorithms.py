@@ -67,9 +67,7 @@ def test_a_ppo_run_resumes_on_ranks_of_ray_with_its_critic_reference_and_memory(
     }
 
 
-def test_layouts_of_the_critic_and_the_reference_change_no_figure_also_after_a_rank_has_died(
-    place: Place, ppo: Run
-) -> None:
+def test_layouts_of_critic_and_reference_change_no_figure_also_after_a_rank_has_died(place: Place, ppo: Run) -> None:
     """The learner has two data-parallel ranks, the critic two stages, the reference two parts of each matrix. When one
     of the critic's ranks has died, the critic goes on in the learner's."""
     run = place.fork("ppo-killed", *PPO, *APART, *LAYOUTS)
@@ -90,9 +88,7 @@ def test_layouts_of_the_critic_and_the_reference_change_no_figure_also_after_a_r
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), (mine["step"], name)
 
 
-def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first_and_routers_may_have_noise(
-    place: Place, ppo: Run
-) -> None:
+def test_a_critic_may_start_from_a_checkpoint_and_train_alone_and_routers_have_noise(place: Place, ppo: Run) -> None:
     path = ppo.folder / "checkpoints/step_000004/critic"
     keys = (f"algorithm.critic.path={path}", "algorithm.critic.only_steps=1", "train.steps=3")
     keys = (*keys, "train.route_flips=true", "rollout.router_noise=0.5")

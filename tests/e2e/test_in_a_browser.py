@@ -170,9 +170,7 @@ def found(page: Browser, **fields: object) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "height"), WIDTHS)
-def test_the_first_screen_has_accuracy_reward_and_where_the_time_goes(
-    page: Browser, report: Path, width: int, height: int
-) -> None:
+def test_the_first_screen_has_accuracy_reward_and_time(page: Browser, report: Path, width: int, height: int) -> None:
     opened(page, report, width, height)
     assert fits(page)
     names = "[...document.querySelectorAll('figure [role=img]')].map((e) => e.getAttribute('aria-label'))"
@@ -296,9 +294,7 @@ def trained(run: Path, step: int) -> None:
         file.write(json.dumps({"phase": "rl", "step": step, "reward/mean": 4.0, "seconds/step": 2.0}) + "\n")
 
 
-def test_the_page_of_a_run_that_goes_on_loads_itself_and_keeps_its_place(
-    page: Browser, run: Path, tmp_path: Path
-) -> None:
+def test_the_page_of_a_live_run_loads_itself_and_keeps_its_place(page: Browser, run: Path, tmp_path: Path) -> None:
     own = shutil.copytree(run, tmp_path / "growing")
     report = write_report([own], own / "report.html", again=1.5)
     opened(page, report, 1440, 900)

@@ -252,9 +252,7 @@ def test_losses_and_gradient_norms_of_all_steps_are_those_of_trl(job: str, reque
 
 
 @pytest.mark.parametrize(("job", "own"), [("dpo", set()), ("reward", {"Score"})])
-def test_its_report_has_the_held_out_loss_of_every_evaluation(
-    job: str, own: set[str], request: pytest.FixtureRequest
-) -> None:
+def test_its_report_has_the_held_out_loss_of_each(job: str, own: set[str], request: pytest.FixtureRequest) -> None:
     charts = Page(request.getfixturevalue(job).folder / "report.html").charts()
     assert charts["Held-out loss"]["series"][0]["x"] == [*range(STEPS + 1)]
     assert {"Held-out pairs", "Preference pairs", "Gradient norm", *own} <= {n.partition(":")[0] for n in charts}

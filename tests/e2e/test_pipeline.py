@@ -118,9 +118,7 @@ def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, start: Path) -> Non
     assert (run.folder / "profile/step_000001/rank-0.json.gz").is_file()
 
 
-def test_rewards_and_divergences_of_models_on_ranks_are_those_of_the_same_models_in_the_run(
-    learnt: Run, on_ranks: Run
-) -> None:
+def test_rewards_and_divergences_of_models_on_ranks_are_those_of_models_in_the_run(learnt: Run, on_ranks: Run) -> None:
     of_ranks, of_process = steps(on_ranks), steps(learnt)
     assert len(of_ranks) == 3
     for one, other in zip(of_ranks, of_process, strict=False):

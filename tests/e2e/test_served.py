@@ -136,9 +136,7 @@ def of_odd(row: dict[str, Any]) -> dict[str, Any]:
     return deterministic({name: value for name, value in row.items() if name.startswith("eval/odd/")})
 
 
-def test_evaluations_beside_training_have_the_figures_of_those_that_it_waits_for_and_a_resume_has_each_once(
-    place: Place,
-) -> None:
+def test_evaluations_beside_training_have_the_figures_of_others_and_a_resume_has_each_once(place: Place) -> None:
     place.environment = PORTABLE
     (place.folder / "my_env.py").write_text(ENVIRONMENT)
     run = place.fork("beside", *KEYS).finish()

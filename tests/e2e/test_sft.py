@@ -172,7 +172,7 @@ def test_losses_and_gradient_norms_of_all_steps_are_those_of_trl(run: Run) -> No
     assert_as_trl("sft", run.rows()[1:])
 
 
-def test_its_report_has_the_held_out_loss_of_every_evaluation(run: Run) -> None:
+def test_its_report_has_the_held_out_loss_of_each(run: Run) -> None:
     charts = Page(run.folder / "report.html").charts()
     assert charts["Held-out loss"]["series"][0]["x"] == [*range(STEPS + 1)]
     assert {"Held-out perplexity", "Loss", "Gradient norm"} <= charts.keys()

@@ -48,14 +48,19 @@ def study_of(folder: Path, **keys: object) -> Study:
     return read_study(path)
 
 
+def one_cell(folder: Path, **keys: object) -> tuple[Study, Cell]:
+    study = study_of(folder, seeds=[0], **keys)
+    (cell,) = cells_of(study)
+    return study, cell
+
+
 def named(cells: list[Cell]) -> list[tuple[str, int]]:
     return [(cell.arm, cell.seed) for cell in cells]
 
 
 def test_a_product_has_every_combination_and_the_first_seed_of_each_arm_comes_first(tmp_path: Path) -> None:
-    cells = cells_of(
-        study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES}, seeds=[4, 7], overrides=["train.steps=9"])
-    )
+    axes = {"a": ALGORITHMS, "rate": RATES}
+    cells = cells_of(study_of(tmp_path, axes=axes, seeds=[4, 7], overrides=["train.steps=9"]))
     arms = ["grpo learning_rate=1e-3", "grpo fast", "gspo learning_rate=1e-3", "gspo fast"]
     assert named(cells) == [(arm, seed) for seed in (4, 7) for arm in arms]
     fast = cells[3].config
@@ -109,7 +114,7 @@ def test_a_run_is_found_again_under_another_label(tmp_path: Path) -> None:
 
 def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
     save_resolved(load_config("tiny_cpu", ["train.steps=3"]), tmp_path / "base.yaml")
-    (cell,) = cells_of(study_of(tmp_path, base="base.yaml", seeds=[0]))
+    _, cell = one_cell(tmp_path, base="base.yaml")
     assert (cell.arm, cell.config.train.steps) == ("base", 3)
 
 
@@ -240,13 +245,6 @@ def test_more_cells_than_allowed_are_refused_not_left_out(tmp_path: Path) -> Non
         cells_of(study_of(tmp_path, axes=axes, seeds=[0]))
 
 
-def test_the_studies_of_the_documents_can_start() -> None:
-    paths = sorted((Path(__file__).resolve().parents[3] / "docs" / "studies").glob("*.yaml"))
-    assert paths
-    for path in paths:
-        assert cells_of(read_study(path))
-
-
 def test_what_a_machine_refuses_names_the_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study_of(tmp_path, axes={"a": [*ALGORITHMS, {"mine": "reward.function=nowhere:reward"}]})
     assert status_of("experiment", "run", str(tmp_path / "mine.yaml")) == 1
@@ -256,9 +254,7 @@ def test_what_a_machine_refuses_names_the_arm(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_check_writes_a_file_for_each_cell_that_submit_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_writes_a_file_a_cell_that_submit_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = study_of(tmp_path)
     assert status_of("experiment", "run", str(tmp_path / "mine.yaml"), "--check") == 0
     assert f"{study.folder}/cells" in capsys.readouterr().out
@@ -534,8 +530,7 @@ def test_results_are_those_of_the_rows(
 
 
 def test_a_study_without_a_step_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs")}))
-    read = read_study(tmp_path / "s.yaml")
+    read = study_of(tmp_path)
     with pytest.raises(DataError, match="no cell has recorded a step yet; start them with rl-megatron experiment run"):
         write_study_report(read, cells_of(read), tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
@@ -549,11 +544,7 @@ def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, s
 
     The tables have every measure, whichever a fit takes.
     """
-    (tmp_path / "s.yaml").write_text(
-        yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0], "evaluation": {"compute": compute}})
-    )
-    read = read_study(tmp_path / "s.yaml")
-    (cell,) = cells_of(read)
+    read, cell = one_cell(tmp_path, evaluation={"compute": compute})
     recorded(cell, np.array([0.1, 0.2, 0.3]))
     write_study_report(read, [cell], tmp_path / "runs" / "report.html")
     with (tmp_path / "runs" / "curves.csv").open() as file:
@@ -568,11 +559,7 @@ def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, s
 
 
 def test_a_measure_of_compute_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "s.yaml").write_text(
-        yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0], "evaluation": {"compute": "flops"}})
-    )
-    read = read_study(tmp_path / "s.yaml")
-    (cell,) = cells_of(read)
+    read, cell = one_cell(tmp_path, evaluation={"compute": "flops"})
     cell.folder.mkdir(parents=True)
     for step in range(3):
         MetricsWriter(cell.folder).write({"phase": "rl", "step": step, "eval/accuracy": 0.1})
@@ -583,9 +570,7 @@ def test_a_measure_of_compute_that_was_not_recorded_is_refused(tmp_path: Path) -
 
 def test_compute_that_some_rows_lack_is_blank_in_tables_and_refused_where_it_is_compared(tmp_path: Path) -> None:
     """A run that an older version began: of its steps 2 and 4 only the second has FLOPs."""
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0]}))
-    read = read_study(tmp_path / "s.yaml")
-    (cell,) = cells_of(read)
+    read, cell = one_cell(tmp_path)
     recorded(cell, np.array([0.1, 0.2, 0.3]))
     file = cell.folder / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -606,9 +591,7 @@ def test_compute_that_some_rows_lack_is_blank_in_tables_and_refused_where_it_is_
 def test_equal_differences_have_no_interval_and_the_page_says_so(tmp_path: Path) -> None:
     """0.3 - 0.2 and 0.4 - 0.3 differ by rounding alone."""
     axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("low", "high"), 1)]}
-    text = {"overrides": ["train.steps=0"], "seeds": [0, 1], "axes": axes, "folder": str(tmp_path / "runs")}
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump(text))
-    read = read_study(tmp_path / "s.yaml")
+    read = study_of(tmp_path, overrides=["train.steps=0"], seeds=[0, 1], axes=axes)
     for cell in cells_of(read):
         recorded(cell, np.array([{"low": 0.2, "high": 0.3}[cell.arm] + 0.1 * cell.seed]))
     page = write_study_report(read, cells_of(read), tmp_path / "report.html").read_text()
@@ -620,13 +603,11 @@ def test_equal_differences_have_no_interval_and_the_page_says_so(tmp_path: Path)
     assert "<td>-</td>" in re.sub(r"\s|class=\S+", "", low), low
 
 
-def test_a_done_cell_that_ran_with_another_versions_default_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_cell_that_ran_with_another_versions_default_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its name is the same: that is of the values that differ from the defaults."""
-    path = tmp_path / "s.yaml"
-    path.write_text(yaml.safe_dump({"overrides": ["train.steps=4"], "seeds": [0], "folder": str(tmp_path / "runs")}))
-    (cell,) = cells_of(read_study(path))
+    study, cell = one_cell(tmp_path, overrides=["train.steps=4"])
     recorded(cell, np.array([0.1, 0.2, 0.3]))
     assert drift_of(cell) == ""
     train = cell.config.train.model_copy(update={"epochs": 3})
@@ -634,17 +615,16 @@ def test_a_done_cell_that_ran_with_another_versions_default_is_named(
     now = cell.config.train.epochs
     wanted = f"it ran with train.epochs=3; now it would with train.epochs={now}: remove it to repeat"
     assert drift_of(cell) == wanted
-    assert wanted in write_study_report(read_study(path), [cell], tmp_path / "report.html").read_text()
-    status_of("experiment", "status", str(path))
+    assert wanted in write_study_report(study, [cell], tmp_path / "report.html").read_text()
+    status_of("experiment", "status", str(tmp_path / "mine.yaml"))
     assert f"note: {cell.name}: {wanted}" in capsys.readouterr().out
 
 
 def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
     """One cell was stopped by its time, one recorded no value of the metric, one went to its end."""
     axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("spent", "mute", "whole"), 1)]}
-    keys = {"overrides": ["train.steps=4"], "seeds": [0], "budget": {"cell_minutes": 1}, "axes": axes}
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}, sort_keys=False))
-    read = read_study(tmp_path / "s.yaml")
+    keys = {"overrides": ["train.steps=4"], "seeds": [0], "budget": {"cell_minutes": 1}}
+    read = study_of(tmp_path, axes=axes, **keys)
     spent, mute, whole = cells_of(read)
     recorded(spent, np.array([0.1, 0.2]))
     write_record(spent, CellRecord(pid=1, began="", starts=1, seconds=60.5, status=0))
@@ -654,10 +634,8 @@ def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
     page = write_study_report(read, [spent, mute, whole], tmp_path / "report.html").read_text()
     notes = re.findall(r'<p class="note">([^<]*)', page)
     assert f"Counted as it is: {spent.name} (spent at step 2 of 4: budget.cell_minutes=1 are over)" in notes
-    assert (
-        f"Without a value of eval/accuracy, so not in means, differences and fits: {mute.name} (done at step 4 of 4)"
-        in notes
-    )
+    why = "Without a value of eval/accuracy, so not in means, differences and fits"
+    assert f"{why}: {mute.name} (done at step 4 of 4)" in notes
     assert whole.name not in " ".join(notes)
     assert "mute: refused, as no run has values to fit." in notes
     results = json.loads((tmp_path / "results.json").read_text())
@@ -666,10 +644,8 @@ def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
 
 
 def test_tokens_of_a_job_that_samples_none_are_blank(tmp_path: Path) -> None:
-    keys = {"base": "sft_tiny", "overrides": ["train.steps=2"], "seeds": [0], "evaluation": {"metric": "eval/loss"}}
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}))
-    read = read_study(tmp_path / "s.yaml")
-    (cell,) = cells_of(read)
+    keys = {"base": "sft_tiny", "overrides": ["train.steps=2"], "evaluation": {"metric": "eval/loss"}}
+    read, cell = one_cell(tmp_path, **keys)
     cell.folder.mkdir(parents=True)
     for step in range(3):
         MetricsWriter(cell.folder).write({"phase": "sft", "step": step, "eval/loss": 3.0 - step})
@@ -683,9 +659,8 @@ def test_tokens_of_a_job_that_samples_none_are_blank(tmp_path: Path) -> None:
 def test_a_run_whose_last_value_is_not_finite_has_no_result(tmp_path: Path, last: int) -> None:
     """Its values from before it diverged stand for nothing; rows without the metric measured nothing."""
     axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("diverged", "whole"), 1)]}
-    keys = {"overrides": [f"train.steps={STEPS}"], "seeds": [0], "axes": axes, "evaluation": {"last": last}}
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}, sort_keys=False))
-    read = read_study(tmp_path / "s.yaml")
+    keys = {"overrides": [f"train.steps={STEPS}"], "seeds": [0], "evaluation": {"last": last}}
+    read = study_of(tmp_path, axes=axes, **keys)
     diverged, whole = cells_of(read)
     values = 0.1 + 0.6 / (1 + (6 / np.maximum(AT, 0.01)) ** 1.6)
     recorded(diverged, np.append(values[:-1], np.nan))
@@ -704,9 +679,8 @@ def test_a_run_whose_last_value_is_not_finite_has_no_result(tmp_path: Path, last
 
 def test_the_mean_under_a_fit_is_taken_step_by_step(tmp_path: Path) -> None:
     """Runs sample 90, 100 and 110 tokens a step, so that no two values are at the same compute."""
-    study = {"folder": str(tmp_path / "runs"), "overrides": [f"train.steps={STEPS}"], "seeds": [0, 1, 2]}
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump({**study, "evaluation": {"compute": "tokens"}}))
-    read = read_study(tmp_path / "s.yaml")
+    keys = {"overrides": [f"train.steps={STEPS}"], "seeds": [0, 1, 2], "evaluation": {"compute": "tokens"}}
+    read = study_of(tmp_path, **keys)
     cells, rng = cells_of(read), np.random.default_rng(3)
     for cell, tokens in zip(cells, (90, 100, 110), strict=True):
         curve = 0.1 + 0.6 / (1 + (6 / (AT + 2)) ** 1.6)

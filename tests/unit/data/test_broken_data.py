@@ -399,9 +399,7 @@ def test_a_resume_keeps_a_new_sets_leaks_or_says_that_it_drops_them(weights: Map
 
 
 @pytest.mark.parametrize(("third", "goes_on"), [(("a ", "1"), True), (("z", "3"), True), (("a", "3"), False)])
-def test_a_run_of_0_3_0_goes_on_if_its_problems_are_the_same(
-    tmp_path: Path, third: tuple[str, str], goes_on: bool
-) -> None:
+def test_a_run_of_0_3_0_goes_on_with_equal_problems(tmp_path: Path, third: tuple[str, str], goes_on: bool) -> None:
     """That version wrote this state of each of these files, whose third row it dropped."""
     state = {"epoch": 0, "position": 1, "num_prompts": 2, "digest": 184590635176733261}
     rows = [{"question": q, "answer": a} for q, a in (("a", "1"), ("b", "2"), third)]

@@ -149,9 +149,7 @@ def test_an_idle_stream_is_probed_on_both_sides() -> None:
                     assert idle + between * count == 60
 
 
-def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_tries_until_it_is_heard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And says why, each reason once."""
     monkeypatch.setattr(wire, "_PAUSE_SECONDS", 0.0)
     with wire.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:

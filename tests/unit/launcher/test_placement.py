@@ -208,9 +208,7 @@ def served(*keys: str) -> RunConfig:
     ],
     ids=["one sees all", "GPUs of their own", "a shared GPU"],
 )
-def test_servers_without_ranks_beside_them_have_the_machine(
-    keys: tuple[str, ...], gpus: int, expected: list[tuple[int, ...]]
-) -> None:
+def test_servers_without_ranks_have_all_gpus(keys: tuple[str, ...], gpus: int, expected: list[tuple[int, ...]]) -> None:
     assert [one.gpus for one in seats_alone(served(*keys), gpus)] == expected
 
 

@@ -660,9 +660,7 @@ def row(ranks: Sequence[Any], slowest: SlowestRank, *seconds: float) -> dict[str
     return slowest.row()
 
 
-def test_the_slowest_is_logged_with_its_node_once_and_where_it_is_far_from_the_median(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_slowest_is_logged_with_its_node_once_and_where_it_is_far_off(caplog: pytest.LogCaptureFixture) -> None:
     ranks = workers(3)
     slowest = SlowestRank(ranks)
     with caplog.at_level(logging.WARNING):

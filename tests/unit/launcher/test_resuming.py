@@ -153,9 +153,7 @@ def test_layout_limits_and_lengths_are_free_and_numbers_are_not(key: str, free: 
     assert (fixed(load_config("tiny_cpu", ours)) == fixed(load_config("tiny_cpu", [*ours, key]))) == free
 
 
-def test_keys_that_an_older_version_held_fixed_are_free_and_those_that_it_left_free_are_fixed_later(
-    tmp_path: Path,
-) -> None:
+def test_keys_that_an_older_version_held_fixed_are_free_and_free_ones_fixed_later(tmp_path: Path) -> None:
     keys = ["learner.ep=1"], ["learner.ep=2"], ["learner.router.frozen=true"]
     then, now, other = (load_config("tiny_cpu", [*given]) for given in keys)
     held = {key: value for key, value in fixed(then).items() if key != "learner.router.frozen"}
@@ -217,9 +215,7 @@ def test_a_key_that_this_version_lacks_was_off(
 
 
 @pytest.mark.parametrize(("of_policy", "critics", "same"), [("muon", "adamw", False), ("muon", "muon", True)])
-def test_a_critic_goes_on_by_the_optimizer_that_it_had(
-    of_policy: str, critics: str, same: bool, tmp_path: Path
-) -> None:
+def test_a_critic_goes_on_by_its_optimizer(of_policy: str, critics: str, same: bool, tmp_path: Path) -> None:
     keys = ["algorithm=ppo", "algorithm.unfinished_reward=null", f"learner.optimizer.name={of_policy}"]
     config = load_config("tiny_cpu", keys)
     run = run_of(tmp_path, config, {**fixed(config), "algorithm.critic.optimizer.name": critics})

@@ -446,9 +446,7 @@ FEATURE = Feature(
 """
 
 
-def test_an_installed_feature_acts_in_passes_and_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: Path
-) -> None:
+def test_an_installed_feature_acts_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: Path) -> None:
     install(tmp_path, monkeypatch, "my_echo", FEATURE, "[rl_megatron.features]\necho = {}:FEATURE\n")
     monkeypatch.setattr(feature, "features", cache(feature.features.__wrapped__))
     section = feature.with_features("learner")(LearnerSection.__bases__[-1])

@@ -184,9 +184,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_and_keeps_the_warm_star
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_tensorboard_that_cannot_write_is_warned_of_once_with_its_file_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensorboard_that_cannot_write_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By a limit in place of a full disk, above what metrics.jsonl has; later there is room again."""
     writer = MetricsWriter(tmp_path, tensorboard=True)
     writer.write({**ROW, "step": 1})

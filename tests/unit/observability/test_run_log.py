@@ -482,9 +482,7 @@ def test_steps_that_teach_nothing_are_warned_of_once(
     assert "no advantage" not in file.getvalue(), "stderr has it from the logger"
 
 
-def test_gradients_of_exactly_0_with_other_rewards_are_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gradients_of_0_with_other_rewards_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     console, _ = _console(terminal=False)
     warned = []
     norms = [0.0, 0.0, 1e-9, *[0.0] * 12]

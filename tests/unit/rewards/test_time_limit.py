@@ -378,9 +378,7 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", [lambda: TESTS_OVER[-1].wait(), lambda: [Slow(), Slow()], waits_twice])
-def test_what_blocks_is_left_in_time_and_the_loop_turns_on(
-    monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]
-) -> None:
+def test_what_blocks_is_left_in_time(monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]) -> None:
     scored = run(monkeypatch, kind, given, limit=0.05)
     assert errors_of(scored) == ["no answer within reward.timeout_seconds=0.05"]
     assert all(one.late for one in scored)

@@ -380,9 +380,7 @@ def test_accuracy_is_the_share_of_greedy_successes(make_engine: MakeEngine) -> N
     assert {request.num_completions for request in ours.engine.asked} == {1}
 
 
-def test_each_group_of_an_evaluation_is_told_once_and_a_prompt_that_comes_again_by_its_number(
-    make_engine: MakeEngine,
-) -> None:
+def test_each_group_of_an_evaluation_is_told_once_and_a_prompt_by_its_number(make_engine: MakeEngine) -> None:
     told: list[int] = []
     ours = sampler(make_engine, length_reward)
     asked = HeldOut(

@@ -450,9 +450,7 @@ def test_the_drawn_are_uniform_among_the_candidates() -> None:
         ({"choose": "kl_cov", "share": 0.1}, {"kl_cov": 0.7}),
     ],
 )
-def test_the_share_is_each_minibatchs_whatever_ranks_and_micro_batches(
-    tokens: dict[str, object], parameters: dict[str, float]
-) -> None:
+def test_the_share_is_each_minibatchs_whatever_ranks(tokens: dict[str, object], parameters: dict[str, float]) -> None:
     """The same tokens over one, two and four data-parallel ranks, chosen among those of the minibatch alone."""
     samples, logprobs, entropy = samples_of(5)
     row = AlgorithmSection.model_validate({"tokens": tokens, "parameters": parameters})

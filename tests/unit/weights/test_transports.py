@@ -640,9 +640,7 @@ def test_of_many_parts_that_did_not_arrive_ten_are_told(failures: int, more: lis
     assert str(raised.value).splitlines()[10:] == ["part 9", *more]
 
 
-def test_a_copy_within_a_process_is_timed_and_refused_whichever_digest_is_larger(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_within_a_process_is_timed_and_refused_if_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     end = end_of_one()
     parts = len(end._local)
     assert parts > 2
