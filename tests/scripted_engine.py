@@ -31,8 +31,7 @@ class Scripted:
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         self.asked.append(request)
-        text = bytes(token for token in request.token_ids if token != EOS).decode()
-        ids = [*self.script(text).encode(), EOS]
+        ids = [*self.script(bytes(token for token in request.token_ids if token != EOS).decode()).encode(), EOS]
         most = request.params.max_new_tokens
         self.sampled[request.id] = ids[:most]
         logprobs = np.linspace(-0.5, -0.1, len(ids[:most]), dtype=np.float32).tolist()

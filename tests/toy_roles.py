@@ -48,8 +48,7 @@ def looked_up(weights: Tensor, samples: Samples) -> Tensor:
     routes = dense_column(samples.extra, "routes")
     if routes is None:
         return found
-    larger = 1 + routes[:, 0, 0].float()
-    return found * larger.view(-1, *[1] * (found.dim() - 1))
+    return found * (1 + routes[:, 0, 0].float()).view(-1, *[1] * (found.dim() - 1))
 
 
 def turn_sum(ids: Tensor, samples: Samples) -> Callable[[Tensor], Tensor] | None:
@@ -211,8 +210,7 @@ class ToyEngine:
         tokens = wanted[:limit]
         before = [request.token_ids[-1], *tokens[:-1]]
         logprobs = [table[b][t] + gap for b, t, gap in zip(before, tokens, noise, strict=False)]
-        inputs = (*request.token_ids, *tokens[:-1])
-        routes = np.array(inputs, np.uint8)[:, None, None] % 2
+        routes = np.array((*request.token_ids, *tokens[:-1]), np.uint8)[:, None, None] % 2
         return completion(
             tokens,
             logprobs,

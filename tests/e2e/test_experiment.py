@@ -119,8 +119,7 @@ def test_a_study_that_was_killed_and_stopped_goes_on_to_its_end(
     assert found[1].step < 3
     assert (steps_of(cells[0]), len(steps_of(cells[1]))) == ([0, 1], found[1].step + 1)
 
-    left = asyncio.run(run_cells(study, cells[:1], retry=False, console=console))
-    assert states(left) == ["failed"]
+    assert states(asyncio.run(run_cells(study, cells[:1], retry=False, console=console))) == ["failed"]
     start = started_as_forks(place.folder)
     ended = asyncio.run(run_cells(study, cells, retry=True, start=start, console=console))
     assert states(ended) == ["done"] * 3

@@ -333,8 +333,7 @@ def test_a_group_that_is_read_stays_where_newer_samples_come(page: Browser, run:
 
 
 def test_the_page_of_a_run_that_was_killed_says_so_and_rests(page: Browser, run: Path, tmp_path: Path) -> None:
-    report = write_report([run], tmp_path / "report.html", again=0.05)
-    opened(page, report, 1440, 900)
+    opened(page, write_report([run], tmp_path / "report.html", again=0.05), 1440, 900)
     page.until("document.getElementById('now')?.textContent.endsWith('the run has ended since, or stands still')")
     page.requests.clear()
     time.sleep(0.5)

@@ -242,8 +242,7 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
         (turn,), tokens = row.turns, torch.tensor(row.token_ids[None], dtype=torch.int64)
         with torch.no_grad():
             said = model(tokens[:, :-1], output_router_logits=True)
-        logprobs = said.logits[0, turn.start - 1 :].log_softmax(-1)
-        theirs = logprobs.gather(1, tokens[0, turn.start :, None])[:, 0]
+        theirs = said.logits[0, turn.start - 1 :].log_softmax(-1).gather(1, tokens[0, turn.start :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(turn.logprobs), theirs, rtol=0, atol=1e-4)
         routes = torch.tensor(row.columns["routes"]).sort(-1).values
         wanted = torch.stack([x.topk(routes.shape[-1]).indices.sort(-1).values for x in said.router_logits], 1)

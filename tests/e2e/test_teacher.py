@@ -106,8 +106,7 @@ def distil(place: Place, name: str, *, resume: bool = False) -> Run:
 def whole(place: Place) -> tuple[Run, Sampled]:
     """A distillation that nobody stops, and what it sampled."""
     begin_to_keep(place)
-    run = distil(place, "whole").finish()
-    return run, kept(place)
+    return distil(place, "whole").finish(), kept(place)
 
 
 def test_losses_and_gradient_norms_of_all_steps_are_those_of_trl(whole: tuple[Run, Sampled]) -> None:

@@ -126,8 +126,7 @@ def test_what_the_server_does_not_do_is_named(server: str, path: str, says: str,
 
 @pytest.mark.parametrize("tool", [True, False])
 def test_a_tool_that_plain_texts_do_not_show_is_refused_and_may_be_left_out(tool: bool) -> None:
-    fields = {"guess": {"type": "integer"}, "sure": {"type": "boolean"}}
-    schema = json.dumps({"action": {"properties": fields}})
+    schema = json.dumps({"action": {"properties": {"guess": {"type": "integer"}, "sure": {"type": "boolean"}}}})
 
     def shows(connection: Any, request: Any) -> Any:
         return connection.respond(HTTPStatus.OK, schema) if request.path == "/schema" else None

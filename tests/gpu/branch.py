@@ -70,8 +70,7 @@ def begin(rank: int, folder: Path, keys: Mapping[str, Any]) -> tuple[LearnerSect
     from rl_megatron.learner import world
 
     learner = LearnerSection.model_validate(keys)
-    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
-    return learner, device
+    return learner, world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
 
 
 def end(folder: Path, seen: Mapping[str, Any]) -> None:
@@ -171,6 +170,5 @@ def family_main(rank: int, folder: Path, keys: Mapping[str, Any], names: Sequenc
         logits[name], usually[name] = float((found - wanted).abs().max()), usual(found, wanted)
         if name in TRAINED:
             counts = {"num_tokens": sum(TWO), "num_sequences": len(TWO)}
-            made = train_step(policy, [two_sequences()], CrossEntropy(), RATE, **counts)
-            losses[name] = made.loss
+            losses[name] = train_step(policy, [two_sequences()], CrossEntropy(), RATE, **counts).loss
     end(folder, {"logits": logits, "usual": usually, "losses": losses})

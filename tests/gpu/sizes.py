@@ -30,8 +30,7 @@ def shape_of(small: bool) -> ModelShape:
 
 def samples_of(tokens: int, length: int, vocabulary: int) -> Samples:
     """Sequences of equal length."""
-    g = torch.Generator().manual_seed(SEED)
-    ids, targets = torch.randint(0, vocabulary, (2, tokens), generator=g)
+    ids, targets = torch.randint(0, vocabulary, (2, tokens), generator=torch.Generator().manual_seed(SEED))
     return sequences_of([length] * (tokens // length), input_ids=ids, targets=targets, advantages=torch.ones(tokens))
 
 

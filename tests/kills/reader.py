@@ -48,8 +48,7 @@ class Found:
 
 def found(run: Path) -> Found:
     """Compare the ledger up to the newest checkpoint with what that holds."""
-    newest = max((run / "checkpoints").glob("step_*"))
-    state = json.loads((newest / "trainer.json").read_text())
+    state = json.loads((max((run / "checkpoints").glob("step_*")) / "trainer.json").read_text())
     stream, step = state["stream"], state["step"]
     places = [place["drawn"] for place in (*stream["places"], *stream["left_out"])]
     waiting = [place["ordinal"] for place in places]

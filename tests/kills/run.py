@@ -63,8 +63,7 @@ class Series:
 
     def _start(self, steps: int, point: Point | After | None) -> Run:
         witness = Witness(folder=self.place.folder, point=point)
-        there = self.folder.exists()
-        return self.place.fork(NAME, *KEYS, f"train.steps={steps}", resume=there, before=witness)
+        return self.place.fork(NAME, *KEYS, f"train.steps={steps}", resume=self.folder.exists(), before=witness)
 
 
 DONE = "done.jsonl"
@@ -139,8 +138,7 @@ def kill_all(series: Series, wanted: list[Point | After], done: Path) -> int:
             file.write(json.dumps({"point": point.name, "found": said}) + "\n")
         for output in series.place.folder.glob("output-*.txt"):
             output.unlink()
-    run = series.finish()
-    there = found(run.folder)
+    there = found(series.finish().folder)
     equal = trained_by_the_learner(series.place.folder) == there.trained
     print(f"{len(wanted)} kills: {told(there)}")
     print(f"the learner trained on {'what' if equal else 'OTHER prompts than'} the ledger says")

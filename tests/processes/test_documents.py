@@ -65,8 +65,7 @@ def test_recipes_of_who_moves_here_fit_their_gpus(command: Command) -> None:
     name, given = parsed(command)
     assert name == "submit"
     config = configuration(str(given["config"]), ["run.launcher=slurm", *given["overrides"]])  # type: ignore[misc]
-    fullest = check_memory(config, NAMED[str(config.model.name)])
-    assert fullest is not None
+    assert check_memory(config, NAMED[str(config.model.name)]) is not None
     assert list(size_problems(config, NAMED[str(config.model.name)])) == []
     assert list(estimate(config, NAMED[str(config.model.name)]).warnings()) == []
     found = preflight(config, for_job=True)

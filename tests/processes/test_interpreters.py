@@ -64,8 +64,7 @@ def ended(**named: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_certificates_are_of_the_file_that_the_environment_names_or_the_systems(tmp_path: Path) -> None:
     mark = "-----END CERTIFICATE-----\n"
-    first = Path(certifi.where()).read_text().partition(mark)[0] + mark
-    (tmp_path / "one.pem").write_text(first)
+    (tmp_path / "one.pem").write_text(Path(certifi.where()).read_text().partition(mark)[0] + mark)
     assert ended(SSL_CERT_FILE=tmp_path / "one.pem").stdout == "1\n"
     usual, missing = ended(), ended(SSL_CERT_FILE=tmp_path / "nowhere.pem")
     assert missing.stdout == usual.stdout

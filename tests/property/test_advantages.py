@@ -68,8 +68,7 @@ def reference(
         value = reward
         if mean != "none":
             chosen = [rewards[j] for j in peers[mean] if not (leave_one_out and j == i)]
-            equal = len({rewards[j] for j in peers[mean]}) == 1
-            value = 0.0 if equal else reward - statistics.fmean(chosen)
+            value = 0.0 if (len({rewards[j] for j in peers[mean]}) == 1) else reward - statistics.fmean(chosen)
         if std not in {"none", "advantages"}:
             chosen = [rewards[j] for j in peers[std]]
             if len(set(chosen)) == 1:
@@ -141,8 +140,7 @@ def test_whitening_leaves_zeros_of_equal_groups_at_zero(seed: int, scale: float,
     """The mean of other groups' advantages is 0 but for rounding, and is not to be subtracted from exact zeros."""
     rng = random.Random(seed)
     rewards = torch.tensor([scale] * 5 + [scale * rng.gauss(0, 1) for _ in range(15)])
-    ids = torch.arange(20) // 5
-    centred = group_advantages(rewards, ids, mean="group", std=std, leave_one_out=False)
+    centred = group_advantages(rewards, torch.arange(20) // 5, mean="group", std=std, leave_one_out=False)
     found = whiten(centred, torch.ones(20, dtype=torch.bool))
     assert found[:5].tolist() == [0.0] * 5
     assert found[5:].double().std() == pytest.approx((14 / 19) ** -0.5, rel=0.02)
@@ -180,8 +178,7 @@ def draw_values(seed: int, lengths: list[int]) -> tuple[list[float], list[float]
     behind_prompts = [t >= prompt for prompt, length in zip(prompts, lengths, strict=True) for t in range(length)]
     mask = behind_prompts if rng.random() < 0.5 else [rng.random() < 0.75 for _ in behind_prompts]
     rewards = [rng.gauss(0, 1) if kept else math.nan for kept in mask]
-    values = [rng.gauss(0, 1) if kept else math.nan for kept in mask]
-    return rewards, values, mask
+    return rewards, [rng.gauss(0, 1) if kept else math.nan for kept in mask], mask
 
 
 @fewer
@@ -324,8 +321,7 @@ def test_gaps_are_masked_out_positions_behind_masked_in_ones_of_a_sequence() -> 
 def test_length_adaptive_lambda() -> None:
     mask = torch.ones(140, dtype=torch.bool)
     mask[:30] = False
-    lam = length_adaptive_lambda(mask, torch.tensor([0, 40, 140]))
-    assert lam.tolist() == pytest.approx([0.0, 0.8])
+    assert length_adaptive_lambda(mask, torch.tensor([0, 40, 140])).tolist() == pytest.approx([0.0, 0.8])
 
 
 @fewer

@@ -189,8 +189,7 @@ def token_term(row: AlgorithmSection, logprob: float, delta: float, advantage: f
     if row.objective == "vespo":
         good, numbers = advantage > 0, row.parameters
         shape = numbers["shape_positive" if good else "shape_negative"]
-        rate = numbers["rate_positive" if good else "rate_negative"]
-        weight = ratio**shape * math.exp(rate * (1 - ratio))
+        weight = ratio**shape * math.exp(numbers["rate_positive" if good else "rate_negative"] * (1 - ratio))
         return -weight * advantage * logprob, -weight * advantage, False
     if row.objective == "topr" and advantage >= 0:
         return -advantage * logprob, -advantage, False
@@ -453,8 +452,7 @@ def test_cuts_add_up(loss: Loss, proximal: bool, seed: int, lengths: list[int], 
         output, piece = gradients(loss, part)
         shares.append(output)
         for name in LEARNED:
-            cut = piece[name].split([lengths[s] for s in chosen])
-            pieces[name].update(zip(chosen, cut, strict=True))
+            pieces[name].update(zip(chosen, piece[name].split([lengths[s] for s in chosen]), strict=True))
     assert_adds_up(shares, whole)
     for name in LEARNED:
         close(torch.cat([pieces[name][s] for s in range(len(lengths))]), grads[name])
@@ -509,8 +507,7 @@ def test_garbage_outside_the_mask_changes_nothing(loss: Loss, proximal: bool, se
     dirty = draw(seed, lengths, 0.1)
     blank = Token(**dict.fromkeys(COLUMNS, 0.25), mask=False)
     clean = [[t if t.mask else blank for t in tokens] for tokens in dirty]
-    results = [gradients(loss, inputs_of(s, proximal=proximal)) for s in (dirty, clean)]
-    (a, grads_a), (b, grads_b) = results
+    (a, grads_a), (b, grads_b) = [gradients(loss, inputs_of(s, proximal=proximal)) for s in (dirty, clean)]
     assert torch.equal(a.loss, b.loss)
     assert torch.isfinite(a.loss)
     for name in LEARNED:

@@ -74,8 +74,7 @@ def test_limits_of_micro_batches(lengths: list[int], dims: ParallelDims, max_tok
     assert sorted(i for row in plan for ids in row for i in ids.tolist()) == list(range(len(lengths)))
     unit = 2 * dims.cp if dims.cp > 1 else 1
     for ids in (ids for row in plan for ids in row):
-        chunked = sum(-(-lengths[i] // unit) * unit for i in ids)
-        padded = -(-chunked // (unit * dims.tp)) * unit * dims.tp
+        padded = -(-sum(-(-lengths[i] // unit) * unit for i in ids) // (unit * dims.tp)) * unit * dims.tp
         assert padded < max_tokens + unit * dims.tp
         assert padded <= max_tokens or dims.tp * unit > 1
     # any greedy packing leaves at most one bin less than half full; an eighth more is allowed for balance
@@ -156,10 +155,8 @@ def test_packing_is_deterministic(lengths: list[int], dims: ParallelDims) -> Non
 
 
 def test_the_issue_sized_mix_is_balanced() -> None:
-    drawn = np.random.default_rng(3).lognormal(np.log(6000), 0.7, 4096)
-    lengths = np.clip(drawn, 64, 32768).astype(np.int64)
-    dims = ParallelDims(dp=8, cp=2, tp=2)
-    plan = plan_packing(lengths, dims=dims, max_tokens=65536, attention_cost=6.5e-5)
+    lengths = np.clip(np.random.default_rng(3).lognormal(np.log(6000), 0.7, 4096), 64, 32768).astype(np.int64)
+    plan = plan_packing(lengths, dims=ParallelDims(dp=8, cp=2, tp=2), max_tokens=65536, attention_cost=6.5e-5)
     totals = np.array([[sum(n + 6.5e-5 * n * n for n in lengths[ids].tolist()) for ids in row] for row in plan])
     assert totals.max() / totals.mean() <= 1.02
     assert totals.sum(1).max() / totals.sum(1).mean() <= 1.001
@@ -267,8 +264,7 @@ def test_micro_batches_own_their_memory() -> None:
 def test_attention_cost_equals_operations_counted_by_hand() -> None:
     """One layer, width 8, 100 parameters: a sequence of 10 spends 2*100*10 on products, 2*2*8 per visible pair."""
     cost = causal_attention_cost(linear_parameters=100, attention_width=8)
-    pairs = 10 * 10 / 2
-    assert cost * 10 * 10 == pytest.approx(2 * 2 * 8 * pairs / (2 * 100))
+    assert cost * 10 * 10 == pytest.approx(2 * 2 * 8 * (10 * 10 / 2) / (2 * 100))
 
 
 @settings(deadline=None, max_examples=60)

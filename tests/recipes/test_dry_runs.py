@@ -41,8 +41,7 @@ def test_stages_build_step_and_hold_what_is_planned(recipe: str) -> None:
         assert run.parameters == terms["parameters"]
         assert run.gradients == pytest.approx(terms["gradients"], rel=1e-6)  # dp 12 pads their buffers
         assert run.optimizer == pytest.approx(terms["optimizer"], rel=1e-4)  # a count of steps for each tensor
-        passes = terms["activations"] + terms["logits"]
-        assert run.passes == pytest.approx(passes, rel=0.03)
+        assert run.passes == pytest.approx(terms["activations"] + terms["logits"], rel=0.03)
         learner = config.learner
         layers = layers_of(learner, shape, run.stage)
         found = collectives(

@@ -313,8 +313,7 @@ def test_every_dependency_is_pinned_once(python: str) -> None:
     (megatron,) = (r for r in map(Requirement, wanted) if r.name == "megatron-core")
     ends = {">=": "3.11", "<=": "3.12"}  # which Python has which end of the range
     assert [one.version for one in megatron.specifier if ends[one.operator] == python] == [pins["megatron-core"]]
-    makefile = (REPO / "Makefile").read_text(encoding="utf-8")
-    assert re.findall(r"torch==(\S+)", makefile) == [pins["torch"]]
+    assert re.findall(r"torch==(\S+)", (REPO / "Makefile").read_text(encoding="utf-8")) == [pins["torch"]]
 
 
 def test_the_picture_shows_the_floors() -> None:

@@ -490,8 +490,7 @@ def test_switches_are_entries_of_lists(tmp_path: Path) -> None:
         (("tiny_cpu", ["learner.recompute.parts=moe_act,core_attn,moe_act"]), ("core_attn", "moe_act")),
     ):
         assert load_config(*keys).learner.recompute.parts == parts
-    both = "learner: {recompute: {moe_act: true, parts: [moe]}}"
-    (tmp_path / "both.yaml").write_text(both)
+    (tmp_path / "both.yaml").write_text("learner: {recompute: {moe_act: true, parts: [moe]}}")
     with pytest.raises(ConfigError, match=r"moe_act=True: no such key; set learner\.recompute\.parts=moe_act"):
         load_config(str(tmp_path / "both.yaml"), [])
     (tmp_path / "unknown.yaml").write_text("learner: {offload: {activations: {moe: true, mole: true}}}")

@@ -253,8 +253,7 @@ def test_rules_between_keys_stay_readable() -> None:
         "set one of them to its default",
         "slurm.engines.nodes=1: those nodes are for servers alone; leave one of them out",
     ]
-    ahead = ["rollout=vllm", "algorithm=remax", "train.max_staleness=2"]
-    (found,) = problems("tiny_cpu", ahead)
+    (found,) = problems("tiny_cpu", ["rollout=vllm", "algorithm=remax", "train.max_staleness=2"])
     assert "max_staleness=2 with algorithm.advantage_mean=greedy and rollout.engine=vllm: weights may be" in found
     alone = ["learner.offload.while_sampling=gradients", "learner.device=cuda"]
     turns = "set rollout.server.colocated=true with rollout=vllm or sglang, or leave it out"
@@ -316,8 +315,7 @@ def test_shipped_algorithms_are_the_rows_of_their_papers() -> None:
 
 
 def test_shipped_yaml_holds_only_what_differs_from_the_schema() -> None:
-    plain = load_config("tiny_cpu", ["data=arithmetic"])
-    assert plain.data == ArithmeticRunData()
+    assert load_config("tiny_cpu", ["data=arithmetic"]).data == ArithmeticRunData()
     for path in sorted((REPO / "conf" / "algorithm").glob("*.yaml")):
         written = yaml_text.read(path)
         others = written.pop("beside", {})
@@ -379,8 +377,7 @@ def sections(section: type[Section], above: str = "") -> Iterator[tuple[str, Fie
     """Every key that the schema has, dotted, with what may stand there."""
     for name, field in section.model_fields.items():
         kinds = [k for k in (field.annotation, *typing.get_args(field.annotation)) if isinstance(k, type)]
-        inner = [kind for kind in kinds if issubclass(kind, Section)]
-        for below in inner:
+        for below in [kind for kind in kinds if issubclass(kind, Section)]:
             part = f"{above}{name}.part." if "Mapping" in str(field.annotation) else f"{above}{name}."
             yield from sections(below, part)
         yield above + name, field

@@ -68,8 +68,7 @@ class Command:
 
 def commands(path: Path) -> Iterator[Command]:
     for block in blocks(path, "sh"):
-        text = re.sub(r"\$\(\(.*?\)\)", "100", block.text.replace("\\\n", " "))
-        for line in text.splitlines():
+        for line in re.sub(r"\$\(\(.*?\)\)", "100", block.text.replace("\\\n", " ")).splitlines():
             words = shlex.split(re.sub(r"<[a-z ]+>", "", line), comments=True)
             for part in " ".join(map(shlex.quote, words)).split(" '&&' "):
                 if words:
@@ -95,8 +94,7 @@ def parsed(command: Command) -> tuple[str, dict[str, object]]:
 
 def configuration(name: str, overrides: list[str]) -> RunConfig:
     """As given; a file of the reader's stands for the default run."""
-    known = (REPO / "conf" / f"{name}.yaml").is_file()
-    return load_config(name if known else "tiny_cpu", overrides)
+    return load_config(name if (REPO / "conf" / f"{name}.yaml").is_file() else "tiny_cpu", overrides)
 
 
 def test_documents_have_commands() -> None:
@@ -351,6 +349,5 @@ def test_keys_have_meanings_values_words_and_one_line() -> None:
     assert kinds["reward.on_error"] == "`fail`, `drop` or number"
     assert kinds["learner.device"] == "`cpu`, `cuda`"
     assert kinds["model.path"] == "path or `null`"
-    schema = Named.model_json_schema(schema_generator=_Described)
-    page = "".join(_section("made", schema, {}))
+    page = "".join(_section("made", Named.model_json_schema(schema_generator=_Described), {}))
     assert "| `made.names.<name>` | text | not there | Values by name, with `more` below. |\n" in page

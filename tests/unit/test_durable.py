@@ -149,8 +149,7 @@ ONES = (
 
 def written(folder: Path) -> tuple[bytes, list[str]]:
     columns = ColumnWriter()
-    text = SEVERAL.dump_json(ONES, context=columns)
-    return text, columns.write(folder)
+    return SEVERAL.dump_json(ONES, context=columns), columns.write(folder)
 
 
 def read(folder: Path, text: bytes, names: list[str]) -> tuple[Completion, ...]:
@@ -201,8 +200,7 @@ def test_routes_of_an_older_checkpoint_are_read_as_a_column(tmp_path: Path) -> N
         one["routes"] = None if routes is None else {"data": routes[:2], "shape": routes[2]}
     names = ["tokens.npy", "logprobs.npy", "routes.npy"]
     found = read(tmp_path, json.dumps(older).encode(), names)
-    wide = np.full((2, 1, 1), 0x0201, np.int16)
-    wanted = [*ONES[:2], replace(ONES[2], columns={"routes": wide})]
+    wanted = [*ONES[:2], replace(ONES[2], columns={"routes": np.full((2, 1, 1), 0x0201, np.int16)})]
     assert [plain(one) for one in found] == [plain(one) for one in wanted]
     older[0]["routes"]["shape"] = [12, 1, 1]
     with pytest.raises(ValidationError, match="cannot reshape"):

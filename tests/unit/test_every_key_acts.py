@@ -300,8 +300,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_every_key_changes_what_a_step_does_or_is_refused(row: str, rig: Rig) -> None:
-    given = OF_ROWS.get(row, [])
-    tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE, *given]).model_dump()
+    tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE, *OF_ROWS.get(row, [])]).model_dump()
     before = [rig.heard(RunConfig.model_validate(tree), batch) for batch in BATCHES]
     assert all(isinstance(heard[-1], list) for heard in before), before
     silent = []

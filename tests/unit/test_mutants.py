@@ -24,8 +24,7 @@ def test_no_file_is_in_two_rooms() -> None:
 
 def test_a_recorded_mutant_is_in_a_file_of_a_room_or_gone() -> None:
     files = {file for room in ROOMS for file in files_of(room)}
-    there = {path for path, _ in killed_mutants() if (REPO / path).exists()}
-    assert there <= files
+    assert {path for path, _ in killed_mutants() if (REPO / path).exists()} <= files
 
 
 def test_a_recorded_test_is_there() -> None:

@@ -189,8 +189,7 @@ def test_rows_are_checked_where_they_say_and_see_the_shape_of_the_model() -> Non
         num_experts: int
 
     of_shape = Needs(when=On("steps"), all=On("shape.num_experts", Above(0)), why="w", fix="f", where="shape")
-    of_job = Excludes(one=On("steps"), why="of a job", fix="f", where="job")
-    rules = [of_shape, of_job]
+    rules = [of_shape, Excludes(one=On("steps"), why="of a job", fix="f", where="job")]
     assert broken(rules, Config()) == []
     assert broken(rules, Config(), "shape", Shape(0)) == ["steps=10 with shape.num_experts=0: w; f"]
     assert broken(rules, Config(), "shape", Shape(4)) == []

@@ -159,8 +159,7 @@ def test_quantised_weights_are_for_servers_on_gpus_that_the_run_starts() -> None
     assert unread.startswith(
         "rollout.server.quantization=fp8 does nothing: with rollout.engine=local this engine samples in the learner's"
     )
-    attached = [*SERVED, "rollout.server.addresses=http://a:1"]
-    (device, dtype, addresses) = problems([*given, *attached])
+    (device, dtype, addresses) = problems([*given, *SERVED, "rollout.server.addresses=http://a:1"])
     assert rest == [device, dtype]
     assert "with learner.device=cpu: the engines' kernels for quantised weights need GPUs; set" in device
     assert dtype.endswith("learner.dtype=float32: the engines' kernels give bfloat16; set learner.dtype=bfloat16")
@@ -171,8 +170,7 @@ def test_quantised_weights_are_for_servers_on_gpus_that_the_run_starts() -> None
 def test_quantised_weights_go_over_every_transport_as_others_do(transport: str) -> None:
     given = [*ON_GPUS, f"weights.transport={transport}", "learner.dtype=bfloat16"]
     plain = load_config("tiny_cpu", given)
-    quantised = load_config("tiny_cpu", [*given, "rollout.server.quantization=fp8"])
-    assert quantised.transport == plain.transport
+    assert load_config("tiny_cpu", [*given, "rollout.server.quantization=fp8"]).transport == plain.transport
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "MXFP8", "int4"])
@@ -376,12 +374,10 @@ def test_the_longest_that_it_reads_behind_its_own_prompt_is_compared_with_its_po
     policy = make_tiny_model(TinySizes(), tmp_path, 0)
     wide = make_tiny_model(TinySizes(max_position_embeddings=2048), tmp_path, 0)
     prompts = [*own("me", 1019), *own("near", 1019), *own("far", 1018)]
-    models = [*held("near", policy), *teacher("far", policy)]
-    config = loaded(f"model.path={policy}", *models, *prompts)
+    config = loaded(f"model.path={policy}", *held("near", policy), *teacher("far", policy), *prompts)
     said = [one.text for one in check(Subject(config=config, for_job=False))]
     places = {"me": "the model's max", "near": f"{KEY}.near.path={policy}: {KEY}", "far": "that a server makes"}
-    lengths = {"me": (1019, 1025), "near": (1019, 1025), "far": (1018, 1024)}
-    for name, (before, whole) in lengths.items():
+    for name, (before, whole) in {"me": (1019, 1025), "near": (1019, 1025), "far": (1018, 1024)}.items():
         keys = f"{KEY}.{name}.max_prompt_tokens={before} + rollout.max_new_tokens=6 = {whole}"
         assert [places[name] in one for one in said if keys in one] == [True], name
     fits = loaded(f"model.path={policy}", *held("near", wide), *own("near", 1019), *own("me", 1018))

@@ -34,8 +34,7 @@ def test_a_step_holds_what_is_planned(name: str, machine: Machine, tmp_path: Pat
         pytest.skip("no TransformerEngine here")
     tokens = 256 if machine.pretended else 8192
     keys: dict[str, Any] = {**branch.BFLOAT16, **CASES[name], "max_tokens_per_micro_batch": tokens}
-    calls = {"step": (sizes.step_main, keys, tokens, tokens, machine.pretended)}
-    seen = machine.seen(tmp_path, calls)["step"]
+    seen = machine.seen(tmp_path, {"step": (sizes.step_main, keys, tokens, tokens, machine.pretended)})["step"]
     shape = sizes.shape_of(machine.pretended)
     (planned,) = footprints(RunConfig.model_validate({"learner": keys, "rollout": SHORT}), shape)
     terms = {term: held for term, held in planned.terms.items() if term not in ("reserved", "weight push", "engine")}

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_pushes_checksums_and_log_probs(machine: Machine, tmp_path: Path) -> None:
-    calls = {"push": (sizes.push_main, branch.BFLOAT16, machine.pretended)}
-    seen = machine.seen(tmp_path, calls)["push"]
+    seen = machine.seen(tmp_path, {"push": (sizes.push_main, branch.BFLOAT16, machine.pretended)})["push"]
     for what in ("push, verify=false", "push, verify=true", "checksums"):
         note(f"{what}: {seen['tensors']} tensors", f"{seen['bytes'] / seen[what] / 1e9:.3g} GB/s")
     note(f"log-probs of {seen['positions']} positions, forward and backward", f"{seen['log-probs'] * 1e3:.1f} ms")
@@ -30,8 +29,7 @@ def test_steps_of_packed_sequences(length: int, layers: str, machine: Machine, t
     tokens = 256 if machine.pretended else 16384
     each = length // 64 if machine.pretended else length
     keys = {**branch.BFLOAT16, "layers": layers, "recompute": {"uniform": 1}, "max_tokens_per_micro_batch": tokens}
-    calls = {"step": (sizes.step_main, keys, tokens, each, machine.pretended)}
-    seen = machine.seen(tmp_path, calls)["step"]
+    seen = machine.seen(tmp_path, {"step": (sizes.step_main, keys, tokens, each, machine.pretended)})["step"]
     what = f"{tokens // each} sequences of {each}, layers={layers}"
     note(f"step of {what}", f"{tokens / seen['step']:.0f} tokens/s")
     note(f"forward of {what}", f"{tokens / seen['score']:.0f} tokens/s")

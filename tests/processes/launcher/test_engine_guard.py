@@ -329,8 +329,7 @@ def test_a_server_hears_signals_that_its_guard_was_born_deaf_to() -> None:
 
 
 def test_a_server_that_ends_gives_its_status() -> None:
-    process = guard(sys.executable, "-c", "import sys; sys.exit(7)")
-    assert process.wait(30) == 7
+    assert guard(sys.executable, "-c", "import sys; sys.exit(7)").wait(30) == 7
 
 
 def test_once_the_guard_of_a_dead_server_has_ended_nothing_of_it_is_left() -> None:

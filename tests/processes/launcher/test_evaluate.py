@@ -238,8 +238,7 @@ def test_prompts_have_the_variables_of_the_runs_template_whatever_sets_are_given
     sets.write_text(json.dumps({**given, "model": {**given["model"], "template_variables": {"who": "it"}}}))
     ours = {**given["model"], "template_variables": {"who": "she", "whom": 1}}
     save_resolved(RunConfig.model_validate({**given, "model": ours}), run / "config.yaml")
-    checkpoint = asyncio.run(saved(run / "checkpoints"))
-    for model in (run, checkpoint, exported):
+    for model in (run, asyncio.run(saved(run / "checkpoints")), exported):
         for config, overrides, wanted in (
             (None, [], "she1"),
             (str(sets), [], "she1"),

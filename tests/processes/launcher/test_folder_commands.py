@@ -239,8 +239,7 @@ async def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the
     step = (await begun.finish()).folder
     command = ("convert", "--verify", step / "learner", "--config", folders / "hf")
     assert status_of(*command) == 0
-    files = [step / "trainer.json", step / "manifest.json", *(step / "learner" / name for name in content)]
-    for path in files:
+    for path in [step / "trainer.json", step / "manifest.json", *(step / "learner" / name for name in content)]:
         sound = path.read_bytes()
         path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
         assert status_of(*command) == 1

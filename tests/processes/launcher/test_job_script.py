@@ -152,8 +152,7 @@ def script_of(folder: Path, *keys: str) -> str:
 def test_a_job_whose_time_is_up_during_its_setup_saves_and_comes_back(tmp_path: Path, before: str) -> None:
     """Also where the signal comes before the controller ignores it: the controller's shell changes no trap before the
     script has asked for the first time."""
-    script = before + script_of(tmp_path, "slurm.setup=kill -USR1 $$")
-    status, said, asked = attempt(tmp_path, 0, script=script)
+    status, said, asked = attempt(tmp_path, 0, script=before + script_of(tmp_path, "slurm.setup=kill -USR1 $$"))
     assert (status, asked) == (0, ["requeue 7"]), said
     assert "the time limit or preemption is near: the run saves" in said
 

@@ -378,8 +378,7 @@ TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 def test_only_the_first_rows_are_read(tmp_path: Path, keys: tuple[str, ...]) -> None:
     from launcher.preflight.problems_of_data import ROWS
 
-    good = {"question": "q", "answer": "1"}
-    path = data_file(tmp_path / "long.jsonl", *[good] * ROWS, "bad")
+    path = data_file(tmp_path / "long.jsonl", *[{"question": "q", "answer": "1"}] * ROWS, "bad")
     found = preflight(job(keys, f"data.train={path}"), for_job=True)
     assert found.texts("problem") == []
     assert f"rows of {path} after the first {ROWS}" in found.texts("unchecked")
@@ -418,8 +417,7 @@ def test_an_answer_that_is_an_object_is_noted_and_its_field_can_be_named(tmp_pat
         f"{path}:1: data.fields.answer='judge' is an object, and completions are compared with its JSON; a field "
         "in it is named data.fields.answer=judge.<field> (1 of the first 1 rows)"
     )
-    own = preflight(job(keys, *given, "reward.function=length"), for_job=True)
-    assert own.texts("note") == []
+    assert preflight(job(keys, *given, "reward.function=length"), for_job=True).texts("note") == []
     found = preflight(job(keys, *given, "data.fields.answer=judge.ground_truth"), for_job=True)
     assert found.texts("note") == found.texts("problem") == []
     assert found.texts("fact")[-1].startswith("reward 'final_number' gives 1 for the answer itself")

@@ -259,8 +259,7 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
     said = ["sh", "-c", "pwd; echo $GLOO_SOCKET_IFNAME; exit 7"]
     order = Order(host="127.0.0.1", command=said, environment={}, folder=run.parent, log=run.parent / "log")
     for site in (*(site for (site,) in found), here):
-        guard = asyncio.run(_end_of(site, order))
-        assert guard == "ended with status 7"
+        assert asyncio.run(_end_of(site, order)) == "ended with status 7"
     assert started == [(0, order), (1, order), (0, order)]
     assert order.log.read_text() == f"{run.parent}\nlo\n" * 3
 

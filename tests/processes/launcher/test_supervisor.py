@@ -587,8 +587,7 @@ async def test_a_token_that_rotates_ends_no_request(
             assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
             assert engine.metrics() == {"engine/healthy": 2, "engine/restarts": 0}
             taken = "third"
-            request = engine.generate(REQUEST)
-            answering_late = asyncio.create_task(request)
+            answering_late = asyncio.create_task(engine.generate(REQUEST))
             await until(lambda: not engine.replicas.healthy())
             advice = (
                 f"it refuses the token of rollout.server.token_file={token}: write one that it takes into that file"

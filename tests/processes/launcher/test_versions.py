@@ -398,8 +398,7 @@ def test_both_recipes_run_the_same_steps_in_the_same_order() -> None:
 def test_what_recipes_copy_exists_and_is_sent() -> None:
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.M) for name in line.split()}
     files = {line.split()[0] for line in APPTAINER.partition("%files")[2].partition("%post")[0].splitlines() if line}
-    tops = {name for name in copied if not name.startswith("slurm/")}
-    assert tops == files
+    assert {name for name in copied if not name.startswith("slurm/")} == files
     sent = (IMAGES / "Dockerfile.dockerignore").read_text().splitlines()
     assert sent[0] == "**"
     for name in copied:

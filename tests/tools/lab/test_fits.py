@@ -153,8 +153,7 @@ def test_a_fit_is_not_refused_where_they_can() -> None:
 @pytest.mark.parametrize("reached", [np.zeros(40), np.ones(40), (COMPUTE > 30.0).astype(float)], ids="01s")
 def test_seeds_that_never_leave_a_limit_are_refused_with_a_reason(reached: np.ndarray) -> None:
     """All four parameters of zeros are at bounds."""
-    curves = [SeedCurve(compute=COMPUTE, reached=reached)] * 3
-    assert why_not(curves, RATE) is not None
+    assert why_not([SeedCurve(compute=COMPUTE, reached=reached)] * 3, RATE) is not None
 
 
 @pytest.mark.parametrize(

@@ -347,8 +347,7 @@ def test_overrides_of_the_command_line_come_after_the_files_and_make_other_cells
 
 def test_a_report_of_another_outcome_has_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["train.steps=3", "learner.ep=1", "train.route_flips=true"]
-    study = study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 1], overrides=keys)
-    for cell in cells_of(study):
+    for cell in cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 1], overrides=keys)):
         cell.folder.mkdir(parents=True)
         save_resolved(cell.config, cell.folder / "config.yaml")
         writer = MetricsWriter(cell.folder)
@@ -410,8 +409,7 @@ def test_the_arms_of_moe_stability_are_as_its_page_says(tmp_path: Path) -> None:
     found = cells("moe_stability")
     assert Counter(cell.seed for cell in found) == dict.fromkeys(range(5), 7)
     assert [cell.seed for cell in found[:7]] == [0] * 7
-    first = {cell.arm: cell.config for cell in found[:7]}
-    for arm, config in first.items():
+    for arm, config in {cell.arm: cell.config for cell in found[:7]}.items():
         kind, loss, *replay = arm.split()
         tiny = config.model.tiny
         assert tiny.experts_per_token * tiny.expert_width == 32  # equal active width

@@ -227,8 +227,7 @@ def test_a_learner_that_packs_wrongly(policy: Policy) -> None:
 
 def test_bfloat16_is_noise(policy: Policy) -> None:
     engine = policy.engine(torch.bfloat16)
-    learner = Learner(model=policy.model)
-    found = diagnose(learner, engine, weights=policy.check(engine), engine_dtype="bfloat16")
+    found = diagnose(Learner(model=policy.model), engine, weights=policy.check(engine), engine_dtype="bfloat16")
     assert guilty(found) == [], told(found)
     assert found["dtype or kernels"].verdict == "noise"
     assert "float32 and bfloat16" in found["dtype or kernels"].evidence

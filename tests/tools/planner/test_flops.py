@@ -197,8 +197,7 @@ def test_it_is_megatrons_published_form_of_a_gpt() -> None:
     there multiplies every key, here those before."""
     batch, s, layers, h, vocab = 5, 96, 7, 192, 1000
     shape, lengths = gpt(h, layers, vocab), [s] * batch
-    visible = (s + 1) / 2
-    published = 96 * batch * s * layers * h**2 * (1 + visible / (6 * h) + vocab / (16 * layers * h))
+    published = 96 * batch * s * layers * h**2 * (1 + ((s + 1) / 2) / (6 * h) + vocab / (16 * layers * h))
     again = training_flops(shape, lengths) / PASSES - 2 * batch * s * h * vocab
     assert training_flops(shape, lengths) + again == pytest.approx(published, rel=1e-12)
 
@@ -309,8 +308,7 @@ def test_planned_memory_is_near_published_peaks() -> None:
 
 def test_the_constants_are_those_of_the_fit_and_so_is_the_error_of_points_left_out() -> None:
     points = usable(RUNS)
-    refitted = asdict(fit(points).constants)
-    assert refitted == pytest.approx(asdict(FITTED), rel=0.01)
+    assert asdict(fit(points).constants) == pytest.approx(asdict(FITTED), rel=0.01)
     assert described(left_out(points))["mean"] == pytest.approx(0.112, abs=0.003)
 
 
@@ -353,8 +351,7 @@ def test_a_points_model_has_the_sizes_of_its_config() -> None:
 
 
 def rate(predicted: float, measured: float, model: str = "m", release: str = "2026.08") -> Prediction:
-    group = (model, "h100")
-    return Prediction(name="", group=group, release=release, predicted=predicted, measured=measured)
+    return Prediction(name="", group=(model, "h100"), release=release, predicted=predicted, measured=measured)
 
 
 def test_pairs_count_only_within_a_model_gpu_and_release_and_where_they_lie_apart() -> None:
@@ -405,8 +402,7 @@ def dense_of_a_rank(tp: int) -> int:
 def test_rows_hold_each_element_of_every_adapter_once() -> None:
     lora = LoraSection(rank=32)
     ranks = megatron_layout(S)
-    hf = LoraLayouts(lora).in_files(ranks, hf_layout(S))
-    shapes = hf.local_shapes(0)
+    shapes = LoraLayouts(lora).in_files(ranks, hf_layout(S)).local_shapes(0)
     assert sum(map(prod, shapes.values())) == sum(adapters(32, 4))  # 32 / 8 experts of a token
     assert shapes["model.layers.3.mlp.experts.7.down_proj.lora_A.weight"] == (4, S.expert_width)
     assert shapes["model.layers.3.self_attn.k_proj.lora_B.weight"] == (S.num_kv_heads * S.head_dim, 32)
@@ -418,8 +414,7 @@ def test_rows_hold_each_element_of_every_adapter_once() -> None:
 def test_one_node_of_eight_gpus_of_80_gb_trains_beside_its_servers() -> None:
     """Gradients are 4 bytes a parameter, the optimizer's state 12; frozen weights wait once in the node's memory."""
     config = recipe("learner.lora.rank=32", *APART)
-    most = check_memory(config, S)
-    assert most.total < 60 * GB
+    assert check_memory(config, S).total < 60 * GB
     _, experts = adapters(32, 4)
     d = config.learner.dims
     (found,) = [one.terms for one in footprints(config, S) if one.rank == 0]

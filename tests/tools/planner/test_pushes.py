@@ -156,8 +156,7 @@ def test_stages_and_whole_experts_are_in_a_server_once(dp: int, pp: int, replica
 def test_stages_of_servers_have_the_layers_that_vllm_gives_them(pp: int, layers: tuple[int, ...]) -> None:
     """94 layers by vLLM 0.32.0's rule: those left over go to the stages before the last."""
     keys = [f"rollout.server.pp={pp}", "rollout.server.nodes=1", "rollout.server.tp=1", "rollout.server.replicas=1"]
-    found = engine_layout(job(QWEN_235B, "rollout=vllm", *keys), NAMED["qwen3-235b-a22b"])
-    assert found.stages == layers
+    assert engine_layout(job(QWEN_235B, "rollout=vllm", *keys), NAMED["qwen3-235b-a22b"]).stages == layers
 
 
 @pytest.mark.parametrize(("learner", "replicas"), [("learner.dp=2", 2), ("learner.ep=2", 2), ("learner.ep=2", 4)])
@@ -185,8 +184,7 @@ def test_a_straight_push_of_quantised_weights_moves_their_bytes(kind: str) -> No
 
 def test_a_push_to_the_same_node_is_as_fast_as_that_nodes_memory(at_speeds: Callable[..., str]) -> None:
     keys = ("run.launcher=local", "rollout=vllm", "weights.transport=direct", at_speeds(node_file=3))
-    config = load_config("tiny_cpu", keys)
-    (hop,) = push_cost(config, SHAPE).hops
+    (hop,) = push_cost(load_config("tiny_cpu", keys), SHAPE).hops
     assert hop.seconds == max(hop.sent, hop.received) / 3e9
     assert hop.speed == "3 GB/s a rank inside a node"
 
@@ -226,8 +224,7 @@ def test_each_node_of_servers_has_a_file_that_its_own_ranks_write(server: str) -
 
 
 def test_servers_by_address_have_unknown_ranks_and_the_senders_bound_the_push() -> None:
-    config = job(QWEN_235B, *BY_ADDRESS)
-    (hop,) = push_cost(config, NAMED["qwen3-235b-a22b"]).hops
+    (hop,) = push_cost(job(QWEN_235B, *BY_ADDRESS), NAMED["qwen3-235b-a22b"]).hops
     assert hop.total == 2 * 2 * 235_093_634_560
     assert hop.seconds == hop.total / 96 / 50e9
     assert hop.received == 0
@@ -283,8 +280,7 @@ def test_the_first_of_a_data_parallel_group_writes_its_part_of_a_checkpoint() ->
     config = tiny("learner.ep=2", "learner.dp=4", "slurm.nodes=2")
     tensors = hf_layout(SHAPE).local_shapes(0)
     experts = sum(prod(size) for name, size in tensors.items() if ".experts." in name)
-    padded = -SHAPE.vocab_size % 8 * 2 * SHAPE.hidden_size
-    dense = sum(map(prod, tensors.values())) - experts + padded
+    dense = sum(map(prod, tensors.values())) - experts + (-SHAPE.vocab_size % 8 * 2 * SHAPE.hidden_size)
     assert bytes_by_rank(config, SHAPE) == {0: 16 * (dense + experts // 2), 1: 16 * experts // 2}
     found = save_cost(config, SHAPE)
     assert (found.total, found.by_node) == (16 * (dense + experts),) * 2  # both ranks are on the first node

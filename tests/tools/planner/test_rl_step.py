@@ -57,8 +57,7 @@ def sent(rows: float, hidden: int, ranks: int, over: float) -> float:
 
 def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
     """Qwen3-30B-A3B on two H100: 3.3 B weights without experts' choice, 8 experts of 4.7 M in 48 layers for one row."""
-    attention = 48 * 2048 * (2 * 32 + 2 * 4) * 128
-    dense = attention + 48 * 2048 * 128 + 151936 * 2048
+    dense = 48 * 2048 * (2 * 32 + 2 * 4) * 128 + 48 * 2048 * 128 + 151936 * 2048
     experts = 48 * 8 * 3 * 2048 * 768
     cache = 2 * 2 * 48 * 4 * 128 * 1000
     read = (2 * (dense + experts) + cache) / 2 / (rollouts.READ * 3350e9)
@@ -308,8 +307,7 @@ def test_a_reward_models_output_layer_has_one_score_and_no_logits() -> None:
 def test_a_forward_pass_is_a_third_of_trainings_products() -> None:
     config = load_config(QWEN_30B, ["model.path=.", "run.launcher=slurm", "learner.recompute.uniform=null"])
     work = learner_work(config, SHAPE, H100, 4000)
-    products = step_terms(work)["linears"] / 3
-    assert products < forward_seconds(work, 1) < sum(step_terms(work).values()) / 2.5
+    assert (step_terms(work)["linears"] / 3) < forward_seconds(work, 1) < sum(step_terms(work).values()) / 2.5
     assert forward_seconds(work, 4) > 3 * forward_seconds(work, 1)
 
 

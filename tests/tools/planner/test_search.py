@@ -141,8 +141,7 @@ def test_goal_memory_has_the_least_of_all_layouts_and_savings_within_its_time() 
     assert plans[0].step.seconds <= NEAR * fastest
     savings_of = ("learner.recompute", "learner.offload.optimizer", "learner.head_dtype", "learner.layers")
     bare = {key: value for key, value in plans[0].keys.items() if not key.startswith(savings_of)}
-    without = fullest(with_keys(wanted.base, bare), wanted.shape).total
-    assert 1.1 * least < without <= wanted.gpu.memory * GB
+    assert 1.1 * least < fullest(with_keys(wanted.base, bare), wanted.shape).total <= wanted.gpu.memory * GB
 
 
 def test_what_the_hosts_memory_does_not_hold_is_rejected(tmp_path: Path) -> None:
@@ -167,8 +166,7 @@ def test_training_waits_for_checkpoints_where_the_hosts_memory_holds_no_copies(t
     assert "async_save: false" in configuration_file(given, best)
     with pytest.raises(ConfigError, match=r"copies of what it saves \(\d+, checkpoint.async_save\)"):
         search(asked(*keys, "checkpoint.async_save=true").wanted)
-    least = search(asked(*keys, "goal=memory").wanted).plans[0]
-    assert least.config.checkpoint.async_save is False
+    assert search(asked(*keys, "goal=memory").wanted).plans[0].config.checkpoint.async_save is False
     assert search(asked(*keys, "gpu=h200").wanted).plans[0].config.checkpoint.async_save is True
 
 

@@ -144,8 +144,7 @@ def test_messages_take_the_bytes_of_the_closed_form_that_dry_runs_confirm(name: 
     learner = LearnerSection.model_validate(
         {**degrees, "dtype": "bfloat16", "max_tokens_per_micro_batch": LENGTH, "recompute": recompute}
     )
-    layers = range(shape.num_layers)
-    counted = collectives(learner, shape, 0, sizes, layers=layers, micro_batches=1)
+    counted = collectives(learner, shape, 0, sizes, layers=range(shape.num_layers), micro_batches=1)
     sparse = len(shape.moe_layers)
     held = replicated(shape, shape.num_layers, sparse, last=True) * 4  # gradients, once a step
     of_counts = sparse * (1 + again) * 8 * shape.num_experts * 8
@@ -166,8 +165,7 @@ def test_without_overlap_gradients_are_scattered_and_parameters_gathered_once() 
     dense = replace(shape, num_experts=0, dense_width=6144)
 
     def seconds(of: ModelShape, hidden: bool) -> float:
-        given = replace(work(of, slow, dp=2), sync_hidden=hidden)
-        return step_terms(given, IDEAL)["gradients, parameters"]
+        return step_terms(replace(work(of, slow, dp=2), sync_hidden=hidden), IDEAL)["gradients, parameters"]
 
     _, experts = rank_parameters(shape, ParallelDims(dp=2))
     attention, _ = rank_parameters(shape, ParallelDims(dp=2))
@@ -212,8 +210,7 @@ def test_copies_of_activations_count_where_they_take_longer_than_the_layer() -> 
 
 def test_recomputing_whole_layers_adds_their_forward_pass() -> None:
     shape = replace(NAMED["qwen3-30b-a3b"], vocab_size=1)
-    plain = work(shape)
-    found = step_terms(replace(plain, again=frozenset({"full"})), IDEAL)
+    found = step_terms(replace(work(shape), again=frozenset({"full"})), IDEAL)
     forward = training_flops(shape, [LENGTH]) / PASSES / 989.5e12
     assert found["computed again"] == pytest.approx(forward, rel=2e-3)
 
@@ -308,8 +305,7 @@ def test_frozen_routers_have_no_gradient_at_the_peak_either() -> None:
     ],
 )
 def test_a_step_that_is_not_predicted_has_a_floor_and_a_reason(keys: tuple[str, ...], why: str) -> None:
-    found = told(job(QWEN_30B, *keys))
-    text = "\n".join(found.lines())
+    text = "\n".join(told(job(QWEN_30B, *keys)).lines())
     assert text.startswith("a step: at least ")
     assert re.search(rf"seconds by phase are not predicted: .*{re.escape(why)}", text)
     with pytest.raises(ConfigError, match=r"slurm\.speeds\.gpu=h1000: neither a known GPU nor a file; known: a100"):
@@ -351,8 +347,7 @@ def test_gpus_that_no_key_counts_are_those_of_ranks_and_servers() -> None:
     assert found.gpus == 8
     assert any("on each of 8 GPUs" in line for line in found.lines())
     beside = job(QWEN_APART, "slurm.gpus_per_node=0")
-    counts = {"learner": beside.learner.dims.world_size, "engines": 2}
-    assert gpus_by_role(beside) == counts
+    assert gpus_by_role(beside) == {"learner": beside.learner.dims.world_size, "engines": 2}
 
 
 def test_completions_longer_in_the_mean_than_any_may_be_are_refused() -> None:

@@ -240,8 +240,7 @@ def test_of_all_baselines_it_has_the_least_variance_of_a_bandits_gradient() -> N
     returns, norms = rewards[arms].float(), (1 - 2 * p + p.square().sum())[arms].float()
     every = torch.ones(8, dtype=torch.bool)
     advantages = less_optimal_baseline(returns, norms, every, torch.arange(9), group_of=torch.zeros(8).long())
-    baselines = returns - advantages
-    assert baselines.tolist() == pytest.approx([best] * 8, abs=1e-6)
+    assert (returns - advantages).tolist() == pytest.approx([best] * 8, abs=1e-6)
     assert variance(best) < min(variance(best - 1e-3), variance(best + 1e-3))
     assert float(p @ rewards) == pytest.approx(0.3)
     assert abs(best - 0.3) > 0.03

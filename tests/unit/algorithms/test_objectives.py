@@ -45,8 +45,7 @@ def of_the_paper(inputs: LossInputs, logprobs: list[float]) -> tuple[float, list
         sign = 1 if advantage > 0 else -1
         for t in mine:
             ratio = math.exp(logprobs[t] - float(inputs.old_logprobs[t]))
-            inside = min(max(ratio, 1 - LOW), 1 + HIGH)
-            kept = min(ratio**sign, inside**sign) ** sign
+            kept = min(ratio**sign, min(max(ratio, 1 - LOW), 1 + HIGH) ** sign) ** sign
             product *= kept
             if not math.isclose(kept, ratio, rel_tol=1e-12):
                 clipped.append(t)
@@ -317,8 +316,7 @@ def test_one_turn_is_the_sequence_to_the_bit(dtype: torch.dtype) -> None:
 def test_turns_are_those_of_plain_loops() -> None:
     """Turns of four tokens; a quarter of the tokens is context."""
     inputs = batch(TURN_LENGTHS, 2, scale=0.6, kept=0.75)
-    place = torch.cat([torch.arange(length) for length in TURN_LENGTHS])
-    ids = inputs.segment_ids * 10 + place // 4
+    ids = inputs.segment_ids * 10 + torch.cat([torch.arange(length) for length in TURN_LENGTHS]) // 4
     loss, gradient, metrics = evaluate_turns(changed(GSPO, ratio_level="turn"), with_turns(inputs, ids))
     difference = (inputs.logprobs - inputs.old_logprobs).detach()
     total, slopes, limited = 0.0, [0.0] * len(ids), 0.0

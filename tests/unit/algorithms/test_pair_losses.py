@@ -113,8 +113,7 @@ def test_kto_is_trls_loss_and_its_gradient_over_answers_with_labels(point: float
     inputs = batch(LENGTHS, 3, scale=0.6, kept=kept)
     ids, mask, returns = inputs.segment_ids, inputs.mask, torch.zeros(29, dtype=torch.float64)
     for number, label in enumerate(LABELS):
-        first = int((mask & (ids == number)).nonzero()[0])
-        returns[first] = WEIGHTS[label] if label else -WEIGHTS[label]
+        returns[int((mask & (ids == number)).nonzero()[0])] = WEIGHTS[label] if label else -WEIGHTS[label]
     given, plain = (inputs.logprobs.detach().clone().requires_grad_() for _ in range(2))
     output = KtoLoss(beta=BETA, reference_point=point)(replace(inputs, logprobs=given, returns=returns))
     output.loss.backward()

@@ -175,8 +175,7 @@ COPG = ("coefficient=0.3", "placement=completion_reward", "estimator=k1")
 
 
 def row(*keys: str) -> Loss:
-    section = load_config("tiny_cpu", list(keys)).algorithm
-    return loss_of(section, kl_coefficient=0.0, max_new_tokens=9)
+    return loss_of(load_config("tiny_cpu", list(keys)).algorithm, kl_coefficient=0.0, max_new_tokens=9)
 
 
 def drawn(spread: float = 0.3, seed: int = 0) -> LossInputs:

@@ -47,8 +47,7 @@ def said(path: Path) -> str:
 
 
 def whole(path: Path) -> bytes:
-    rows = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(40)]
-    assert said(table(path, rows)) == ""
+    assert said(table(path, [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(40)])) == ""
     return path.read_bytes()
 
 

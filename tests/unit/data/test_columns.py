@@ -129,8 +129,7 @@ def test_a_completion_that_a_push_cut_has_the_columns_of_both_parts() -> None:
     again = replace(more, columns={**more.columns, "indices": more.columns["indices"] + np.int16(0)})
     again.columns["indices"].flags.writeable = True
     again.columns["indices"][:4] = -1  # of positions that the first part computed
-    whole = joined(first, replace(again))
-    assert columns_of(whole) == columns_of(answered([50, 51, 52], [7, 8, 9, 10, 11]))
+    assert columns_of(joined(first, replace(again))) == columns_of(answered([50, 51, 52], [7, 8, 9, 10, 11]))
     bare = replace(first, columns={})
     assert set(joined(bare, more).columns) == {"indices"}  # the first part's tokens have no values
 

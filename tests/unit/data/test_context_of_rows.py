@@ -171,8 +171,7 @@ def test_a_prompt_of_messages_has_the_tokens_that_transformers_gives(tmp_path: P
     """A template or a teacher's prompt is around the last one's text; rewards find the messages in the row."""
     keys: dict[str, Any] = {**VERL, "samples": True, "prompt_template": "{prompt} Why?"}
     found = loaded(tmp_path, suffix, *of_verl(*CHATS), teacher="{answer}: {prompt}", **keys)
-    ends = [chat[-1]["content"] for chat in CHATS]
-    for prompt, chat, end in zip(found, CHATS, ends, strict=True):
+    for prompt, chat, end in zip(found, CHATS, [chat[-1]["content"] for chat in CHATS], strict=True):
         asked, taught = ([*chat[:-1], {**chat[-1], "content": text}] for text in (f"{end} Why?", f"4: {end}"))
         assert list(prompt.token_ids) == by_transformers(asked)
         assert list(prompt.read_by["t"]) == by_transformers(taught)
@@ -183,8 +182,7 @@ def test_a_prompt_of_messages_has_the_tokens_that_transformers_gives(tmp_path: P
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_an_environment_begins_with_the_messages_of_a_row_or_with_its_text(tmp_path: Path, suffix: str) -> None:
     keys: dict[str, Any] = {**VERL, "chat_template": False, "samples": True, "prompt_template": "{prompt} Why?"}
-    found = loaded(tmp_path, suffix, *of_verl(*CHATS), **keys, begun=True)
-    for prompt, chat in zip(found, CHATS, strict=True):
+    for prompt, chat in zip(loaded(tmp_path, suffix, *of_verl(*CHATS), **keys, begun=True), CHATS, strict=True):
         last = {**chat[-1], "content": f"{chat[-1]['content']} Why?"}
         assert Observed(said=prompt.messages or prompt.text).messages == (*chat[:-1], last)
         assert prompt.text == last["content"]
@@ -487,8 +485,7 @@ def test_a_field_that_a_row_lacks_or_that_is_null_is_named_with_the_row(tmp_path
 def test_a_field_of_a_parquet_file_that_is_no_text_is_named_before_it_is_drawn(tmp_path: Path) -> None:
     data = files(tmp_path, ".parquet", [{"question": f"{n}", "answer": "2", "why": "é"} for n in range(3)])
     table = pq.read_table(data.train)
-    broken = pa.array([b"a", b"\xff", b"b"]).view(pa.string())
-    pq.write_table(table.set_column(2, "why", broken), data.train)
+    pq.write_table(table.set_column(2, "why", pa.array([b"a", b"\xff", b"b"]).view(pa.string())), data.train)
     with pytest.raises(DataError, match=r"train.parquet:2: field 'why' cannot be read: .*UTF8.*, for algorithm"):
         prompts_for(data, {"t": teacher("{prompt} {why}")})
 

@@ -69,8 +69,7 @@ def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
     np.testing.assert_allclose(table.rates, [rates.get(str(i), np.nan) for i in range(40)], rtol=1e-15)
     assert table.retired.tolist() == [retired.get(str(i), -1) for i in range(40)]
     assert 3 < len(retired) < 40
-    drawn = {prompt.id for prompt in ours.take(200)}
-    assert drawn == {str(i) for i in range(40)} - retired.keys()
+    assert {prompt.id for prompt in ours.take(200)} == {str(i) for i in range(40)} - retired.keys()
     assert table.row()["curriculum/retired"] == len(retired)
     assert table.row()["curriculum/mean_pass_rate"] == pytest.approx(np.mean(list(rates.values())))
 
@@ -197,8 +196,7 @@ def test_a_step_adds_what_it_trained_on_and_what_it_dropped_for_equal_rewards(tm
     assert len(set(TEACHES.rewards)) > 1
     teaches = Answered(group=TEACHES, rewards=TEACHES.rewards)
     equal = Answered(group=EQUAL, rewards=(1.0, 1.0))
-    failed = Answered(group=None, reason="reward_error")
-    answers = [teaches, equal, failed, teaches, *[teaches] * 40]
+    answers = [teaches, equal, Answered(group=None, reason="reward_error"), teaches, *[teaches] * 40]
     keys = {"train": {"minibatches": 1, "max_staleness": staleness, "steps": 2}}
     ours = job(tmp_path, answers, Steps(), rollout={"dynamic_sampling": "drop"}, **keys)  # type: ignore[arg-type]
     held = [Prompt(id=str(i), text="", token_ids=(1,), answer="") for i in range(30)]
@@ -266,8 +264,7 @@ def test_an_epoch_draws_prompts_by_the_spread_of_their_outcome() -> None:
     table.visits[:] = 1
     drawn = np.array([[table.draws(row, epoch) for row in range(count)] for epoch in range(3)])
     for at, rate in enumerate(rates):
-        wanted = ((rate * (1 - rate)) ** 0.5 + 0.05) / 0.55
-        assert abs(drawn[:, at::4].mean() - wanted) < 0.02
+        assert abs(drawn[:, at::4].mean() - (((rate * (1 - rate)) ** 0.5 + 0.05) / 0.55)) < 0.02
     assert (drawn[0] != drawn[1]).any()
     table.rates[:], table.visits[:] = np.nan, 0
     assert all(table.draws(row, 0) for row in range(100))
@@ -279,8 +276,7 @@ def test_a_checkpoint_has_the_values(tmp_path: Path) -> None:
     columns = ColumnWriter()
     state = TrainerState(step=1, prompts=stream.state(), stream=None, table=table.state())
     text = STATE.dump_json(state, context=columns)
-    names = columns.write(tmp_path)
-    read = STATE.validate_json(text, context=ColumnReader(tmp_path, names))
+    read = STATE.validate_json(text, context=ColumnReader(tmp_path, columns.write(tmp_path)))
     _, fresh = tracked(6)
     fresh.restore(read.table)
     assert [fresh.value_of(str(i)) for i in range(6)] == [table.value_of(str(i)) for i in range(6)]
@@ -305,5 +301,4 @@ def test_advantages_are_less_the_value_and_standardised_over_the_batch(size: int
     samples, _ = assign_credit(to_samples(groups), groups, replace(shaped, tracked=values), section, success_reward=1.0)
     above = np.array(rewards) - values.numpy().repeat(size)
     wanted = (above - above.mean()) / (above.std(ddof=1) + 1e-6)
-    firsts = samples.cu_seqlens[1:] - 1
-    np.testing.assert_allclose(samples.advantages[firsts], wanted, rtol=1e-5)
+    np.testing.assert_allclose(samples.advantages[samples.cu_seqlens[1:] - 1], wanted, rtol=1e-5)

@@ -199,8 +199,7 @@ def test_the_mixture_of_the_documents(tmp_path: Path) -> None:
     (text,) = [one.text for one in blocks(REPO / "docs" / "data.md", "yaml") if "sources" in one.text]
     path = tmp_path / "mixed.yaml"
     path.write_text(text)
-    data = loaded(path).data
-    assert weights_of(data) == {"math": 3.0, "sums": 1.0}
+    assert weights_of(loaded(path).data) == {"math": 3.0, "sums": 1.0}
 
 
 def test_two_sources_of_one_name_and_none_are_refused(yaml: Path) -> None:

@@ -536,8 +536,7 @@ def drawn(draw: random.Random, depth: int) -> tuple[pa.DataType, Any]:
 
 @pytest.mark.parametrize("seed", range(150))
 def test_values_are_those_that_pyarrow_makes_one_by_one(seed: int) -> None:
-    draw = random.Random(seed)
-    kind, value = drawn(draw, 3)
+    kind, value = drawn(random.Random(seed), 3)
     column = pa.array([value() for _ in range(40)], kind)
     for part in (column, column.slice(3, 20), column.slice(7).slice(2, 9), column.slice(40)):
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):

@@ -243,8 +243,7 @@ def test_long_prompts_fail_or_are_dropped_and_counted(jsonl: Path, caplog: pytes
 def test_all_other_fields_of_a_row_are_the_prompts_meta(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows{suffix}"
     other = {"source": "é", "level": 3, "share": 0.5, "tests": [{"in": "1", "out": [2]}], "none": None, "right": True}
-    rows = [{"question": "q", "answer": 72, **other}, {"question": "r", "answer": 73, **other}]
-    written(path, rows)
+    written(path, [{"question": "q", "answer": 72, **other}, {"question": "r", "answer": 73, **other}])
     train, _ = load(files(path))
     assert [(p.text, p.answer) for p in train] == [("q", "72"), ("r", "73")]
     assert train[0].meta == {**other, "answer": 72}
@@ -297,8 +296,7 @@ def test_what_json_has_not_is_null_or_text_in_meta(tmp_path: Path) -> None:
     days = pa.array([datetime.date(2026, 1, 2)])
     named = {"question": ["q"], "answer": ["a"], "x": [math.nan], "day": days, "raw": [b"\xff"], "deep": [{"z": b"0"}]}
     pq.write_table(pa.table(named), table)
-    meta = {"x": None, "day": "2026-01-02", "raw": "/w==", "deep": {"z": "0"}}
-    assert load(files(table))[0][0].meta == meta
+    assert load(files(table))[0][0].meta == {"x": None, "day": "2026-01-02", "raw": "/w==", "deep": {"z": "0"}}
 
 
 def test_a_prompt_of_too_many_characters_is_never_tokenized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -325,8 +323,7 @@ def test_written_text_names_keys_of_long_prompts(tmp_path: Path, suffix: str, ca
     rows = [{"question": question, "answer": "a"} for question in ("fits", "x" * 30)]
     written(short, [{"question": "held out", "answer": "a"}])
     written(path, rows)
-    keys = load_config("sft_tiny", []).prompt_limit_keys
-    options = {"max_prompt_tokens": 10, "limit_keys": keys, "seed": 0}
+    options = {"max_prompt_tokens": 10, "limit_keys": load_config("sft_tiny", []).prompt_limit_keys, "seed": 0}
     data = FileData(type="files", train=path, eval=short)
     with pytest.raises(DataError, match=r":2: the prompt has 30 tokens, sft.max_tokens=10.* set sft.on_long=drop"):
         load_prompts(data, byte_tokenizer(), on_long_prompt="fail", **options)[0][:]

@@ -39,8 +39,7 @@ def reply(text: str) -> Reply:
 def stepped(text: str) -> EnvironmentStep:
     async def play() -> EnvironmentStep:
         calculator = Calculator()
-        seen = await calculator.start(TASK, seed=0)
-        assert seen.messages == ({"role": "user", "content": "37*45="},)
+        assert (await calculator.start(TASK, seed=0)).messages == ({"role": "user", "content": "37*45="},)
         return await calculator.step(reply(text))
 
     return asyncio.run(play())
@@ -130,8 +129,7 @@ async def played(one: Prompt, player: Player, rewarded: str = "bits") -> list[En
 
 def bisects(seen: list[tuple[int, str]]) -> int:
     first = max((guess + 1 for guess, hint in seen if hint == ">"), default=0)
-    behind = min((guess for guess, hint in seen if hint == "<"), default=16)
-    return (first + behind - 1) // 2
+    return (first + min((guess for guess, hint in seen if hint == "<"), default=16) - 1) // 2
 
 
 def test_guesses_get_the_bits_that_they_settle() -> None:
@@ -167,8 +165,7 @@ def test_what_is_no_number_of_the_range_settles_nothing(text: str) -> None:
 def test_its_texts_teach_to_write_and_not_to_search() -> None:
     texts = [Guess().demonstration(TASKS[number], seed) for number in range(16) for seed in range(100)]
     assert {len(one) for one in texts} == {1, 3, 5, 7}
-    guesses = [int(text) for one in texts for text in one[::2]]
-    assert set(guesses) == set(range(16))
+    assert {int(text) for one in texts for text in one[::2]} == set(range(16))
     assert all(hint in "<>" for one in texts for hint in one[1::2])
     found = sum(int(one[-1]) == number for number in range(16) for one in texts[number * 100 : number * 100 + 100])
     assert found / len(texts) == pytest.approx(1 - (15 / 16) ** 4, abs=0.03)

@@ -69,8 +69,7 @@ def test_an_answer_that_is_not_always_right_counts_by_its_share() -> None:
 
 def drawn(rng: np.random.Generator, rate: float, likeness: float, problems: int, samples: int) -> NDArray[np.float64]:
     """Shares of right samples, [sets, problems]; the problems' rates are a beta's with mean ``rate``."""
-    rates = rng.beta(rate * likeness, (1 - rate) * likeness, (SETS, problems))
-    return rng.binomial(samples, rates) / samples
+    return rng.binomial(samples, rng.beta(rate * likeness, (1 - rate) * likeness, (SETS, problems))) / samples
 
 
 def covered(shares: NDArray[np.float64], rate: float, samples: int) -> float:
@@ -100,15 +99,12 @@ def test_intervals_of_one_sample_hold_the_truth_and_are_wilsons(rate: float, pro
 
 def test_where_the_interval_fails_is_what_its_module_says() -> None:
     rng = np.random.default_rng(7)
-    always_or_never = covered(drawn(rng, 0.02, 0.5, 100, 16), 0.02, 16)
-    assert 0.91 < always_or_never < 0.94
-    alike = covered(drawn(rng, 0.02, 10, 8, 16), 0.02, 16)
-    assert 0.97 < alike < 0.985
+    assert 0.91 < covered(drawn(rng, 0.02, 0.5, 100, 16), 0.02, 16) < 0.94
+    assert 0.97 < covered(drawn(rng, 0.02, 10, 8, 16), 0.02, 16) < 0.985
     shares = drawn(rng, 0.02, 0.5, 8, 4)
     assert 0.90 < covered(shares, 0.02, 4) < 0.93
     spread, half = shares.std(1, ddof=1), 2.3646 * shares.std(1, ddof=1) / math.sqrt(8)  # t of 7 degrees
-    students = np.mean((abs(shares.mean(1) - 0.02) <= half) & (spread > 0))
-    assert students < 0.3
+    assert np.mean((abs(shares.mean(1) - 0.02) <= half) & (spread > 0)) < 0.3
 
 
 def test_one_problem_of_several_samples_and_equal_problems_are_no_certainty() -> None:

@@ -172,8 +172,7 @@ def test_samples_without_a_turn_are_counted_beside_the_accuracy(caplog: pytest.L
             return [replace(one, token_ids=np.array([], np.int32), logprobs=np.array([], np.float32))]
 
     tasks = [Prompt(id=text, text=text, token_ids=(1,), answer="12") for text in ("3*4=", "2*6=")]
-    section = EvalSetSection(samples=2)
-    one = ProblemSet(name=None, prompts=tasks, section=section, temperature=0.5)
+    one = ProblemSet(name=None, prompts=tasks, section=EvalSetSection(samples=2), temperature=0.5)
     ours = scripted_engine.sampler(SaysNothing(lambda text: "!12"))
     row = asyncio.run(Evaluation(sampler=ours, sets=(one,), section=EvalSection(), last_step=1).row(0))
     assert row == {"eval/accuracy": 3 / 4, "eval/errors": 1}

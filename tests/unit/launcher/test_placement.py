@@ -66,8 +66,7 @@ def test_every_rank_has_one_node_and_tensor_parallelism_stays_inside(dims: Paral
     try:
         placement = place(dims, nodes, each)
     except ConfigError:
-        fits = world == each * len(nodes)
-        assert not fits or (len(nodes) > 1 and (each % dims.tp or each % dims.etp))
+        assert world != each * len(nodes) or (len(nodes) > 1 and (each % dims.tp or each % dims.etp))
         return
     on = [placement.node_of(rank) for rank in range(world)]
     assert [on.count(node) for node in nodes] == [each] * len(nodes)
@@ -140,8 +139,7 @@ def test_servers_stay_inside_a_node_and_meet_on_no_own_gpus(replicas: int, tp: i
     taken = [(s.node, gpu) for s in seats for gpu in s.gpus]
     assert shared or len(set(taken)) == len(taken)
     assert not fits or len(set(taken)) == len(taken)
-    on = [sum(s.node == node for s in seats) for node in nodes]
-    assert max(on) == -(-replicas // count)
+    assert max(sum(s.node == node for s in seats) for node in nodes) == -(-replicas // count)
     assert all(s.gpus == () for s in seat(section, nodes, 0, shared=shared))
 
 

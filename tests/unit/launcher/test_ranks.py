@@ -201,8 +201,7 @@ def test_a_rank_answers_for_no_model_that_it_does_not_hold() -> None:
 
 def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lower = min(64, before[1])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lower, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, before[1]), before[1]))
     try:
         most = min(before[1], 1 << 20)
         assert limits.describe_open_files().endswith(f"so up to {(most - 85) // 11} ranks")

@@ -247,8 +247,7 @@ def test_a_row_has_one_verdict_wherever_it_is(tmp_path: Path, folder: Path, numb
     assert written(path, GOOD | row)
     assert written(good, GOOD | ({"of": "3"} if "fields.rejected" in given else {}))
     keys = [*keys_of(recipe, given, folder), f"data.train={good}", f"data.eval={good}"]
-    refused = verdict(placed(load_config(recipe, keys), place, path, good), folder)
-    assert bool(refused) == (place in where)
+    assert bool(verdict(placed(load_config(recipe, keys), place, path, good), folder)) == (place in where)
 
 
 ENDS = "generation_config.json"

@@ -395,8 +395,7 @@ def test_a_copied_or_moved_folder_is_no_longer_the_run_that_its_config_names(
         assert advice in said
     assert resumed(run) == resumed(copied, "run.name=y") == resumed(copied, "run.name=x") == (0, "")
     assert resumed(away, "run.name=x", f"run.dir={away.parent}") == (0, "")
-    moved = run.rename("runs/z")
-    assert "add run.name=z to" in resumed(moved)[1]
+    assert "add run.name=z to" in resumed(run.rename("runs/z"))[1]
     Path("runs/x").symlink_to("z")
     assert resumed(Path("runs/x")) == (0, "")
 

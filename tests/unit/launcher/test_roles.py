@@ -152,8 +152,7 @@ def test_a_folder_that_ranks_can_score_with_is_taken(judge: Path) -> None:
 
 def test_a_folder_that_ranks_cannot_score_with_is_refused_before_the_run(judge: Path, tmp_path: Path) -> None:
     key = "reward_models.judge.path="
-    policy = make_tiny_model(TinySizes(), tmp_path, 0)
-    (said,) = problems(policy)
+    (said,) = problems(make_tiny_model(TinySizes(), tmp_path, 0))
     assert re.match(f"{key}.* is no sequence classifier, so it has no score", said)
     for number, (model_type, why) in enumerate([("gpt2", "model_type='gpt2' is not supported"), (None, "supported")]):
         (said,) = problems(copied(judge, tmp_path / str(number), model_type=model_type))
@@ -254,8 +253,7 @@ def test_a_classifier_has_no_log_probs_to_compare_with(folders: dict[str, Path],
     assert found.startswith(f"algorithm.kl.reference={folder} is a sequence classifier")
     with pytest.raises(ConfigError, match=r"model\.path=.*classifier is a sequence classifier, which scores texts"):
         starting_shape(load_config("tiny_cpu", ["run.name=x", f"model.path={folder}"]))
-    scored = starting_shape(load_config("reward_tiny", ["run.name=x", f"model.path={folder}"]))
-    assert scored.scores
+    assert starting_shape(load_config("reward_tiny", ["run.name=x", f"model.path={folder}"])).scores
     assert not refusals(load_config("reward_tiny", ["run.name=x", f"model.path={folders['policy']}"]))
 
 
@@ -383,8 +381,7 @@ def test_a_reward_models_shards_are_converted_and_verified_with_the_model_that_t
 ) -> None:
     shards, out = reward_model / "shards", tmp_path / "out"
     spec = TinySizes(tie_embeddings=True)  # a policy's config.json may say it; a score is of no token
-    policy = make_tiny_model(spec, tmp_path / "policy", 1)
-    assert status_of("convert", shards, out, "--config", policy) == 0
+    assert status_of("convert", shards, out, "--config", make_tiny_model(spec, tmp_path / "policy", 1)) == 0
     (check,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check it: ")]
     assert status_of(*check.removeprefix("check it: rl-megatron ").split()) == 0
     wanted = load_file(reward_model / "hf" / "model.safetensors")

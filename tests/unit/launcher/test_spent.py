@@ -127,8 +127,7 @@ def test_what_the_plan_says_of_metrics_is_the_learners_and_of_gpus_alone() -> No
     assert seconds == {f"seconds/{name}": parts[part] for name, part in names.items() if part in parts}
     assert seconds.keys() >= {"seconds/train", "seconds/rollout", "seconds/weights"}
     assert found["response/length_mean"] == 7168 / 2
-    text = "\n".join(guess.step.lines())
-    assert f"training at {found['mfu/train']:.0%} of the peak (MFU)" in text
+    assert f"training at {found['mfu/train']:.0%} of the peak (MFU)" in "\n".join(guess.step.lines())
     assert planned_metrics(load_config("tiny_cpu", []), SHAPE) == {}
 
 
@@ -243,8 +242,7 @@ def test_a_report_that_fails_is_warned_of_and_fails_no_run(tmp_path: Path, caplo
 
 
 def test_an_allocation_without_a_count_of_gpus_has_those_of_its_ranks() -> None:
-    config = job(QWEN_30B, "slurm.gpus_per_node=0")
-    assert total(config, ROWS) == pytest.approx(8 * 180 / 3600)
+    assert total(job(QWEN_30B, "slurm.gpus_per_node=0"), ROWS) == pytest.approx(8 * 180 / 3600)
 
 
 # While a run trains its report is written again, in a thread that ends with it.

@@ -70,8 +70,7 @@ def test_a_runs_prompts_have_them(model: Path, tmp_path: Path) -> None:
     rows.write_text('{"question": "hi", "answer": "x"}\n')
     data = {"type": "files", "train": rows, "eval": rows, "chat_template": True, "on_leak": "keep"}
     given = {"path": model, "template_variables": {"enable_thinking": False}}
-    config = RunConfig.model_validate({"model": given, "data": data})
-    assert load_data(config, model).train[0].text == "hino"
+    assert load_data(RunConfig.model_validate({"model": given, "data": data}), model).train[0].text == "hino"
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -42,8 +42,7 @@ SCALE = 0.3
 
 def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
-    return out.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True).transpose(1, 2)
 
 
 @pytest.mark.parametrize("attention", [batched_attention, long_attention])

@@ -113,8 +113,7 @@ def test_a_float32_head_is_float64s_within_its_own_rounding(
     hidden, weight = states.requires_grad_(), torch.nn.Parameter(weight)
     if main_grad is not None:
         weight.main_grad = torch.ones_like(weight, dtype=main_grad)  # type: ignore[attr-defined]
-    g = torch.Generator().manual_seed(1)
-    of_logprobs, of_entropy = torch.randn(2, 10, generator=g)
+    of_logprobs, of_entropy = torch.randn(2, 10, generator=torch.Generator().manual_seed(1))
     found = head_logprobs(hidden, weight, targets, temperature=temperature, vocab_size=vocab, chunk=chunk)
     (found[0] * of_logprobs + found[1] * of_entropy).sum().backward()
 
@@ -176,8 +175,7 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
     )
     keys = {"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient}
     learner = LearnerSection.model_validate(keys)
-    shape = replace(TINY_MOE, hidden_size=hidden, vocab_size=rows)
-    term = terms.logits_bytes(learner, shape, rank)
+    term = terms.logits_bytes(learner, replace(TINY_MOE, hidden_size=hidden, vocab_size=rows), rank)
     assert held.most + states.nbytes == pytest.approx(term, rel=0.03)
 
 
@@ -201,8 +199,7 @@ def assert_equal_with_gradients(
     for function, dtype in ((ours, torch.float32), (plain, torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         out = function(*leaves)
-        grads = torch.autograd.grad(out, leaves, random(*out.shape, seed=9).to(dtype))
-        results.append([out, *grads])
+        results.append([out, *torch.autograd.grad(out, leaves, random(*out.shape, seed=9).to(dtype))])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 

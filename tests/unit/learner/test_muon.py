@@ -114,8 +114,7 @@ def test_ranks_get_equal_shares_of_the_state_and_each_parameter_once() -> None:
     assert {id(p) for rank in owners for p in rank} == {id(p) for p in parameters}
     half = torch.empty(learner._BUCKET // 8, device="meta")
     small = torch.empty(3, dtype=torch.bfloat16, device="meta")
-    found = [len(bucket) for bucket in learner._buckets([half, half, half, small, small])]
-    assert found == [2, 1, 2]
+    assert [len(bucket) for bucket in learner._buckets([half, half, half, small, small])] == [2, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])

@@ -89,8 +89,7 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     _, shape, checkpoint = saved(tmp_path, num_experts_per_tok=7)  # all experts: no near-tie can choose another
     ids = torch.randint(0, 67, (4, 9), generator=torch.Generator().manual_seed(3))
     exact = filled(shape, checkpoint).logits(ids).log_softmax(-1)
-    rounded = filled(shape, checkpoint, torch.bfloat16).logits(ids).log_softmax(-1)
-    assert (exact - rounded).abs().mean() < 0.1
+    assert (exact - filled(shape, checkpoint, torch.bfloat16).logits(ids).log_softmax(-1)).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -128,8 +127,7 @@ def test_experts_that_have_all_the_tokens_give_what_dense_products_give(num_expe
     w13 = torch.randn(num_experts, 2 * 5, 12, generator=generator) / 4
     w2 = torch.randn(12, num_experts, 5, generator=generator).transpose(0, 1)
     chosen = torch.arange(1, k + 1).expand(rows, k).contiguous()
-    weights = torch.rand(rows, k, generator=generator)
-    routed = (residual, x, chosen, weights, w13, w2)
+    routed = (residual, x, chosen, torch.rand(rows, k, generator=generator), w13, w2)
     cost = 2 * (w13[0].numel() + w2[0].numel())
     experts_few = [rows if 1 <= e <= k else 0 for e in range(num_experts)]
     with pytest.MonkeyPatch.context() as patch:
@@ -173,8 +171,7 @@ def test_ring_cache_equals_full_attention_over_wraps_and_late_rows(block: int, m
             past.append((key[row], value[row]))
             keys, values = (torch.stack(x).repeat_interleave(2, 1) for x in zip(*past, strict=True))  # [L, 4, 4]
             weights = (torch.einsum("hd,lhd->hl", query[row], keys) / 2).softmax(-1)
-            expected = torch.einsum("hl,lhd->hd", weights, values).flatten()
-            torch.testing.assert_close(mixed[row], expected)
+            torch.testing.assert_close(mixed[row], torch.einsum("hl,lhd->hd", weights, values).flatten())
             assert len(past) <= 9
 
 

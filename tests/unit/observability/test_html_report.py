@@ -89,8 +89,7 @@ def test_what_a_run_cost_is_text_of_its_page(tmp_path: Path) -> None:
 
 
 def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
-    page = Page(write_report([a_run(tmp_path / "a")], tmp_path / "a" / "report.html"))
-    text = re.sub(r"\s+", " ", page.text)
+    text = re.sub(r"\s+", " ", Page(write_report([a_run(tmp_path / "a")], tmp_path / "a" / "report.html")).text)
     for part in ("0.0 %→20.0 %→90.0 %", "Final reward 0.6 ", "6 of 6", "0 min 12 s", "Sampled tokens/s 150 "):
         assert part.replace(" ", "") in text.replace(" ", ""), part
 
@@ -211,8 +210,7 @@ def test_an_accuracy_that_has_not_risen_is_not_shown_as_a_gain(tmp_path: Path, e
 def test_variables_of_a_job_are_not_shown(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / n, slurm={"environment": {"WANDB_API_KEY": f"secret-{n}"}}) for n in ("a", "b")]
     for shown in (runs[:1], runs):
-        page = write_report(shown, tmp_path / "r.html").read_text()
-        assert "secret-" not in page
+        assert "secret-" not in write_report(shown, tmp_path / "r.html").read_text()
     assert "WANDB_API_KEY" in write_report(runs[:1], tmp_path / "r.html").read_text()
 
 
@@ -220,8 +218,7 @@ def test_nothing_from_a_run_is_markup_and_nothing_is_fetched(tmp_path: Path) -> 
     def tags(sample: str, name: str) -> list[str]:
         folder = a_run(tmp_path / name, data={"type": "files", "train": sample, "eval": "e"})
         SamplesWriter(folder).write([SampleRow(step=9, prompt=sample, completion=sample, answer=sample, reward=0)])
-        other = a_run(tmp_path / f"other {name}")
-        page = Page(write_report([folder, other], tmp_path / "r.html"))
+        page = Page(write_report([folder, a_run(tmp_path / f"other {name}")], tmp_path / "r.html"))
         if sample == EVIL:
             assert page.text.count(EVIL.replace("\ud800", "?")) >= 4
         assert not [a for _, a in page.tags if {"src", "href", "onerror", "onload"} & a.keys()]
@@ -346,8 +343,7 @@ def test_completions_are_counted_by_the_pushes_since_their_oldest_token(tmp_path
     ages = {f"staleness/share/v{age}": share for age, share in enumerate((0.5, 0.0, 0.5))}
     metrics.write({"phase": "rl", "step": 8, "groups/trained": 2, **ages})
     metrics.write({"phase": "rl", "step": 9, "groups/trained": 0})
-    charts = Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
-    found = charts["Completions by staleness"]
+    found = Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()["Completions by staleness"]
     assert (found["axis"], found["bars"]) == ("staleness", True)
     assert [(line["x"], line["y"]) for line in found["series"]] == [([0, 1, 2], [87.5, 0, 12.5])]  # in %
 
@@ -410,8 +406,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Pa
     assert "with fewer than 4 runs goes from the least value to the greatest" in text
     assert "seed" in text
     assert text.count("6 of 6") == 6, "a row a run"
-    rows = [a.get("class") for tag, a in page.tags if tag == "td"]
-    assert rows.count("best") == 1
+    assert [a.get("class") for tag, a in page.tags if tag == "td"].count("best") == 1
 
 
 @pytest.mark.parametrize(
@@ -494,8 +489,7 @@ def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path
     text = drawn(write_report([a_run(tmp_path / "a", steps=9)], tmp_path / "r.html"))
     assert [s for s in range(1, 10) if f"said-{s};" in text] == [1, 5, 9]
     assert text.count("✓ right") == 3
-    folder = a_run(tmp_path / "b", steps=2)
-    text = drawn(write_report([folder], tmp_path / "r.html"))
+    text = drawn(write_report([a_run(tmp_path / "b", steps=2)], tmp_path / "r.html"))
     assert (text.count("✓ right"), text.count("✗ wrong")) == (1, 1)
 
 

@@ -436,7 +436,6 @@ def test_a_rank_on_another_clock_is_placed_by_both_of_its_clocks(monkeypatch: py
     ids=["half a list", "two objects", "no file", "no shift", "no gzip", "half an object", "no base", "cut off"],
 )
 def test_files_that_are_torn_or_of_others_are_named(tmp_path: Path, file: str, content: bytes) -> None:
-    folder = written(tmp_path)
-    (folder / file).write_bytes(content)
+    (written(tmp_path) / file).write_bytes(content)
     with pytest.raises(DataError, match=r"step_000003: not what a run recorded .*remove the folder"):
         list(read_kernels(tmp_path))

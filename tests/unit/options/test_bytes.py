@@ -256,8 +256,7 @@ def test_moments_in_bfloat16_have_fewer_bytes_and_a_step_copies_some() -> None:
         for keys in (few, (LOW,))
     )
     assert half["optimizer"] == pytest.approx(whole["optimizer"] * each / 12)
-    tp = recipe(QWEN_80GB)[0].learner.tp
-    copied = min(half["optimizer"] / each, max(2**26, 151936 // tp * 2048))
+    copied = min(half["optimizer"] / each, max(2**26, 151936 // recipe(QWEN_80GB)[0].learner.tp * 2048))
     assert half["activations"] + half["logits"] + half["step"] == pytest.approx(
         max(half["activations"] + half["logits"], 8 * copied)
     )
@@ -308,8 +307,7 @@ DRAFTED = NAMED["deepseek-v3"]
 
 
 def told(**keys: Any) -> str:
-    learner = LearnerSection.model_validate({"draft": {"train": True}, **keys})
-    return "\n".join(problems(learner, DRAFTED))
+    return "\n".join(problems(LearnerSection.model_validate({"draft": {"train": True}, **keys}), DRAFTED))
 
 
 def test_models_without_one_layer_and_keys_without_effect_are_refused() -> None:

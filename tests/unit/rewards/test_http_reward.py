@@ -212,8 +212,7 @@ async def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> No
         return 200, b'{"rewards": [1]}'
 
     server.answer = answer
-    section = RewardSection(function=server.url, http={"concurrency": 3})
-    reward = resolve_reward(section)
+    reward = resolve_reward(RewardSection(function=server.url, http={"concurrency": 3}))
     assert (await asyncio.gather(*(reward(PROMPT, [DONE], ["a"]) for _ in range(9)))) == [[Scored(total=1.0)]] * 9
     assert most == 3
 

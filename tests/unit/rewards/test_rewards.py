@@ -488,6 +488,5 @@ def test_a_sampled_completion_has_the_parts_of_its_sources_reward_if_that_worked
 
 
 def test_a_reward_without_parts_has_none() -> None:
-    section = RewardSection()
-    batch = RolloutBatch.of(asyncio.run(sampler(section).groups(drawn(PROMPTS))))
+    batch = RolloutBatch.of(asyncio.run(sampler(RewardSection()).groups(drawn(PROMPTS))))
     assert (batch.part_sums, batch.part_counts) == ({}, {})

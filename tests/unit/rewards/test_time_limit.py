@@ -78,8 +78,7 @@ def test_the_limit_of_a_sum_runs_while_a_part_does(seconds: float, error: str | 
 def test_parts_that_hold_what_other_parts_wait_for_end_with_their_call() -> None:
     slots = asyncio.Semaphore(2)
     hangs, quick = taking(slots, 0.0, 1e9), taking(slots, 0.1, 0.0)
-    each = WeightedSum({"hangs": hangs, "quick": quick}, EQUAL)
-    assert errors(*[each] * 5) == [LATE] * 5
+    assert errors(*[WeightedSum({"hangs": hangs, "quick": quick}, EQUAL)] * 5) == [LATE] * 5
 
 
 def test_what_outlives_its_call_or_is_on_another_loop_changes_no_limit() -> None:
@@ -411,8 +410,7 @@ def test_a_task_of_an_async_reward_that_exits_ends_nothing_else(monkeypatch: pyt
         sys.exit(0)
 
     async def reward(*_: object) -> list[float]:
-        task = asyncio.ensure_future(leave())
-        await asyncio.wait([task])
+        await asyncio.wait([asyncio.ensure_future(leave())])
         return [1.0]
 
     module.reward = reward

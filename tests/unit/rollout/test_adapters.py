@@ -183,8 +183,7 @@ def test_runs_that_adapters_beside_a_model_do_not_fit_are_refused(keys: tuple[st
 def recipe(*keys: str) -> RunConfig:
     given = ("data.train=a.jsonl", "data.eval=b.jsonl", "model.path=/models/given", "learner.lora.rank=32")
     apart = ("rollout.server.colocated=false", "learner.offload.while_sampling=null", "rollout=vllm")
-    fraction = "rollout.server.memory_fraction=0.5"
-    return load_config(QWEN_80GB, [*given, *apart, fraction, *keys])
+    return load_config(QWEN_80GB, [*given, *apart, "rollout.server.memory_fraction=0.5", *keys])
 
 
 def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:

@@ -183,8 +183,7 @@ def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -
     assert problem_of(completion(()), REQUEST, vocab_size=10) is None
     longer = completion((1,) * 4)
     assert problem_of(longer, REQUEST, vocab_size=10) == "it has 4 tokens, but at most 3 were requested"
-    lacking = completion((1,) * 3, (0.0,))
-    assert problem_of(lacking, REQUEST, vocab_size=10) == "it has 1 log-probs for 3 tokens"
+    assert problem_of(completion((1,) * 3, (0.0,)), REQUEST, vocab_size=10) == "it has 1 log-probs for 3 tokens"
 
 
 def test_a_completion_that_was_cut_before_its_limit_is_none() -> None:
@@ -315,8 +314,7 @@ def test_numbers_are_read_as_json_loads_reads_them(engine: str, value: str) -> N
     text = MADE[engine](3).decode()
     first = repr(drawn(3)[1][0])
     assert first in text
-    found = equal(engine, text.replace(first, value).encode())
-    assert found.logprobs[0] == np.float32(value)
+    assert equal(engine, text.replace(first, value).encode()).logprobs[0] == np.float32(value)
 
 
 @pytest.mark.parametrize("ids", ["[7,2147483647,0]", "[ 7 , 8,9 ]", "[-1,8,9]", "[7]", "[]", "null"])
@@ -346,8 +344,7 @@ def test_token_ids_that_are_no_json_are_refused_as_json_loads_does(ids: str) -> 
 
 def with_token_ids(ids: str) -> bytes:
     """An answer of vLLM's with other token ids."""
-    text = of_vllm(3).decode()
-    return text.replace(json.dumps(drawn(3)[0], separators=(",", ":")), ids, 1).encode()
+    return of_vllm(3).decode().replace(json.dumps(drawn(3)[0], separators=(",", ":")), ids, 1).encode()
 
 
 @ENGINES

@@ -84,8 +84,7 @@ def test_a_push_brings_sglang_the_draft_layer_first_and_each_answers_by_itself(t
         server = Asked()
         server.features, server.paused = {"draft": count}, True
         adapter = SGLangAdapter(DEEPSEEK)
-        reports = asyncio.run(adapter.load(server, tmp_path / "weights", 4, private=()))
-        assert len(reports) == 1
+        assert len(asyncio.run(adapter.load(server, tmp_path / "weights", 4, private=()))) == 1
         begun = [body["selector"] for path, body in server.asked if path == "/begin_weight_update"]
         sent = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
         assert begun == [body["selector"] for body in sent] == [_order(body)["runner"] for body in sent] == runners
@@ -270,6 +269,5 @@ class Open(Holding):
 def test_the_next_update_is_begun_and_ended(engine: str, tmp_path: Path, *, left: bool) -> None:
     server = Open()
     server.open, server.paused = left, True
-    reports = asyncio.run(SERVERS[engine](DEEPSEEK).load(server, tmp_path / "weights", 4, private=()))
-    assert len(reports) == 1
+    assert len(asyncio.run(SERVERS[engine](DEEPSEEK).load(server, tmp_path / "weights", 4, private=()))) == 1
     assert not server.open

@@ -105,8 +105,7 @@ def test_vllm_has_a_place_for_each_completion_of_a_request() -> None:
     ],
 )
 def test_a_request_has_a_group_or_all_samples_of_a_problem(keys: tuple[str, ...], most: int) -> None:
-    config = load_config("tiny_cpu", ["rollout=vllm", "rollout.group_size=16", *keys])
-    assert config.most_completions == most
+    assert load_config("tiny_cpu", ["rollout=vllm", "rollout.group_size=16", *keys]).most_completions == most
 
 
 def test_batch_invariance_is_a_variable_of_vllm_and_an_option_of_sglang() -> None:
@@ -314,8 +313,7 @@ def test_what_engines_cannot_do_is_told() -> None:
 def test_a_model_without_experts_has_replicas_instead() -> None:
     config = load_config("tiny_cpu", ["rollout=vllm", "rollout.server.dp=2", "rollout.server.ep=2"])
     assert problems_of(config, "shape", MOE) == []
-    dense = replace(MOE, num_experts=0, family="qwen3")
-    dp, ep = problems_of(config, "shape", dense)
+    dp, ep = problems_of(config, "shape", replace(MOE, num_experts=0, family="qwen3"))
     assert "nothing is shared between replicas of its attention; raise rollout.server.replicas instead" in dp
     assert "rollout.server.ep=2 with shape.family=qwen3" in ep
 

@@ -107,8 +107,7 @@ BOTH = pytest.mark.parametrize("ask", [by_sglang, by_vllm])
 
 @BOTH
 def test_routes_are_of_the_layers_with_experts(ask: Any, shape: ModelShape) -> None:
-    found = ask(EXPERTS, shape).columns["routes"]
-    assert found.tolist() == EXPERTS[:, 1:].tolist()
+    assert ask(EXPERTS, shape).columns["routes"].tolist() == EXPERTS[:, 1:].tolist()
     assert ask(None, shape, replace(ASKED, columns=())).columns == {}
 
 

@@ -49,8 +49,7 @@ def answered(ours: EnvironmentSampler, prompts: Sequence[Prompt] = PROMPTS, batc
 
 
 def test_a_group_of_calculations() -> None:
-    engine = Scripted(calculates)
-    found = answered(sampler(Waves(engine)))
+    found = answered(sampler(Waves(Scripted(calculates))))
     assert [one.rewards for one in found] == [(1.0,) * 3] * 2
     for trajectory in trajectories(found):
         (row,) = trajectory.chains
@@ -217,8 +216,7 @@ async def solve(task: Prompt, model: Model, extra: str = "") -> float:
     messages: list[Any] = [{"role": "user", "content": task.text}]
     first = await model.reply(messages)
     messages += [first.message, {"role": "user", "content": f":{eval(first.text[1:])}{extra}"}]
-    second = await model.reply(messages)
-    return float(second.text == f"!{task.answer}")
+    return float((await model.reply(messages)).text == f"!{task.answer}")
 
 
 def test_a_function_that_is_given_a_model_leads_a_trajectory() -> None:

@@ -202,8 +202,7 @@ def test_routes_are_transformers_top_k(theirs: Qwen3MoeForCausalLM, make_engine:
             with torch.no_grad():
                 logits = theirs(tokens, output_router_logits=True).router_logits
             wanted = torch.stack([x.topk(2, -1).indices.sort(-1).values for x in logits], 1)
-            found = torch.tensor(got.columns["routes"]).sort(-1).values
-            assert found.tolist() == wanted.tolist()
+            assert torch.tensor(got.columns["routes"]).sort(-1).values.tolist() == wanted.tolist()
     assert len(lengths) > 3  # rows were given to other sequences
 
 
@@ -476,8 +475,7 @@ def test_what_was_cached_before_a_push_shows_in_later_tokens(
 
 def test_a_completion_depends_on_its_request_alone_and_its_own_random_numbers(make_engine: MakeEngine) -> None:
     def tokens(slots: int, asked: list[GenerationRequest], *, pushed: bool) -> dict[str, list[list[int]]]:
-        engine = make_engine(slots)
-        running = RunningBatch(engine, slots=slots)
+        running = RunningBatch(make_engine(slots), slots=slots)
 
         def push(number: int) -> Ended:
             if pushed and number % 5 == 4:  # the same weights again

@@ -163,8 +163,7 @@ def test_calls_that_python_reads_and_others_could_not_are_problems(name: str, ar
     parsed = PARSERS[name](CALL_OF[name] % arguments)
     assert re.search(why, str(parsed.problem))
     assert "tool_calls" not in parsed.message
-    deepest = '{"a": %s}' % ("[" * 60 + "]" * 60)
-    assert PARSERS[name](CALL_OF[name] % deepest).problem is None
+    assert PARSERS[name](CALL_OF[name] % ('{"a": %s}' % ("[" * 60 + "]" * 60))).problem is None
 
 
 def test_a_value_of_glm_that_is_no_json_is_its_text() -> None:

@@ -623,8 +623,7 @@ def groups() -> list[RolloutGroup]:
 
 def packed() -> tuple[Samples, Batch]:
     samples = to_samples(groups())
-    packer = Packer(dims=ParallelDims(dp=2), max_tokens=8, attention_cost=0.0, unit=1)
-    return samples, packer.pack(samples)
+    return samples, Packer(dims=ParallelDims(dp=2), max_tokens=8, attention_cost=0.0, unit=1).pack(samples)
 
 
 def scored(model: Teacher, want: frozenset[Want]) -> dict[Want, torch.Tensor]:

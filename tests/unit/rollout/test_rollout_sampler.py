@@ -93,8 +93,7 @@ def test_steps_of_a_reward_are_turns_of_what_is_trained_on_and_not_of_evaluation
             assert row.token_ids.tolist() == old.token_ids.tolist()
             assert [len(turn.logprobs) for turn in row.turns] == [1] * (len(old.token_ids) - 2)
             assert one.reward == 0.5 * len(row.turns)
-    params = ours.params(temperature=0.0)
-    (held, *_) = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS[:1], params=params)))
+    (held, *_) = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
     assert [len(one.turns) for one in held.group.trajectories] == [1]
 
 
@@ -180,8 +179,7 @@ def test_texts_are_decoded_off_the_event_loop(make_engine: MakeEngine) -> None:
         threads.add(threading.current_thread())
         return text(tokens)
 
-    batch = sampled(replace(sampler(make_engine, length_reward), decode=decode), PROMPTS, 3)
-    assert len(batch.groups) == 5
+    assert len(sampled(replace(sampler(make_engine, length_reward), decode=decode), PROMPTS, 3).groups) == 5
     assert threading.main_thread() not in threads
 
 
@@ -207,12 +205,10 @@ def test_the_engine_in_the_learners_processes_samples_anew_what_servers_had_begu
 
 
 def test_a_prompt_that_comes_twice_in_a_step_gets_other_completions_the_second_time(make_engine: MakeEngine) -> None:
-    ours = sampler(make_engine, length_reward)
-    batch = sampled(ours, [*PROMPTS[:2], PROMPTS[0]], 3)
+    batch = sampled(sampler(make_engine, length_reward), [*PROMPTS[:2], PROMPTS[0]], 3)
     first, _, second = (texts_of(group) for group in batch.groups)
     assert not set(first) & set(second)
-    alone = sampled(sampler(make_engine, length_reward), PROMPTS[:1], 3)
-    assert texts_of(alone.groups[0]) == first
+    assert texts_of(sampled(sampler(make_engine, length_reward), PROMPTS[:1], 3).groups[0]) == first
 
 
 @pytest.mark.parametrize(
@@ -244,8 +240,7 @@ def test_greedy_completions_without_a_reward_are_counted_and_get_the_number(make
     def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
         return [math.nan, *length_reward(prompt, completions, texts)[1:]]
 
-    ours = replace(sampler(make_engine, reward, on_error=-1.0), greedy_baseline=True)
-    batch = sampled(ours, PROMPTS, 0)
+    batch = sampled(replace(sampler(make_engine, reward, on_error=-1.0), greedy_baseline=True), PROMPTS, 0)
     assert (batch.reward_errors, batch.dropped_groups, batch.num_completions) == (10, 0, 20)
     assert [(group.rewards[0], group.greedy.rewards) for group in batch.groups] == [(-1.0, (-1.0,))] * 5
 
@@ -255,8 +250,7 @@ def test_tokens_of_a_group_that_its_greedy_completion_drops_are_counted(make_eng
         return [math.nan] * len(texts) if len(texts) == 1 else length_reward(prompt, completions, texts)
 
     whole = sampled(replace(sampler(make_engine, length_reward), greedy_baseline=True), PROMPTS, 0)
-    ours = replace(sampler(make_engine, reward, on_error="drop"), greedy_baseline=True)
-    batch = sampled(ours, PROMPTS, 0)
+    batch = sampled(replace(sampler(make_engine, reward, on_error="drop"), greedy_baseline=True), PROMPTS, 0)
     assert (batch.groups, batch.dropped_groups) == ((), 5)
     groups = [one for group in whole.groups for one in (group, group.greedy) if one is not None]
     assert batch.num_tokens == whole.num_tokens == sum(len(said.split()) for one in groups for said in texts_of(one))
@@ -474,8 +468,7 @@ def test_a_completion_whose_thinking_has_ended_goes_on_without_the_text(make_eng
     """Whether the end is in the text, or is a token that is not decoded."""
     engine = make_engine(8)
     first = groups(interrupting(engine, {"earliest": 5}))[0].trajectories
-    cut = next(one for one in first if len(one.turns) == 2)
-    said = cut.chains[0].token_ids[2:7]
+    said = next(one for one in first if len(one.turns) == 2).chains[0].token_ids[2:7]
     for change in ({"section": InterruptSection(earliest=5, thinking_ends=text(said[1:4]))}, {"ends": said[3:5]}):
         ours = interrupting(engine, {"earliest": 5})
         ours = replace(ours, hooks=(replace(ours.hooks[0], **change),))

@@ -163,8 +163,7 @@ def taken(places: Sequence[PendingPrompt], *, size: int, staleness: int, version
 def test_a_step_waits_if_and_only_if_every_choice_of_finished_groups_would_make_one_late() -> None:
     """Brute force over all births and all sets of finished groups of G = 2, k = 2."""
     size, staleness, version, waits = 2, 2, 5, 0
-    births = itertools.combinations_with_replacement(range(version - staleness, version + 1), 3 * size)
-    for order in births:
+    for order in itertools.combinations_with_replacement(range(version - staleness, version + 1), 3 * size):
         dues = [birth + staleness + 1 for birth in order]
         if not possible(dues, version, size):
             continue  # the rule of admission does not lead here
@@ -237,8 +236,7 @@ def test_the_ledger_has_a_line_for_each_prompt_and_is_cut_back_with_the_run(tmp_
     with pytest.raises(CheckpointError, match=r"ledger.jsonl: its 20 prompts trained on .* not the 21 .* remove it"):
         run_at_once(run(1, final))
     path.unlink()
-    later = run_at_once(run(1, final))
-    run_at_once(run(1, later))  # whose earlier lines are gone, as it knows
+    run_at_once(run(1, run_at_once(run(1, final))))  # whose earlier lines are gone, as it knows
     assert {json.loads(line)["step"] for line in path.read_text().splitlines()} == {8, 9}
 
 
@@ -368,8 +366,7 @@ def test_lengths_are_trained_as_they_are_drawn() -> None:
     trained = run_at_once(steps(stream_over(source, size=8, staleness=2, prompts=prompts), 250, 1.0))
     of_trained = [source.seconds(name) for _, name, _ in trained]
     assert len(of_trained) == len({name for _, name, _ in trained}) == 2000
-    one_percent = 1.63 * (2 / 2000) ** 0.5
-    assert kolmogorov_smirnov(of_trained, lengths[1, :2000].tolist()) < one_percent
+    assert kolmogorov_smirnov(of_trained, lengths[1, :2000].tolist()) < 1.63 * (2 / 2000) ** 0.5
     soonest = sorted(lengths[0, :2024])[:2000]
     assert np.mean(of_trained) > 1.02 * np.mean(soonest)  # a batch of 24 left behind each 2,000 would be seen
 
@@ -500,8 +497,7 @@ def test_sampling_is_as_far_ahead_as_the_learner_needs() -> None:
         ("short", lambda name: 1.0 + hash_of(name) % 3),
         ("long", lambda name: 2.0 + hash_of(name) % 60),
     ):
-        stream = stream_over(source := Source(seconds), size=4, staleness=8)
-        found = run_at_once(steps(stream, 60, 8.0))
+        found = run_at_once(steps(stream_over(source := Source(seconds), size=4, staleness=8), 60, 8.0))
         ages[kind] = [step - 1 - source.versions[name] for step, name, _ in found[80:]]
         if kind == "short":
             at = sorted({when for _, _, when in found})[20:]
@@ -589,8 +585,7 @@ def test_completions_in_flight_are_those_that_the_push_met_and_not_the_next_batc
 
 def test_a_group_that_hangs_holds_up_no_other_before_it_is_due() -> None:
     first = PromptStream(PROMPTS, seed=0).take(1)[0].id
-    source = Source(lambda name: 500.0 if name == first else 1.0)
-    stream = stream_over(source, size=4, staleness=3)
+    stream = stream_over(Source(lambda name: 500.0 if name == first else 1.0), size=4, staleness=3)
     stream.restore(replace(stream.state(), ahead=3))
     found = run_at_once(steps(stream, 6, 1.0))
     ((step, _, when),) = [one for one in found if one[1] == first]

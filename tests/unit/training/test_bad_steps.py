@@ -203,16 +203,14 @@ def test_what_left_a_step_without_a_group_is_named(tmp_path: Path) -> None:
 
 def test_a_step_that_poison_alone_empties_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A step of one prompt: servers that end under more than one, and than 1 % of all, end the run by themselves."""
-    poison = [Answered(group=None, reason="poison")]
-    row, taken = step(tmp_path, poison, rollout={"prompts_per_step": 1})
+    row, taken = step(tmp_path, [Answered(group=None, reason="poison")], rollout={"prompts_per_step": 1})
     assert (row["groups/trained"], row["groups/dropped"], taken) == (0, 1, 0)
     assert "1 for servers that ended under them" in caplog.text
 
 
 def test_a_batch_that_is_left_out_moves_no_weight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cut = finished(TEACHES, ["length"] * len(TEACHES.trajectories))
-    algorithm = {"drop_truncated": True}
-    row, taken = step(tmp_path, answers(cut, cut, cut, cut), algorithm=algorithm)
+    row, taken = step(tmp_path, answers(cut, cut, cut, cut), algorithm={"drop_truncated": True})
     assert (row["tokens/train"], taken) == (0, 0)
     assert not {name for name, value in row.items() if value != value}  # no mean over nothing
     assert "step 1 has no token to train on" in caplog.text

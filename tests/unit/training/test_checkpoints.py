@@ -358,8 +358,7 @@ def test_waiting_groups_without_finite_rewards_are_read_as_saved(tmp_path: Path,
     endless = Scored(total=math.inf, parts={"a": -math.inf, "b": math.nan}, steps=((3, math.nan),), error="not finite")
     answered = Answered(group=None, reason="reward_error", scored=(failed, endless))
     state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
-    found = checkpoints.read(saved_stream(tmp_path, state)).state.stream
-    read = found.places[0].answered
+    read = checkpoints.read(saved_stream(tmp_path, state)).state.stream.places[0].answered
     assert read.reason == "reward_error"
     assert repr(read.scored) == repr(answered.scored)  # NaN is not equal to NaN
 
@@ -369,8 +368,7 @@ def test_half_of_a_surrogate_pair_in_what_failed_is_saved_by_its_number(tmp_path
     quoted = Scored(total=math.nan, error="no tool \ud83d", answer="\udc00€")
     answered = Answered(group=None, reason="environment_error", problem="no tool \ud83d", scored=(quoted,))
     state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
-    found = checkpoints.read(saved_stream(tmp_path, state)).state.stream
-    read = found.places[0].answered
+    read = checkpoints.read(saved_stream(tmp_path, state)).state.stream.places[0].answered
     assert (read.problem, read.scored[0].error) == ("no tool \\ud83d", "no tool \\ud83d")
     assert read.scored[0].answer == "\\udc00€"
 
@@ -409,8 +407,7 @@ def test_files_that_are_gone_torn_or_changed_are_named(folder: Path) -> None:
 
 
 def test_files_of_another_checkpoint_are_refused(folder: Path) -> None:
-    longer = np.zeros(41, np.int32)
-    np.save(folder / "longer.npy", longer)
+    np.save(folder / "longer.npy", np.zeros(41, np.int32))
     put(folder, "stream/tokens.npy", (folder / "longer.npy").read_bytes())
     with pytest.raises(CheckpointError, match=r"tokens\.npy has 41 numbers, of which 40 are .*\nremove .*step_000003"):
         checkpoints.read(folder)

@@ -161,8 +161,7 @@ REF = {"ref_logprobs": torch.tensor([0.0, -1.0, -0.5, -2.0, 0.0, -0.5, -1.5])}  
 
 def test_kl_goes_into_the_reward_of_its_token() -> None:
     kl = {"coefficient": 0.2, "placement": "token_reward", "estimator": "k1"}
-    section = {**NO_BASELINE, "credit": "discounted", "kl": kl}
-    found = by_completion(credit(section, TWO, **REF)[0])
+    found = by_completion(credit({**NO_BASELINE, "credit": "discounted", "kl": kl}, TWO, **REF)[0])
     tokens = [[-0.1, 0.0, -0.3 + 1.0], [0.0, -0.2 + 0.5]]
     assert found[0] == pytest.approx([sum(tokens[0]), sum(tokens[0][1:]), tokens[0][2]])
     assert found[1] == pytest.approx([sum(tokens[1]), tokens[1][1]])
@@ -170,8 +169,7 @@ def test_kl_goes_into_the_reward_of_its_token() -> None:
 
 def test_kl_goes_into_the_reward_of_its_completion() -> None:
     kl = {"coefficient": 0.2, "placement": "completion_reward", "estimator": "k1"}
-    section = {**NO_BASELINE, "kl": kl}
-    found = by_completion(credit(section, TWO, **REF)[0])
+    found = by_completion(credit({**NO_BASELINE, "kl": kl}, TWO, **REF)[0])
     assert found[0] == pytest.approx([1.0 - 0.2 * 2.0] * 3)
     assert found[1] == pytest.approx([0.5 - 0.2 * 1.0] * 2)
 
@@ -203,8 +201,7 @@ def test_a_cut_completion_that_counts_as_unfinished_is_not_imitated_as_right() -
 
 def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:
     algorithm = AlgorithmSection.model_validate({"preference": {"beta": 0.1}, **section})
-    rewards = shape_rewards(groups, algorithm, AlgorithmState(), max_new_tokens=4)
-    return preference_pairs(groups, rewards)
+    return preference_pairs(groups, shape_rewards(groups, algorithm, AlgorithmState(), max_new_tokens=4))
 
 
 def test_pairs_are_of_the_rewards_that_the_algorithm_takes() -> None:
@@ -382,8 +379,7 @@ def test_the_overlong_penalty_is_by_all_tokens_that_the_limit_counts() -> None:
     row = AlgorithmSection(overlong_buffer=10, overlong_factor=0.5)
     whole, short = trajectory([8, 8, 8], total=1.0, finish="length"), trajectory([8, 8], total=1.0)
     sampled = [group_of("a", [whole, branched(whole), short])]
-    shaped = shape_rewards(sampled, row, AlgorithmState(), max_new_tokens=30)
-    assert shaped.values.tolist() == [0.5, 0.5, 1.0]
+    assert shape_rewards(sampled, row, AlgorithmState(), max_new_tokens=30).values.tolist() == [0.5, 0.5, 1.0]
     other = replace(whole, chains=(*branched(whole).chains[:1], *trajectory([8], total=1.0, seed=5).chains))
     assert tokens_behind_prompt(other) == 8 + 8  # of a second row with another first token, the prompt of 2 is known
 

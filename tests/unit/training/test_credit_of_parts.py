@@ -289,8 +289,7 @@ def test_the_row_normalises_the_sum_over_the_completions_of_the_batch() -> None:
     mean, spread = statistics.mean(summed()), statistics.stdev(summed())
     wanted = [(value - mean) / spread for value in summed()]
     assert advantages(row) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-    by_tokens = advantages(row.model_copy(update={"whiten_of": "tokens"}))
-    assert by_tokens != pytest.approx(wanted, rel=1e-2)
+    assert advantages(row.model_copy(update={"whiten_of": "tokens"})) != pytest.approx(wanted, rel=1e-2)
 
 
 def test_of_one_part_it_is_grpo_and_of_a_std_of_the_batch_each_part_has_its_own() -> None:
@@ -327,8 +326,7 @@ def test_a_group_of_equal_totals_teaches_by_its_parts(std: str) -> None:
     cancels = group_of_parts(
         "cancels", {"right": [1.0, 0.3, 0.1], "short": [0.0, 0.7, 0.9]}, {"right": 0.7, "short": 0.7}
     )
-    differs = group_of_parts("differs", {"right": [1.0, 0.0]})
-    groups = [same_total, equal, cancels, differs]
+    groups = [same_total, equal, cancels, group_of_parts("differs", {"right": [1.0, 0.0]})]
     assert len(set(same_total.rewards)) == len(set(equal.rewards)) == 1
     assert groups_that_differ(groups, AlgorithmSection(), max_new_tokens=9)[0] is False
     row = section(advantage_std=std)

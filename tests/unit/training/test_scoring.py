@@ -412,8 +412,7 @@ def update(**algorithm: Any) -> Row:
     config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
     learner: Any = Learner()
     roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
-    work = Update(config=config, roles=roles, attention_cost=0.0)
-    return asyncio.run(work(one_group(), 1, Stopwatch()))
+    return asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(one_group(), 1, Stopwatch()))
 
 
 def gaps() -> list[list[float]]:

@@ -105,8 +105,7 @@ def test_limits_are_those_of_the_papers_loop(seed: int, share: float, most: floa
 def test_seeds_of_the_test_above_end_at_the_start_between_and_at_the_end() -> None:
     shares = (0.1, 0.4, 0.45, 0.95)
     ends = {of_algorithm(drawn(seed, 1.5), share, 0.6, 0.9, 1.2, 3.0)[:2] for seed in range(3) for share in shares}
-    rounded = {(round(low, 2), round(high, 2)) for low, high in ends}
-    assert {(0.6, 1.2), (0.9, 3.0)} < rounded
+    assert {(0.6, 1.2), (0.9, 3.0)} < {(round(low, 2), round(high, 2)) for low, high in ends}
 
 
 def test_the_last_step_reaches_the_end() -> None:
@@ -316,8 +315,7 @@ def test_minibatches_behind_the_limit_are_left_out_and_the_rate_is_the_steps_own
 
 
 def test_work_is_that_of_the_minibatches_that_were_computed() -> None:
-    config = limited({"old_kl_limit": 1e-6}, minibatches=4)
-    rig = Rig(config)
+    rig = Rig(limited({"old_kl_limit": 1e-6}, minibatches=4))
     rig.update.training_flops = lambda lengths: float(sum(lengths))
     row = rig.step(3)
     assert row["steps/made"] == 1
@@ -329,8 +327,7 @@ def test_work_is_that_of_the_minibatches_that_were_computed() -> None:
 
 def test_a_batch_that_is_too_far_at_once_changes_nothing_and_says_so() -> None:
     """The old policy is the engine's, another one by far; the next batch may be near again."""
-    config = limited({"old_logprobs": "rollout", "old_kl_limit": 1e-4}, epochs=2)
-    rig = Rig(config)
+    rig = Rig(limited({"old_logprobs": "rollout", "old_kl_limit": 1e-4}, epochs=2))
     before = rig.policy.weights.clone()
     row = rig.step(3)
     assert torch.equal(rig.policy.weights, before)
@@ -653,8 +650,7 @@ def test_an_update_compares_engine_old_and_new_policy() -> None:
     flips = engine = outside = total = 0
     for group in groups(3, table(VOCABULARY, VOCABULARY, seed=4)):
         for trajectory in group.trajectories:
-            tokens = trajectory.chains[0].token_ids.tolist()
-            for x, y in pairwise(tokens[1:]):  # a prompt has two tokens
+            for x, y in pairwise(trajectory.chains[0].token_ids.tolist()[1:]):  # a prompt has two tokens
                 old, new = bool(before[x, 0] > 0), bool(after[x, 0] > 0)
                 ratio = math.exp(float(after[x].log_softmax(-1)[y] - before[x].log_softmax(-1)[y]))
                 flips, engine, total = flips + (old != new), engine + (old != x % 2), total + 1

@@ -441,8 +441,7 @@ def test_rows_of_a_trajectory_stay_in_one_minibatch_and_on_the_ranks_foreseen() 
     owners = [set(samples.trajectory_of[rows].tolist()) for rows in seen]
     assert sum(map(len, owners)) == len(set.union(*owners)) == 9
     assert sorted(torch.cat(seen).tolist()) == list(range(samples.num_sequences))
-    many = list(packer.minibatches(samples, most=99, seeds=[7]))
-    assert len(many) == 9
+    assert len(list(packer.minibatches(samples, most=99, seeds=[7]))) == 9
 
 
 def test_pairs_of_several_rows_are_refused() -> None:
@@ -550,8 +549,7 @@ def test_tokens_of_rows_with_several_turns_and_versions() -> None:
     samples = to_samples([group])
     versions = token_versions([group], samples)
     assert versions.tolist() == [1, 1, 1, 1, 2, 1, 2, 4, 4, 3, 3]
-    sampled = samples.mask.tolist()
-    assert sampled == [False, True, True, True, True, False, True, True, True, True, True]
+    assert samples.mask.tolist() == [False, True, True, True, True, False, True, True, True, True, True]
     share = proximal_share(versions, proximal_version=4, version=5)
     closed = [Fraction(4 - v, 5 - v) for v in (1, 1, 1, 2, 2, 4, 4, 3, 3)]
     assert torch.equal(share[samples.mask], torch.tensor([float(one) for one in closed]))

@@ -293,8 +293,7 @@ async def test_it_is_counted_in_the_row_of_its_step(
 )
 def test_a_resume_tells_new_ends(then: EndTokens, now: EndTokens, said: str, caplog: pytest.LogCaptureFixture) -> None:
     form = TypeAdapter(TrainerState)
-    first = replace(its_job(data(6), 2), end_token_ids=then)
-    state = form.validate_json(form.dump_json(first.state()))
+    state = form.validate_json(form.dump_json(replace(its_job(data(6), 2), end_token_ids=then).state()))
     asyncio.run(replace(its_job(data(6), 2), end_token_ids=now).restore(state))
     told = [one.getMessage() for one in caplog.records if "ends with" in one.getMessage()]
     assert (len(told), all(one.startswith(said) for one in told)) == (bool(said), True)

@@ -107,11 +107,9 @@ def test_what_is_held_wider_than_in_its_file_is_compared_as_in_the_file() -> Non
 @pytest.mark.parametrize("size", [8, 4, 2, 1])
 def test_an_accelerator_has_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "_PIECE", 64)  # in pieces too
-    kind = sums._INTS[size]
-    words = made().view(torch.uint8).view(kind)
+    words = made().view(torch.uint8).view(sums._INTS[size])
     expected = sums._on_cpu(words.numpy().view(sums._WORDS[size]), 3, (5, 5 + words.shape[1]))
-    found = sums._on_device(words, 3, (5, 5 + words.shape[1]), sums._FactorsOnDevice())
-    assert int(found) % 2**64 == expected
+    assert int(sums._on_device(words, 3, (5, 5 + words.shape[1]), sums._FactorsOnDevice())) % 2**64 == expected
 
 
 def test_of_many_boxes_it_is_that_of_each() -> None:
@@ -167,8 +165,7 @@ def _by_integers(data: bytes) -> int:
     letter = {8: "q", 4: "i", 2: "h", 1: "B"}[size]
 
     def shifted(number: int, by: int) -> int:  # as torch shifts int64: arithmetically
-        signed = number - (number >> 63 << 64)
-        return (number ^ (signed >> by)) & mask
+        return (number ^ ((number - (number >> 63 << 64)) >> by)) & mask
 
     for i, (word,) in enumerate(struct.iter_unpack(letter, data), start=1):
         key = 0x9E3779B97F4A7C15
@@ -231,8 +228,7 @@ class Rank:
             if what == "down":
                 self.params["w2"][expert].copy_(tensor[:, self.mine].t())
             else:
-                half = self.params["w13"][expert].chunk(2)[(what == "up") ^ self.swapped]
-                half.copy_(tensor[self.mine])
+                self.params["w13"][expert].chunk(2)[(what == "up") ^ self.swapped].copy_(tensor[self.mine])
 
 
 @pytest.fixture

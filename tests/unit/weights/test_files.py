@@ -233,8 +233,7 @@ def test_transformers_reads_what_is_written(folder: Path, tmp_path: Path, max_sh
     copied = {path.name for path in folder.iterdir() if "safetensors" not in path.name}
     assert copied >= {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
     assert {path.name for path in out.iterdir() if "safetensors" not in path.name} == copied
-    model = AutoModelForCausalLM.from_pretrained(out)
-    model.save_pretrained(tmp_path / "again")
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again")
     again = file_tensors(tmp_path / "again")
     assert again.keys() == changed.keys()
     assert all(torch.equal(again[name], changed[name]) for name in changed)
@@ -497,8 +496,7 @@ def test_a_torn_megatron_folder_is_told(megatron: Path, tmp_path: Path) -> None:
     draw = random.Random(3)
     for name, count in ((".metadata", 60), ("__0_0.distcp", 20)):
         folder = copy_of(megatron, tmp_path / name, name)
-        whole = (folder / name).read_bytes()
-        for data in torn(whole, draw, count):
+        for data in torn((folder / name).read_bytes(), draw, count):
             (folder / name).write_bytes(data)
             outcome(read_streamed, folder)
         (folder / name).write_bytes(b"")

@@ -144,8 +144,7 @@ def test_tensors_are_listed_that_the_model_lacks_and_state_is_not(megatron: Path
         find_homes(megatron, layout, sizes, {**dtypes, norm: DType.U8})
     with pytest.raises(WeightError, match=rf"lacks {norm}; its config.json"):
         find_homes(megatron, layout, {key: size for key, size in sizes.items() if key != norm}, dtypes)
-    other = replace(layout, vocab_multiple=128)
-    assert find_homes(megatron, other, sizes, dtypes) == homes
+    assert find_homes(megatron, replace(layout, vocab_multiple=128), sizes, dtypes) == homes
 
 
 @pytest.mark.parametrize("odd", [DType.F16, DType.F32])

@@ -36,8 +36,7 @@ def test_coordinates_are_those_of_megatrons_own_rank_generator(dims: ParallelDim
         return RankGenerator(tp=tp, ep=ep, dp=dp, pp=dims.pp, cp=cp, order="tp-cp-ep-dp-pp")
 
     dense = generator(dims.tp, 1, dims.dp, dims.cp)
-    inner = dims.tp * dims.cp * dims.dp
-    expert = generator(dims.etp, dims.ep, inner // (dims.ep * dims.etp), 1)
+    expert = generator(dims.etp, dims.ep, dims.tp * dims.cp * dims.dp // (dims.ep * dims.etp), 1)
     for axis, groups in (
         ("tp", dense.get_ranks("tp")),
         ("pp", dense.get_ranks("pp")),

@@ -238,8 +238,7 @@ def test_maxima_are_those_of_a_loop_over_the_elements_of_a_box() -> None:
 
 def drop(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        left = {n: t for n, t in tensors(folder).items() if n != name}
-        save_file(left, folder / "model.safetensors")
+        save_file({n: t for n, t in tensors(folder).items() if n != name}, folder / "model.safetensors")
 
     return change
 
@@ -269,8 +268,7 @@ def test_scales_that_do_not_fit_are_named(message: str, foreign: tuple[Path, Pat
     SPOILT[message](folder)
     with pytest.raises(RLMegatronError, match=message):
         convert.hf_to_megatron(folder, tmp_path / "out")
-    shape = read_shape(folder)
-    layout = Layout(table=HF_QWEN3_MOE, shape=shape)
+    layout = Layout(table=HF_QWEN3_MOE, shape=read_shape(folder))
     with pytest.raises(RLMegatronError, match=message):
         read_boxes(HFFolder(folder), layout, layout, 0, {})
 

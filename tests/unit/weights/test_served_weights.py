@@ -449,8 +449,7 @@ def mirror_of(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> M
     Mirror.make(path, FORMATTED, dtype, config, ENCODINGS[kind])
     made = Mirror(path, FORMATTED, dtype, ENCODINGS[kind])
     for seed, tensor in enumerate(made.tensors.values()):
-        generator = torch.Generator().manual_seed(seed)
-        tensor.normal_(std=0.02, generator=generator)
+        tensor.normal_(std=0.02, generator=torch.Generator().manual_seed(seed))
         if tensor.ndim == 2:
             tensor.mul_(torch.logspace(-3, 2, tensor.shape[1]))
     first = made.tensors[LAYER + "self_attn.q_proj.weight"]
@@ -627,8 +626,7 @@ def test_the_seal_is_of_the_quantised_bytes(tmp_path: Path, kind: str) -> None:
 def test_config_json_tells_servers_the_format(tmp_path: Path) -> None:
     whole = ["lm_head", "model.embed_tokens", LAYER + "mlp.gate"]
     for kind in ("fp8", "int8"):
-        mirror = mirror_of(tmp_path, kind)
-        config = json.loads(mirror.path.with_name("config.json").read_text())
+        config = json.loads(mirror_of(tmp_path, kind).path.with_name("config.json").read_text())
         assert (config["torch_dtype"], config["architectures"]) == ("bfloat16", ["A"])
         given = config["quantization_config"]
         if kind == "fp8":

@@ -412,8 +412,7 @@ def test_routes_of_a_row_are_those_of_the_requests_that_computed_its_positions_f
 def rescored(model: Any, chains: tuple[Chain, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """The engine's log-probs of all masked-in targets, and the model's."""
     prompt = Prompt(id="p", text="", token_ids=(1,), answer="")
-    trajectory = Trajectory(chains=chains, reward=0.0)
-    samples = to_samples([RolloutGroup(prompt=prompt, trajectories=(trajectory,))])
+    samples = to_samples([RolloutGroup(prompt=prompt, trajectories=(Trajectory(chains=chains, reward=0.0),))])
     parts = []
     for first, stop in zip(samples.cu_seqlens.tolist(), samples.cu_seqlens.tolist()[1:], strict=False):
         with torch.no_grad():
