@@ -61,10 +61,8 @@ def test_draft_layers_are_named(
     status_of("convert", tmp_path / "hf", tmp_path / "megatron")
     drafts = {name: tensor.numel() for name, tensor in tensors.items() if re.match(r"model\.layers\.[45]\.", name)}
     copies = sum(size for name, size in drafts.items() if name.endswith(("embed_tokens.weight", "head.weight")))
-    for folder, names, left in (
-        ("hf", "model.layers.4, model.layers.5", 0),
-        ("megatron", "mtp.layers.0, mtp.layers.1", copies),
-    ):
+    of_kinds = {"hf": ("model.layers.4, model.layers.5", 0), "megatron": ("mtp.layers.0, mtp.layers.1", copies)}
+    for folder, (names, left) in of_kinds.items():
         assert status_of("convert", "--inspect", tmp_path / folder) == 0
         said = capsys.readouterr().out
         assert f"draft layers: {names}" in said
@@ -90,10 +88,8 @@ def test_adapters_of_peft_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     for line in ("adapters (LORA, peft)", "base model: some/model", "rank and alpha: 8 and 16"):
         assert line in said
     assert "linears: down_proj, q_proj" in said
-    assert [line.split("│")[1].strip() for line in said.splitlines() if "float32" in line] == [
-        "adapter: lora_A",
-        "adapter: lora_B",
-    ]
+    rows = [line.split("│")[1].strip() for line in said.splitlines() if "float32" in line]
+    assert rows == ["adapter: lora_A", "adapter: lora_B"]
 
 
 def test_names_of_folders_are_no_markup(

@@ -83,10 +83,14 @@ def test_a_part_knows_the_files_of_another(hf: Path, tmp_path: Path, monkeypatch
     assert others
 
 
-def test_a_part_with_nothing_to_do_ends_well(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both begin the hidden folder again behind its rename, and one writes there while the other removes it."""
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    exists, rmdir, done = os.path.lexists, os.rmdir, list[str]()
+@pytest.mark.parametrize("late", ["a file is written", "the folder is removed"])
+def test_a_part_whose_folder_begins_again_ends_well(
+    late: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin the hidden folder again behind its rename. One writes there while the other removes it, or removes it
+    before this one reads its book."""
+    out, partial, done = tmp_path / "out", tmp_path / ".out.partial", list[str]()
+    exists, rmdir, write = os.path.lexists, os.rmdir, streaming.write_atomically
 
     def then_others_complete_it(path: Path) -> bool:
         found = exists(path)
@@ -102,8 +106,17 @@ def test_a_part_with_nothing_to_do_ends_well(hf: Path, tmp_path: Path, monkeypat
             (partial / "late").touch()
         rmdir(path, *given, **named)
 
+    def and_another_removes_it(path: Path, data: bytes) -> None:
+        write(path, data)
+        if exists(out) and path.is_relative_to(partial):
+            done.append("late")
+            shutil.rmtree(partial)
+
     monkeypatch.setattr(os.path, "lexists", then_others_complete_it)
-    monkeypatch.setattr(os, "rmdir", another_writes)
+    if late == "a file is written":
+        monkeypatch.setattr(os, "rmdir", another_writes)
+    else:
+        monkeypatch.setattr(streaming, "write_atomically", and_another_removes_it)
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
     assert done == ["parts", "late"]
 
@@ -137,30 +150,6 @@ def test_a_part_ends_well_if_its_folder_is_renamed(hf: Path, tmp_path: Path, mon
     monkeypatch.setattr(Files, "changed", then_another_completes_it)
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
     assert len(done) > 2
-
-
-def test_a_part_without_its_book_still_ends_well(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both begin the hidden folder again behind its rename; the other removes it before this one reads its book."""
-    out, exists, write, done = tmp_path / "out", os.path.lexists, streaming.write_atomically, list[str]()
-
-    def then_others_complete_it(path: Path) -> bool:
-        found = exists(path)
-        if path == out and not done:
-            done.append("parts")
-            for index in (1, 0):
-                convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=index, count=2))
-        return found
-
-    def and_another_removes_it(path: Path, data: bytes) -> None:
-        write(path, data)
-        if exists(out) and path.is_relative_to(tmp_path / ".out.partial"):
-            done.append("late")
-            shutil.rmtree(tmp_path / ".out.partial")
-
-    monkeypatch.setattr(os.path, "lexists", then_others_complete_it)
-    monkeypatch.setattr(streaming, "write_atomically", and_another_removes_it)
-    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
-    assert done == ["parts", "late"]
 
 
 def test_a_conversion_is_continued_only_with_its_own_source_and_options(hf: Path, tmp_path: Path) -> None:
@@ -225,12 +214,8 @@ def test_a_source_that_changes_while_it_is_read_is_not_published(hf: Path, tmp_p
     assert convert.hf_to_megatron(source, out, shard_bytes=6_000) == []
 
 
-def rewrite(path: Path) -> None:
-    path.write_text("{}")
-
-
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
-@pytest.mark.parametrize("change", [rewrite, Path.unlink])
+@pytest.mark.parametrize("change", [lambda path: path.write_text("{}"), Path.unlink], ids=["rewrite", "unlink"])
 def test_a_source_whose_small_files_change_while_it_is_read_is_not_published(
     hf: Path, tmp_path: Path, name: str, change: Callable[[Path], None]
 ) -> None:

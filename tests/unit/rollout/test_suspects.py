@@ -167,14 +167,18 @@ class Deadly(Still):
 
 @pytest.fixture(scope="module")
 def worlds() -> list[World]:
-    found = [World(seed) for seed in range(80)]
+    return played([World(seed) for seed in range(80)])
+
+
+def played(worlds: list[Any]) -> list[Any]:
+    """The worlds, run; what ends a run is raised."""
     logging.disable(logging.CRITICAL)  # thousands of lines
     try:
-        for world in found:
+        for world in worlds:
             run_at_once(world.run())
     finally:
         logging.disable(logging.NOTSET)
-    return found
+    return worlds
 
 
 def test_only_poison_is_dropped_whatever_else_ends_servers(worlds: list[World]) -> None:
@@ -386,14 +390,7 @@ class Failing(Deadly):
 
 @pytest.fixture(scope="module")
 def failing_worlds() -> Sequence[FailingWorld]:
-    found = [FailingWorld(seed) for seed in range(40)]
-    logging.disable(logging.CRITICAL)  # thousands of lines
-    try:
-        for world in found:
-            run_at_once(world.run())  # raises what ends a run
-    finally:
-        logging.disable(logging.NOTSET)
-    return found
+    return played([FailingWorld(seed) for seed in range(40)])
 
 
 def test_each_is_found_and_all_others_are_answered(failing_worlds: Sequence[FailingWorld]) -> None:

@@ -154,74 +154,63 @@ def test_a_dropped_answer_asked_for_again_is_the_same_turn(serving: Serving, dro
 
 
 def test_equal_requests_at_once_are_turns_of_their_own(serving: Serving) -> None:
-    engine = Saying("one", "two", "three")
-    turns = serving.turns(engine)
-    served = serving.open(turns)
-    body = json.dumps({"messages": ASK}).encode()
+    engine, turns, served = serving.start("one", "two", "three")
+    requests = serving.endpoint.requests(served[1])
     engine.go.clear()
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        asking = [threads.submit(post, served, body) for _ in range(3)]
-        while len(turns._turn._waiters or ()) + serving.endpoint.requests(served[1]).retried < 2:
-            concurrent.futures.wait(asking, timeout=0.01)
-        engine.go.set()
-        answers = [one.result()[1] for one in asking]
-    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+    said = said_at_once(engine, served, lambda: len(turns._turn._waiters or ()) + requests.retried >= 2)
+    assert said == {"one", "two", "three"}
     assert len(trained(turns)) == 3
 
 
 def test_equal_requests_get_the_turns_whose_clients_went_away_each_one(serving: Serving) -> None:
-    engine = Saying("one", "two", "three")
-    turns = serving.turns(engine)
-    served = serving.open(turns)
-    line = serving.endpoint._keys.line({b"authorization": f"Bearer {served[1]}".encode()})
-    body = json.dumps({"messages": ASK}).encode()
+    engine, turns, served = serving.start("one", "two", "three")
+    line = serving.line(served)
     engine.go.clear()
-    leave(served, line, body, 2)
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        asking = [threads.submit(post, served, body) for _ in range(3)]
-        until(lambda: len(line.sampling) == 3 and line.requests.retried == 2)
-        engine.go.set()
-        answers = [one.result()[1] for one in asking]
-    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+    leave(served, line, 2)
+    said = said_at_once(engine, served, lambda: len(line.sampling) == 3 and line.requests.retried == 2)
+    assert said == {"one", "two", "three"}
     assert len(engine.asked) == len(trained(turns)) == 3
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_clients_that_time_out_on_equal_requests_get_turns_of_their_own(serving: Serving, sampled: bool) -> None:
-    engine = Saying("fail", "one", "two", "three")
-    turns = serving.turns(engine)
-    served = serving.open(turns)
-    line = serving.endpoint._keys.line({b"authorization": f"Bearer {served[1]}".encode()})
-    body = json.dumps({"messages": ASK}).encode()
+    engine, turns, served = serving.start("fail", "one", "two", "three")
+    line = serving.line(served)
     engine.go.clear()
-    leave(served, line, body, 1, x_stainless_retry_count="0")
+    leave(served, line, 1, x_stainless_retry_count="0")
     engine.go.set()
     until(lambda: not line.left)  # it failed, and is nobody's answer
     engine.go.clear()
-    leave(served, line, body, 3, x_stainless_retry_count="0")
+    leave(served, line, 3, x_stainless_retry_count="0")
     if sampled:
         engine.go.set()
         until(lambda: line.requests.answered == 3)
     else:
-        leave(served, line, body, 3, x_stainless_retry_count="1")
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        asking = [threads.submit(post, served, body, x_stainless_retry_count="2") for _ in range(3)]
-        until(lambda: line.requests.retried == (3 if sampled else 6))
-        engine.go.set()
-        answers = [one.result()[1] for one in asking]
-    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+        leave(served, line, 3, x_stainless_retry_count="1")
+    retried = 3 if sampled else 6
+    said = said_at_once(engine, served, lambda: line.requests.retried == retried, x_stainless_retry_count="2")
+    assert said == {"one", "two", "three"}
     assert len(engine.asked) == 1 + len(trained(turns)) == 4
-    last = post(served, body, x_stainless_retry_count="3")[1]  # no client has gone
+    last = post(served, BODY, x_stainless_retry_count="3")[1]  # no client has gone
     assert last["choices"][0]["message"]["content"] == "three"
 
 
-def leave(served: tuple[str, str], line: OpenConversation, body: bytes, clients: int, **headers: str) -> None:
+def said_at_once(engine: Saying, served: tuple[str, str], ready: Callable[[], bool], **headers: str) -> set[str]:
+    """What three equal requests are answered, of an engine that goes on once it is ``ready``."""
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, BODY, **headers) for _ in range(3)]
+        until(ready)
+        engine.go.set()
+        return {one.result()[1]["choices"][0]["message"]["content"] for one in asking}
+
+
+def leave(served: tuple[str, str], line: OpenConversation, clients: int, **headers: str) -> None:
     """Ask, all at once, and go away before the answer."""
     parts = urlsplit(served[0])
     gone = [http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30) for _ in range(clients)]
     sent = {"Authorization": f"Bearer {served[1]}", **{key.replace("_", "-"): value for key, value in headers.items()}}
     for one in gone:
-        one.request("POST", "/v1/chat/completions", body, sent)
+        one.request("POST", "/v1/chat/completions", BODY, sent)
     until(lambda: len(line.sampling) == clients and not line.left)
     for one in gone:
         one.close()
@@ -237,15 +226,11 @@ def until(so: Callable[[], bool]) -> None:
 
 def test_a_conversation_that_ends_gives_up_all_equal_requests_at_once(serving: Serving) -> None:
     """As of the best of n: each is a turn of its own, and all but the first wait for the turn before theirs."""
-    engine = Saying("one", "two", "three")
-    turns = serving.turns(engine)
-    served = serving.open(turns)
-    body = json.dumps({"messages": ASK}).encode()
+    engine, turns, served = serving.start("one", "two", "three")
     engine.go.clear()
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        asking = [threads.submit(post, served, body, x_stainless_retry_count="0") for _ in range(3)]
-        while not engine.asked or len(turns._turn._waiters or ()) < 2:
-            concurrent.futures.wait(asking, timeout=0.01)
+        asking = [threads.submit(post, served, BODY, x_stainless_retry_count="0") for _ in range(3)]
+        until(lambda: engine.asked and len(turns._turn._waiters or ()) >= 2)
         serving.close(served[1])
         engine.go.set()
         assert [one.result()[0] for one in asking] == [410] * 3
@@ -274,9 +259,7 @@ async def test_turns_are_in_the_order_of_sampling_whatever_rows_they_are_in() ->
 
 
 def test_tokens_in_are_rows_by_prefix(serving: Serving) -> None:
-    engine = Saying("abc", "de", "f")
-    turns = serving.turns(engine)
-    served = serving.open(turns)
+    engine, turns, served = serving.start("abc", "de", "f")
 
     def ask(token_ids: list[int], **params: Any) -> list[int]:
         given = {"temperature": 1.0, "logprobs": 1, "skip_special_tokens": False, **params}
@@ -349,6 +332,7 @@ CALLS = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 22}}\n</tool_call>'
 )
 ASK = [{"role": "user", "content": "1 + 22?"}]
+BODY = json.dumps({"messages": ASK}).encode()
 TOKENIZER = tokenizer_of("qwen3")
 STOP = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
@@ -412,6 +396,14 @@ class Serving:
             return episode(engine, name, **changes)
 
         return self.do(made())
+
+    def start(self, *texts: str) -> tuple[Saying, Episode, tuple[str, str]]:
+        """An engine that says the texts, a conversation over it, and its address and key."""
+        turns = self.turns(engine := Saying(*texts))
+        return engine, turns, self.open(turns)
+
+    def line(self, served: tuple[str, str]) -> OpenConversation:
+        return self.endpoint._keys.line({b"authorization": f"Bearer {served[1]}".encode()})
 
     def open(self, turns: Episode) -> tuple[str, str]:
         async def opened() -> tuple[str, str]:
