@@ -73,9 +73,7 @@ def trajectory(
     vocabulary: int = 12,
 ) -> Trajectory:
     """One row: two tokens of a prompt, then each turn behind three tokens of context, the first behind the prompt.
-
-    ``turns`` are numbers of sampled tokens; without a ``total`` it is the sum of the ``rewards`` of turns.
-    """
+    ``turns`` are numbers of sampled tokens; without a ``total`` it is the sum of the ``rewards`` of turns."""
     rng = random.Random(seed)
     tokens, found = [1, 2], list[Turn]()
     given = rewards or [None] * len(turns)

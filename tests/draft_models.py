@@ -37,8 +37,7 @@ def one_by_one(name: str, shape: torch.Size) -> dict[str, torch.Size]:
         return {
             name.replace("experts.", f"experts.{e}.") + ".weight": torch.Size((rows, columns)) for e in range(count)
         }
-    half = torch.Size((rows // 2, columns))
-    stem = name.removesuffix("gate_up_proj")
+    half, stem = torch.Size((rows // 2, columns)), name.removesuffix("gate_up_proj")
     return {f"{stem}{e}.{x}_proj.weight": half for e in range(count) for x in ("gate", "up")}
 
 
@@ -95,10 +94,8 @@ def save_with_drafts(name: str, folder: Path, count: int = 1, **changed: Any) ->
 
 class WrittenDraft(torch.nn.Module):
     """The forward of one draft layer, of transformers' own layer and norms, by the formula of arXiv:2412.19437, 2.2.
-
     Its parameters have the names of files behind ``model.layers.N.``, or behind ``mtp.layers.0.``, as `file_name`
-    tells. vLLM's ``masks_first``: its layer reads zeros for the embedding at a sequence's first position.
-    """
+    tells. vLLM's ``masks_first``: its layer reads zeros for the embedding at a sequence's first position."""
 
     def __init__(self, folder: Path, *, masks_first: bool = False) -> None:
         from transformers import AutoModelForCausalLM

@@ -51,11 +51,9 @@ def family(pid: int) -> list[psutil.Process]:
 def check_sockets(
     processes: Iterable[psutil.Process], *, loopback: bool = True, everywhere: Collection[int] = ()
 ) -> Counter[str]:
-    """Count listening sockets by owner, but for those that listen at all addresses at the ports ``everywhere``.
-
-    Each is bound to one address, on one machine (``loopback``) to that; and those that are not `NAMED` speak HTTP, and
-    ask for a token at every path.
-    """
+    """Count listening sockets by owner, but for those that listen at all addresses at the ports ``everywhere``. Each is
+    bound to one address, on one machine (``loopback``) to that; and those that are not `NAMED` speak HTTP, and ask for
+    a token at every path."""
     counts: Counter[str] = Counter()
     for pid, line, host, port in _listening(processes):
         if port in everywhere:
@@ -118,8 +116,7 @@ def _listening(processes: Iterable[psutil.Process]) -> Iterator[tuple[int, str, 
     """Process, its command line, address and port; of a process on another of a test's nodes too."""
     for process in processes:
         try:
-            line = " ".join(process.cmdline())
-            folder = Path(f"/proc/{process.pid}")
+            line, folder = " ".join(process.cmdline()), Path(f"/proc/{process.pid}")
             open_ = {name for path in (folder / "fd").iterdir() if (name := _opened(path))}
             tables = [(folder / "net" / table).read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
         except (psutil.NoSuchProcess, OSError):

@@ -25,10 +25,8 @@ def listening(path: str) -> socket.socket:
 
 
 def serve(listener: socket.socket, over: int, fork: Callable[[socket.socket, bytes, list[int]], int]) -> None:
-    """Have ``fork`` make a process of each caller's message and descriptors, until ``over`` can be read.
-
-    A caller gets the exit status of its process, which is killed if the caller ends first.
-    """
+    """Have ``fork`` make a process of each caller's message and descriptors, until ``over`` can be read. A caller gets
+    the exit status of its process, which is killed if the caller ends first."""
     with selectors.DefaultSelector() as watched:
         watched.register(over, selectors.EVENT_READ)
         watched.register(listener, selectors.EVENT_READ)

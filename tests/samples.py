@@ -108,10 +108,8 @@ def loss_inputs(
     num_sequences: int | None = None,
     **columns: Tensor,
 ) -> LossInputs:
-    """Sequences of ``lengths``, one after the other, and if not said otherwise all that there are.
-
-    Without ``mask`` [T] all tokens are trained on; of the columns that a loss always has, those not given are zeros.
-    """
+    """Sequences of ``lengths``, one after the other, and if not said otherwise all that there are. Without ``mask`` [T]
+    all tokens are trained on; of the columns that a loss always has, those not given are zeros."""
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     zeros = torch.zeros_like(next(iter(columns.values()), torch.zeros(len(ids))))
     always = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages")

@@ -44,8 +44,7 @@ def table(*sizes: int, seed: int) -> Tensor:
 
 def looked_up(weights: Tensor, samples: Samples) -> Tensor:
     """[N, ...]: logits or a value depend on the input token alone, and are twice as large by expert 1."""
-    found = weights[samples.input_ids]
-    routes = dense_column(samples.extra, "routes")
+    found, routes = weights[samples.input_ids], dense_column(samples.extra, "routes")
     if routes is None:
         return found
     return found * (1 + routes[:, 0, 0].float()).view(-1, *[1] * (found.dim() - 1))
@@ -188,10 +187,8 @@ def drawn(seed: str) -> tuple[list[int], list[float]]:
 
 @dataclass
 class ToyEngine:
-    """Samples by seed alone what some policy may have said; its log-probs are mostly near the table's.
-
-    All completions of prompt p0, and of a step that ``says_one_thing``, are alike; some would be longer than the limit.
-    """
+    """Samples by seed alone what some policy may have said; its log-probs are mostly near the table's. All completions
+    of prompt p0, and of a step that ``says_one_thing``, are alike; some would be longer than the limit."""
 
     policy: Toy
     version: int

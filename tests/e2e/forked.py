@@ -140,8 +140,7 @@ class ForkedNode:
             return self._others(muster)
         self._begun = True
         environment = {**os.environ, **variables(threads=muster.call.threads, device=muster.call.device)}
-        message = json.dumps([muster.line().decode(), environment]).encode()
-        socket.send_fds(self._asked, [message], muster.stderr)
+        socket.send_fds(self._asked, [json.dumps([muster.line().decode(), environment]).encode()], muster.stderr)
         return self
 
     def kill(self) -> None:

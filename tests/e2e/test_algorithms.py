@@ -50,8 +50,7 @@ def test_ppo_trains_policy_and_critic_with_kl_in_the_reward(ppo: Run) -> None:
     one_pass = rows[0]["tokens/train"] / 2
     assert one_pass == int(one_pass)
     rates = [row["learning_rate"] for row in rows]
-    assert rates == sorted(rates, reverse=True)
-    assert rates[-1] == pytest.approx(rates[0] / 4)
+    assert (rates, rates[-1]) == (sorted(rates, reverse=True), pytest.approx(rates[0] / 4))
 
 
 @pytest.mark.slow
@@ -62,9 +61,8 @@ def test_a_ppo_run_resumes_on_ranks_of_ray_with_its_critic_reference_and_memory(
     run = place.fork("on-ray", *PPO, *APART, "run.launcher=ray", resume=True).finish()
     assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
     assert run.record() == ppo.record()
-    assert {path.name for path in (folder / "ray").glob("*-?.txt")} == {
-        f"{stem}-{number}.txt" for stem in ("rank", "critic", "reference") for number in (0, 1)
-    }
+    expected = {f"{stem}-{number}.txt" for stem in ("rank", "critic", "reference") for number in (0, 1)}
+    assert {path.name for path in (folder / "ray").glob("*-?.txt")} == expected
 
 
 def test_layouts_of_critic_and_reference_change_no_figure_also_after_a_rank_has_died(place: Place, ppo: Run) -> None:
@@ -165,8 +163,7 @@ def test_demonstrations_wait_with_their_groups_and_a_resume_has_them_to_the_bit(
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
     assert all(0 < row["demonstration/share"] < 0.5 and row["grad_norm"] > 0 for row in rows)
     assert all(row["demonstration/reward"] in (0, 0.25, 0.5, 0.75, 1) for row in rows)
-    folder = place.copy(whole, "luffy-resumed", until=2)
-    stream = checkpoints.read(folder / "checkpoints/step_000002").state.stream
+    stream = checkpoints.read(place.copy(whole, "luffy-resumed", until=2) / "checkpoints/step_000002").state.stream
     assert stream is not None
     groups = [one.answered.group for one in stream.places if one.answered is not None]
     shown = [group.demonstration for group in groups if group is not None and group.demonstration is not None]

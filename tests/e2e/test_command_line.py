@@ -107,8 +107,7 @@ def test_the_quickstart_is_followed_to_its_resume(place: Place, told: Told) -> N
     lines = [line for block in blocks(page, "sh") for line in block.text.replace("\\\n", " ").splitlines()]
     short = ("warm_start.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "data.max_eval=8")
     small = (*short, "learner.ep=1", "learner.threads=1", f"model.cache_dir={place.cache}")
-    steps = iter(("train.steps=1", "train.steps=2"))
-    said = []
+    steps, said = iter(("train.steps=1", "train.steps=2")), []
     for line in lines:
         words = shlex.split(line, comments=True)
         match words[:2]:

@@ -120,8 +120,7 @@ def test_a_study_that_was_killed_and_stopped_goes_on_to_its_end(
     assert (steps_of(cells[0]), len(steps_of(cells[1]))) == ([0, 1], found[1].step + 1)
 
     assert states(asyncio.run(run_cells(study, cells[:1], retry=False, console=console))) == ["failed"]
-    start = started_as_forks(place.folder)
-    ended = asyncio.run(run_cells(study, cells, retry=True, start=start, console=console))
+    ended = asyncio.run(run_cells(study, cells, retry=True, start=started_as_forks(place.folder), console=console))
     assert states(ended) == ["done"] * 3
     assert [steps_of(cell) for cell in cells] == [[0, 1, 2, 3]] * 3
     assert [record.starts for cell in cells if (record := read_record(cell))][:2] == [2, 2]

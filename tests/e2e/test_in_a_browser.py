@@ -174,9 +174,8 @@ def test_the_first_screen_has_accuracy_reward_and_time(page: Browser, report: Pa
     opened(page, report, width, height)
     assert fits(page)
     names = "[...document.querySelectorAll('figure [role=img]')].map((e) => e.getAttribute('aria-label'))"
-    assert [name.split(".")[0].split(",")[0] for name in page.value(names)[:3]] == [
-        *("Reward", "Held-out accuracy", "Where the time goes")
-    ]
+    expected = ["Reward", "Held-out accuracy", "Where the time goes"]
+    assert [name.split(".")[0].split(",")[0] for name in page.value(names)[:3]] == expected
     last = 2 if width > 600 else 0  # of the charts, in the window
     bottom = f"document.querySelectorAll('figure [role=img]')[{last}].getBoundingClientRect().bottom"
     assert page.value(bottom) <= height

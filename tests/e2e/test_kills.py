@@ -67,9 +67,8 @@ def test_the_ledger_is_what_the_learner_trained_on_last(read: Found, place: Plac
 def test_rows_and_samples_are_those_of_the_ledger(finished: Run, read: Found) -> None:
     rows = [row for row in finished.rows() if row["step"]]
     assert [(row["step"], row["groups/trained"]) for row in rows] == [(step, SIZE) for step in read.trained]
-    assert [(row["ledger/trained"], row["staleness/max"] <= STALENESS) for row in rows] == [
-        (SIZE * step, True) for step in read.trained
-    ]
+    expected = [(SIZE * step, True) for step in read.trained]
+    assert [(row["ledger/trained"], row["staleness/max"] <= STALENESS) for row in rows] == expected
     samples = [(row["step"], row["prompt"]) for row in lines_of(finished.folder / "samples.jsonl")]
     drawn = [(step, f"{prompt}=") for step, prompts in read.trained.items() for prompt in prompts]
     assert samples == [one for one in drawn for _ in range(4)]  # the completions of a group

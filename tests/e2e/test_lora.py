@@ -66,8 +66,7 @@ def test_a_run_is_not_resumed_beside_another_model_at_its_path(place: Place, who
     model = Path(shutil.copytree(whole.folder / "hf_start", tmp_path / "model"))
     given = (*GIVEN, f"model.path={model}")
     place.fork("beside", *given, "train.steps=1").finish()
-    digest = base_digest(model)
-    tensors = load_file(model / "model.safetensors")
+    digest, tensors = base_digest(model), load_file(model / "model.safetensors")
     other = {name: 1.02 * tensor if "q_proj" in name else tensor for name, tensor in tensors.items()}
     save_file(other, model / "model.safetensors", {"format": "pt"})
     again = place.fork("beside", *given, "train.steps=2", resume=True)
@@ -84,8 +83,7 @@ def test_a_checkpoint_is_evaluated_with_the_model_of_its_run_whatever_configurat
     """Another seed, or another configuration's model, would make or name another frozen model of the same shape."""
     monkeypatch.chdir(place.folder)
     checkpoint, exported = whole.folder / "checkpoints" / "step_000002", whole.folder / "hf_step_000002"
-    pushed = load_file(exported / "model.safetensors")
-    other = tmp_path / "sets.yaml"
+    pushed, other = load_file(exported / "model.safetensors"), tmp_path / "sets.yaml"
     other.write_text(f"defaults: [tiny_cpu]\nmodel: {{path: {exported}}}\n")
     kept = f"model.cache_dir={place.cache}"
     cases: dict[str, tuple[Path, str | None, list[str]]] = {
@@ -161,6 +159,5 @@ def exported(run: Run, names: Collection[str], prefix: str) -> dict[str, Tensor]
     """What it exported, which has all but what is of other tensors a copy."""
     found = load_file(run.folder / "hf_step_000002/model.safetensors")
     assert found.keys() == {name for name in names if not (name.startswith(prefix) and name.endswith(COPIES))}
-    config = json.loads((run.folder / "hf_step_000002/config.json").read_text())
-    assert config.get("num_nextn_predict_layers", 1) == 1
+    assert json.loads((run.folder / "hf_step_000002/config.json").read_text()).get("num_nextn_predict_layers", 1) == 1
     return found

@@ -53,8 +53,7 @@ def pair(rng: random.Random, number: int) -> dict[str, object]:
 
 def prepared(place: Place) -> Path:
     """The model; beside it the data."""
-    rng = random.Random(0)
-    counts = {"train": ROWS, "eval": 7}
+    rng, counts = random.Random(0), {"train": ROWS, "eval": 7}
     files = {name: [pair(rng, number) for number in range(counts[name])] for name in counts}
     for name, rows in files.items():
         pq.write_table(pa.Table.from_pylist(rows), place.folder / f"{name}.parquet", row_group_size=ROWS // 2)
@@ -186,8 +185,7 @@ class Reward:
     """A sequence classifier of transformers, whose score starts at 0."""
 
     def __init__(self, folder: Path) -> None:
-        kind = AutoModelForSequenceClassification
-        self.model = kind.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        self.model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
         self.model.score.weight.data.zero_()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -358,8 +356,7 @@ def test_every_layout_trains_the_same_reward_model_from_the_checkpoint_of_anothe
     tied = (*KEYS, f"model.path={make_tiny_model(TinySizes(tie_embeddings=True), place.cache, 0)}")
     alone = place.fork_alone("alone", *tied, f"train.steps={2 * len(LAYOUTS)}").finish()
     for number, layout in enumerate(LAYOUTS):
-        steps = f"train.steps={2 * number + 2}"
-        run = place.fork_alone("layouts", *tied, *layout, steps, resume=number > 0).finish()
+        run = place.fork_alone("layouts", *tied, *layout, f"train.steps={2 * number + 2}", resume=number > 0).finish()
         assert ("resuming from" in run.text()) == (number > 0)
     for row, wanted in zip(run.rows(), alone.rows(), strict=True):
         for name in ("loss", "grad_norm", "eval/loss", "eval/preference_margin"):

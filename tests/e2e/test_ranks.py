@@ -178,8 +178,7 @@ def test_connected_ranks_train_alike_save_for_their_job_and_are_named_when_they_
 
     def start(restart: int, *keys: str) -> tuple[Run, Path]:
         place.environment = {**job, "PYTHONPATH": path, "SLURM_RESTART_COUNT": str(restart)}
-        given = (*KEYS, "run.launcher=slurm", "checkpoint.every=0", *keys)
-        run = place.fork("connected", *given, resume=restart > 0)
+        run = place.fork("connected", *(*KEYS, "run.launcher=slurm", "checkpoint.every=0", *keys), resume=restart > 0)
         place.environment = {}
         return run, run.folder / "jobs" / f"7-{restart}"
 
@@ -271,8 +270,7 @@ def test_a_head_that_does_not_come_up_is_not_waited_for(place: Place, job: Mappi
     for head in said:
         place.environment = {**job, "SLURM_RESTART_COUNT": "0", "HEAD": head}
         seconds = 10 if head == "is silent" else 3600
-        keys = ("run.launcher=ray", f"learner.timeout_seconds={seconds}")
-        runs[head] = place.fork(f"head-{seconds}", *KEYS, *keys)
+        runs[head] = place.fork(f"head-{seconds}", *KEYS, *("run.launcher=ray", f"learner.timeout_seconds={seconds}"))
     place.environment = {}
     for head, run in runs.items():  # ray.init waits twice as long for such a head as this does
         assert re.search(f"error: {said[head]}", said_at_its_end(run))
@@ -280,11 +278,9 @@ def test_a_head_that_does_not_come_up_is_not_waited_for(place: Place, job: Mappi
 
 
 def test_servers_in_actors_end_with_them_and_with_the_controller(tmp_path: Path) -> None:
-    """Each in its own place, which is free for the next once it is gone; by SIGKILL too, no server is left.
-
-    In the environment of ``ray job submit``, whose files another cluster has, and in a folder with packages of our
-    packages' names.
-    """
+    """Each in its own place, which is free for the next once it is gone; by SIGKILL too, no server is left. In the
+    environment of ``ray job submit``, whose files another cluster has, and in a folder with packages of our packages'
+    names."""
     for name in ("launcher", "rl_megatron"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('of the project')\n")

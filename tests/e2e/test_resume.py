@@ -165,10 +165,8 @@ def test_an_evaluation_of_a_checkpoint_is_that_of_its_export_and_the_runs_own(pl
 
 
 def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
-    """And stopped, by Ctrl-C within steps that are known: a test that waits for a row may be late by steps.
-
-    The run's name is its configuration's.
-    """
+    """And stopped, by Ctrl-C within steps that are known: a test that waits for a row may be late by steps. The run's
+    name is its configuration's."""
     folder, keys = place.folder / "runs" / "tiny_cpu", (*ONE, "run.name=null")
     start = partial(place.fork, folder.name, *keys)
     start(before=Witness(folder=place.folder, point=FOLDER_MADE)).killed()

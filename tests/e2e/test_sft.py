@@ -62,8 +62,7 @@ def conversation(rng: random.Random) -> list[dict[str, str]]:
 
 def prepared(place: Place) -> Path:
     """The model; beside it the data."""
-    rng = random.Random(0)
-    counts = {"train": ROWS, "eval": 9}
+    rng, counts = random.Random(0), {"train": ROWS, "eval": 9}
     return prepared_with(
         place, {name: [{"messages": conversation(rng), "id": n} for n in range(counts[name])] for name in counts}
     )

@@ -39,10 +39,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """``bin`` of an environment with the wheel and the packages beside this pytest, without the checkout.
-
-    A ``.pth`` line adds a folder and reads no other ``.pth`` in it: an editable installation is not seen.
-    """
+    """``bin`` of an environment with the wheel and the packages beside this pytest, without the checkout. A ``.pth``
+    line adds a folder and reads no other ``.pth`` in it: an editable installation is not seen."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=SECONDS)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -119,8 +119,7 @@ def distilled(place: Any) -> dict[str, Any]:
     for prompt, completion in (one for step in steps for one in step):
         mask = [0] * len(prompt) + [1] * len(completion)
         rows.append({"input_ids": prompt + completion, "completion_mask": mask, "prompt": ""})
-    given = optimizer(1e-3, "constant")
-    made = job("gkd", student, rows, size, STEPS, given, beta=0.5, remove_unused_columns=False)
+    made = job("gkd", student, rows, size, STEPS, optimizer(1e-3, "constant"), beta=0.5, remove_unused_columns=False)
     return {"gkd": made | {"teacher": str(teacher), "sampled": steps}}
 
 

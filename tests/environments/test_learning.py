@@ -62,8 +62,7 @@ LETTERS = ("name=letter_counting", "size=256", "held_out=32", "seed=1", "min_wor
 def test_verifiers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share of characters with an even code, without any warm start: 0.3 at first, 0.9 behind 7 steps."""
     monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{EXAMPLES}")
-    python = interpreter("verifiers")
-    args = "{agent: {runtime: {type: subprocess}}}"
+    python, args = interpreter("verifiers"), "{agent: {runtime: {type: subprocess}}}"
     keys = (f"python={python}", "id=even_second", "size=48", "held_out=16", f"args={args}")
     run(place.folder / "tasks", "verifiers_episodes:tasks", keys)
     found = rewards(

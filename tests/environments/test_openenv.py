@@ -212,8 +212,7 @@ def lying(answers: Callable[[Any, str], Any], schema: Callable[[Any, Any], Any] 
     ready, url, stopped = threading.Event(), list[str](), list[Callable[[], object]]()
 
     async def serving() -> None:
-        until = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        until, loop = asyncio.Event(), asyncio.get_running_loop()
         stopped.append(lambda: loop.call_soon_threadsafe(until.set))
         async with serve(handle, "127.0.0.1", 0, process_request=asked, close_timeout=0.1) as server:
             url.append(f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}")

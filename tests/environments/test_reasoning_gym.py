@@ -53,9 +53,8 @@ def stepped(row: Mapping[str, Any], text: str, **options: Any) -> EnvironmentSte
 def test_the_files_have_the_problems_of_disjoint_seeds(tmp_path: Path) -> None:
     train, held_out = written(tmp_path, *CHAIN)
     whole = package.create_dataset("chain_sum", seed=5, size=10, min_terms=2, max_terms=3)
-    assert [(row["question"], row["answer"]) for row in (*train, *held_out)] == [
-        (entry["question"], entry["answer"]) for entry in whole
-    ]
+    expected = [(entry["question"], entry["answer"]) for entry in whole]
+    assert [(row["question"], row["answer"]) for row in (*train, *held_out)] == expected
     assert (len(train), len(held_out)) == (6, 4)
 
 

@@ -148,9 +148,7 @@ def usual(found: Tensor, wanted: Tensor) -> float:
 
 def family_main(rank: int, folder: Path, keys: Mapping[str, Any], names: Sequence[str]) -> None:
     """Differences of logits from transformers' own, largest and `usual`, by family, and losses of a step of `TRAINED`.
-
-    Folders of families are beside this one.
-    """
+    Folders of families are beside this one."""
     learner, device = begin(rank, folder, keys)
     from rl_megatron.algorithms.losses import CrossEntropy
     from rl_megatron.learner.megatron import make_policy

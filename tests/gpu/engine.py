@@ -78,10 +78,8 @@ def _flipped_on_the_way(transport: Any) -> str:
 
 
 def ipc_main(rank: int, folder: Path, uuid: str) -> None:
-    """Two processes on one GPU, of which the second knows it by another name: each version exactly, both dtypes.
-
-    A bit of the third version flips on its way, and its checksums tell.
-    """
+    """Two processes on one GPU, of which the second knows it by another name: each version exactly, both dtypes. A bit
+    of the third version flips on its way, and its checksums tell."""
     if rank and uuid:
         os.environ["CUDA_VISIBLE_DEVICES"] = uuid
     torch.set_num_threads(1)

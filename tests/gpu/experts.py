@@ -22,8 +22,7 @@ def experts_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) 
 
     experts, hidden, width, rows = (8, 64, 32, 96) if small else (128, 2048, 768, 65536)
     torch.manual_seed(1)
-    drawn = torch.randint(1, experts - 1, (rows,)).square() // experts
-    counts = torch.bincount(drawn, minlength=experts).tolist()
+    counts = torch.bincount(torch.randint(1, experts - 1, (rows,)).square() // experts, minlength=experts).tolist()
     given = [torch.randn(rows, hidden, device=device), torch.rand(rows, device=device)]
     given += [torch.randn(2 * width, hidden, device=device) / hidden**0.5 for _ in range(experts)]
     given += [torch.randn(hidden, width, device=device) / width**0.5 for _ in range(experts)]

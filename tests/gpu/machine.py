@@ -41,11 +41,9 @@ class Machine:
     def seen(
         self, folder: Path, calls: Mapping[str, tuple[Any, ...]], *, together: bool = False
     ) -> dict[str, dict[str, Any]]:
-        """What one process for each call wrote to seen.json, by the call's name.
-
-        A call is ``main`` and its arguments after rank and folder, a new one in ``folder`` for each. ``together``: the
-        calls need nothing of each other and measure nothing, so three run at once for four cores.
-        """
+        """What one process for each call wrote to seen.json, by the call's name. A call is ``main`` and its arguments
+        after rank and folder, a new one in ``folder`` for each. ``together``: the calls need nothing of each other and
+        measure nothing, so three run at once for four cores."""
         at_once = max(1, len(os.sched_getaffinity(0)) * 3 // 4) if together else 1
         self.run(_worlds(folder, calls), at_once)
         return {name: json.loads((folder / name / "seen.json").read_text()) for name in calls}

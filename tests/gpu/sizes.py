@@ -118,8 +118,7 @@ def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> 
     shape = shape_of(small)
     model = make_frozen(shape, learner, device, temperature=1.0)
     fill_at_random(model.tensors)
-    layout = megatron_layout(shape, learner.dims)
-    into = hf_layout(shape)
+    layout, into = megatron_layout(shape, learner.dims), hf_layout(shape)
     src = dict(model.tensors)
     dtype = next(iter(src.values())).dtype
     dst = {name: torch.empty(size, dtype=dtype, device=device) for name, size in into.local_shapes(0).items()}

@@ -27,11 +27,9 @@ KILLED, TRAINED = "killed.jsonl", "trained.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The moment at which a run is killed: before or ``after`` the ``nth`` call of a function in its process.
-
-    ``call`` is module:function, as the caller knows it. ``torn``: the ledger loses its last bytes first, as when the
-    kill comes in the middle of a write.
-    """
+    """The moment at which a run is killed: before or ``after`` the ``nth`` call of a function in its process. ``call``
+    is module:function, as the caller knows it. ``torn``: the ledger loses its last bytes first, as when the kill comes
+    in the middle of a write."""
 
     name: str
     call: str
@@ -148,8 +146,7 @@ def at(point: Point, act: Callable[[], None]) -> None:
 
         @functools.wraps(real)
         def calling(*given: Any, **named: Any) -> Any:
-            chosen = begin()
-            result = real(*given, **named)
+            chosen, result = begin(), real(*given, **named)
             if chosen:
                 act()
             return result

@@ -71,8 +71,7 @@ def _reinforced(
     held_out = {
         row["step"]: row["eval/accuracy"] for row in run.rows() if row["phase"] == "rl" and "eval/accuracy" in row
     }
-    before = held_out.pop(0)
-    step = max(held_out, key=lambda one: held_out[one])
+    before, step = held_out.pop(0), max(held_out, key=lambda one: held_out[one])
     return Learned(seed=seed, before=before, after=held_out[step], step=step, seconds=took, least=least)
 
 

@@ -96,8 +96,7 @@ def test_learner_ranks_carry_versions_to_engine_ranks_that_slept_on_their_gpus(t
 
 
 def test_reference_saved_state_and_engine_are_those_of_the_cpu(tmp_path: Path) -> None:
-    model = make_tiny_model(gpu_branch.TINY, tmp_path, seed=3)
-    seen = {}
+    model, seen = make_tiny_model(gpu_branch.TINY, tmp_path, seed=3), {}
     for device in ("cuda", "cpu"):
         (tmp_path / device / "saved").mkdir(parents=True)
         given = (LearnerSection(device=device), tmp_path / device, model)
@@ -108,7 +107,6 @@ def test_reference_saved_state_and_engine_are_those_of_the_cpu(tmp_path: Path) -
         seen[device] = {p.stem: json.loads(p.read_text()) for p in (tmp_path / device).glob("*.json")}
     gpu, cpu = seen["cuda"]["False"], seen["cpu"]["False"]
     assert seen["cuda"]["True"] == gpu  # to the bit, the engine's tokens too
-    assert gpu["step"] == pytest.approx(cpu["step"], rel=1e-6)
-    assert gpu["tokens"] == cpu["tokens"]
+    assert (gpu["step"], gpu["tokens"]) == (pytest.approx(cpu["step"], rel=1e-6), cpu["tokens"])
     for found, wanted in zip(gpu["reference"], cpu["reference"], strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)

@@ -104,9 +104,8 @@ def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["listed"] == "residual"
-    assert said["documented"] == [
-        "| `learner.residual_copies` | integer ≥ 0 | `0` | Copies in float32 of what runs past the layers. |"
-    ]
+    expected = ["| `learner.residual_copies` | integer ≥ 0 | `0` | Copies in float32 of what runs past the layers. |"]
+    assert said["documented"] == expected
     assert said["row"] == "copies in float32 of what runs past the layers"
     assert said["last key"] == "residual_copies"
     assert said["fixed"] == 3  # on a resume

@@ -113,11 +113,9 @@ def _number(figure: str) -> float:
 
 
 def _seconds_of_cpu(apart: set[psutil.Process]) -> float:
-    """That all processes which have ended here took: the same beside others, unlike the clock's.
-
-    Waits for the children but those ``apart``, and kills what does not end: the kernel counts no process that nobody
-    waits for, such as a fork server.
-    """
+    """That all processes which have ended here took: the same beside others, unlike the clock's. Waits for the children
+    but those ``apart``, and kills what does not end: the kernel counts no process that nobody waits for, such as a fork
+    server."""
     while left := set(psutil.Process().children()) - apart:
         for process in psutil.wait_procs(left, timeout=LEFT_SECONDS)[1]:
             process.kill()
@@ -129,8 +127,7 @@ def main() -> None:
     """Run all; exits with 1 where one is stale."""
     old, apart = 0, set(psutil.Process().children())
     for claim in claims():
-        began = _seconds_of_cpu(apart)
-        text = printed(claim.command)
+        began, text = _seconds_of_cpu(apart), printed(claim.command)
         missing, seconds = stale(claim.shown, text), _seconds_of_cpu(apart) - began
         long = seconds > SHOWN_BY_RUNNING
         print(f"{'STALE' if missing or long else 'holds'}  {seconds:3.0f} s of CPU  {claim.command}", flush=True)

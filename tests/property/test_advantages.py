@@ -35,8 +35,7 @@ fewer = settings(max_examples=100, deadline=None, derandomize=True)
 
 def draw(seed: int, group_sizes: list[int]) -> tuple[list[float], list[int]]:
     """Rewards of shuffled ragged groups with ids that are neither dense nor sorted; some groups are all equal."""
-    rng = random.Random(seed)
-    pairs = []
+    rng, pairs = random.Random(seed), []
     for group, size in enumerate(group_sizes):
         kind = rng.choice(["equal", "binary", "real"])
         equal = rng.choice([0.0, 0.1, 1.0])
@@ -129,8 +128,7 @@ def test_rewards_that_differ_by_rounding_alone_give_exactly_zero(seed: int, size
         given = {"mean": "group", "std": std, "leave_one_out": False, "best_of": best_of}
         assert not group_advantages(rewards, ids, **given).any(), given  # type: ignore[arg-type]  # of several types
     assert not whiten(rewards, every).any()
-    optimal = less_optimal_baseline(rewards, torch.rand(size), every, cu_seqlens, group_of=ids)
-    assert not whiten(optimal, every).any()
+    assert not whiten(less_optimal_baseline(rewards, torch.rand(size), every, cu_seqlens, group_of=ids), every).any()
     assert not whiten(remax_advantages(rewards, rewards.flip(0)), every).any()
 
 
@@ -257,8 +255,7 @@ def test_sums_over_blocks_equal_loops(seed: int, lengths: list[int], each_its_ow
 
 
 def test_a_batch_of_many_parts_is_its_sequences_one_by_one() -> None:
-    g = torch.Generator().manual_seed(0)
-    lengths = [750_000, 0, 7, 450_000, 500_001, 3]
+    g, lengths = torch.Generator().manual_seed(0), [750_000, 0, 7, 450_000, 500_001, 3]
     bounds = boundaries(lengths)
     assert len(list(whole_sequences(bounds))) > 2
     num = int(bounds[-1])

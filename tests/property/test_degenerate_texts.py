@@ -140,8 +140,7 @@ def times_of_double(read: Callable[[str], object], text: Callable[[int], str]) -
 
 
 def check(read: Callable[[str], object], texts: dict[str, Callable[[int], str]]) -> None:
-    slow = {name: times for name, text in texts.items() if (times := times_of_double(read, text)) > MOST_TIMES}
-    assert not slow
+    assert not {name: times for name, text in texts.items() if (times := times_of_double(read, text)) > MOST_TIMES}
 
 
 def again(unit: str, front: str = "", end: str = "") -> Callable[[int], str]:

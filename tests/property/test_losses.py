@@ -136,8 +136,7 @@ def plain_inputs(sequences: Sequences) -> LossInputs:
 
 def gradients(loss: Loss, inputs: LossInputs) -> tuple[LossOutput, dict[str, Tensor]]:
     """The output and the gradient of each learned column, zeros where it has none."""
-    output = loss(inputs)
-    learned = [getattr(inputs, name) for name in LEARNED]
+    output, learned = loss(inputs), [getattr(inputs, name) for name in LEARNED]
     found = torch.autograd.grad(output.loss, learned, allow_unused=True)
     return output, {
         name: torch.zeros_like(x) if grad is None else grad
@@ -264,8 +263,7 @@ def test_objectives_equal_written_out_references(loss: PolicyLoss, seed: int, le
 def test_metrics_equal_plain_means_and_extremes(loss: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
     sequences = draw(seed, lengths, scale)
     kept = [token for tokens in sequences for token in tokens if token.mask]
-    output = loss(plain_inputs(sequences))
-    num = max(len(kept), 1)
+    output, num = loss(plain_inputs(sequences)), max(len(kept), 1)
     close(output.metrics["entropy"].value, sum(t.entropy for t in kept) / num)
     deltas = [clamp(t.logprobs - t.old_logprobs) for t in kept]
     close(output.metrics["kl/old_policy"].value, sum(math.exp(d) - d - 1 for d in deltas) / num)
@@ -298,8 +296,7 @@ def test_dppo_leaves_a_token_alone_beyond_its_limit_in_the_direction_of_its_adva
     base = plain_inputs([[Token(**dict.fromkeys(COLUMNS, 0.25), mask=True)] * len(rows)])
     columns = {"old_logprobs": old, "logprobs": new.clone().requires_grad_(), "advantages": advantages}
     output, grads = gradients(loss, replace(base, **columns))
-    gets = [False, True, True, False, False, False, True, False, False, False]
-    assert (grads["logprobs"] != 0).tolist() == gets
+    assert (grads["logprobs"] != 0).tolist() == [False, True, True, False, False, False, True, False, False, False]
     assert torch.isfinite(output.loss)
     close(output.metrics["clip_fraction"].value, 5 / len(rows))
 
@@ -439,8 +436,7 @@ def test_cuts_add_up(loss: Loss, proximal: bool, seed: int, lengths: list[int], 
     sequences = draw(seed, lengths, scale)
     x = inputs_of(sequences, proximal=proximal)
     whole, grads = gradients(loss, x)
-    rng = random.Random(seed)
-    order = list(range(len(lengths) // 2))
+    rng, order = random.Random(seed), list(range(len(lengths) // 2))
     rng.shuffle(order)
     owners = [[p for p in order if p % cuts == owner] for owner in range(cuts)]
     shares, pieces = [], dict[str, dict[int, Tensor]]({name: {} for name in LEARNED})

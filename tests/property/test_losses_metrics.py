@@ -89,8 +89,7 @@ def test_the_weight_of_a_mean_is_the_count_that_it_is_over(loss: PolicyLoss, cou
 
 def test_clip_sides_of_known_tokens() -> None:
     """Up by half with A > 0 is clipped above, down by half with A < 0 below; the other two are free."""
-    x = batch([4], 0)
-    log_ratios = torch.tensor([1.5, 0.5, 1.5, 0.5]).double().log()
+    x, log_ratios = batch([4], 0), torch.tensor([1.5, 0.5, 1.5, 0.5]).double().log()
     x = replace(x, logprobs=x.old_logprobs + log_ratios, advantages=torch.tensor([1.0, -1.0, -1.0, 1.0]).double())
     means = values(policy_loss()(x))
     assert (means["clip_fraction/low"].item(), means["clip_fraction/high"].item()) == (0.25, 0.25)
@@ -234,8 +233,7 @@ many = settings(max_examples=120, deadline=None, derandomize=True)
 
 def draw(seed: int, lengths: list[int], scale: float) -> LossInputs:
     """Rollout, old and current log-probs that differ by ``scale``; NaN wherever masked out."""
-    g = torch.Generator().manual_seed(seed)
-    num = sum(lengths)
+    g, num = torch.Generator().manual_seed(seed), sum(lengths)
     mask = torch.rand(num, generator=g) < 0.8
     rollout = -torch.rand(num, generator=g, dtype=torch.float64)
     old = rollout + scale * torch.randn(num, generator=g, dtype=torch.float64)
@@ -338,8 +336,7 @@ def test_a_token_at_a_limit_is_kept(section: CorrectionSection) -> None:
     """Of weight 1, whose policy has moved by half a nat."""
     ones = torch.ones(2, dtype=torch.float64)
     inputs = replace(draw(0, [2], 0.0), mask=ones.bool(), advantages=-ones, old_logprobs=-ones, rollout_logprobs=-ones)
-    weights = correction_weights(section, replace(inputs, logprobs=-1.5 * ones), 2 * ones[:1])
-    assert weights.tolist() == [1.0, 1.0]
+    assert correction_weights(section, replace(inputs, logprobs=-1.5 * ones), 2 * ones[:1]).tolist() == [1.0, 1.0]
 
 
 def test_a_policy_that_has_drifted_drops_bad_sequences_alone() -> None:
@@ -359,9 +356,8 @@ def test_a_divergence_at_the_limit_is_kept_and_one_above_it_is_not(level: str, t
     """Two tokens of one nat's gap, so that each has the same k3."""
     ones = torch.ones(2, dtype=torch.float64)
     limit = tokens * float(k3(-2 * ones, -ones)[0])
-    inputs = replace(
-        draw(0, [2], 0.0), mask=ones.bool(), advantages=ones, old_logprobs=-ones, rollout_logprobs=-2 * ones
-    )
+    mask = ones.bool()
+    inputs = replace(draw(0, [2], 0.0), mask=mask, advantages=ones, old_logprobs=-ones, rollout_logprobs=-2 * ones)
     for high, wanted in ((limit, [1.0, 1.0]), (math.nextafter(limit, 0.0), [0.0, 0.0])):
         section = CorrectionSection.model_validate({"mode": "reject", "level": level, "high": high})
         assert correction_weights(section, inputs, 2 * ones[:1]).tolist() == wanted

@@ -57,12 +57,9 @@ def test_every_sequence_is_packed_once(lengths: list[int], dims: ParallelDims, m
         assert sorted(packed) == sorted(piece.tolist() for piece in pieces(samples, name)), name
     for placeholder in (micro for micro in micro_batches if all(micro is not other for other in real)):
         assert placeholder.input_ids.tolist() == samples.input_ids[:1].tolist()
-        assert placeholder.extra["routes"].tolist() == [
-            [[0, 1]] * 3
-        ]  # of the first position: a token's experts all differ
+        assert placeholder.extra["routes"].tolist() == [[[0, 1]] * 3]
         assert placeholder.cu_seqlens.tolist() == [0, 1]
-    assert batch.num_sequences == len(lengths)
-    assert batch.num_tokens == int(samples.mask.sum())
+    assert (batch.num_sequences, batch.num_tokens) == (len(lengths), int(samples.mask.sum()))
 
 
 @settings(deadline=None, max_examples=150)
@@ -320,12 +317,10 @@ def test_metrics_are_a_loops_over_micro_batches(several: list[list[int]], dims: 
 def test_the_padding_is_what_ranks_compute(fp8: str | None, lengths: list[int], tp: int, cp: int) -> None:
     learner = LearnerSection.model_validate({"fp8": fp8, "tp": tp, "cp": cp, "max_tokens_per_micro_batch": 90})
     packer = packer_of(learner, attention_cost=0.0)
-    batch = packer.pack(ragged(lengths))
-    computed = 0
+    batch, computed = packer.pack(ragged(lengths)), 0
     for micro_batch in (one for row in batch.micro_batches for one in row):
-        share = pack_micro_batch(
-            micro_batch, tp=tp, cp=cp, cp_rank=0, device=torch.device("cpu"), rows=learner.float8_rows
-        )
+        device = torch.device("cpu")
+        share = pack_micro_batch(micro_batch, tp=tp, cp=cp, cp_rank=0, device=device, rows=learner.float8_rows)
         computed += cp * len(share.input_ids)
     assert packer.metrics([batch])["packing/padding_fraction"] == pytest.approx(1 - sum(lengths) / computed)
 
@@ -475,8 +470,7 @@ def vars_of(part: Any) -> list[object]:
 )
 def test_a_query_sees_keys_up_to_its_own_and_as_many_as_a_window_has(lengths: list[int], cp: int, window: int) -> None:
     for rank in range(cp):
-        share = pack_micro_batch(make_samples(lengths), tp=1, cp=cp, cp_rank=rank, device=CPU)
-        for part in share.attention.classes:
+        for part in pack_micro_batch(make_samples(lengths), tp=1, cp=cp, cp_rank=rank, device=CPU).attention.classes:
             seen, last = part.visible(window)[:, 0], part.positions
             assert torch.equal(seen.sum(-1), (last + 1).clamp(max=window or part.key_length))
             assert seen.gather(-1, last[..., None]).all()

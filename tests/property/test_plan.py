@@ -104,8 +104,7 @@ def test_resharding_gives_the_other_meshs_shards(
     source = Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=a, stages=stages)
     hf, target = full_hf(m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=b)
     placement = {rank: rank + 1 for rank in range(b.world_size)}
-    got = empty(target, placement)
-    moves = plan(source, target, placement=placement)
+    got, moves = empty(target, placement), plan(source, target, placement=placement)
     assert from_json(json.loads(json.dumps(to_json(moves)))) == moves
     run(everything(moves, placement), megatron_shards(hf, m, a, stages), got)
     for rank, wanted in enumerate(megatron_shards(hf, m, b)):
@@ -119,8 +118,7 @@ def test_engines_get_all_with_the_fewest_bytes(m: ModelShape, d: ParallelDims, e
     target = Layout(table=HF_QWEN3_MOE, shape=m, dims=ParallelDims(dp=engines))
     placement = {r: (r if colocated else r + d.world_size) for r in range(engines)}
     moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d), target, placement=placement)
-    transfers = everything(moves, placement)
-    got = empty(target, placement)
+    transfers, got = everything(moves, placement), empty(target, placement)
     run(transfers, src, got)
     moved = dict.fromkeys(placement.values(), 0)
     for t in transfers:
@@ -141,8 +139,7 @@ def test_no_replica_sends_much_more_than_another(m: ModelShape, d: ParallelDims)
     target = Layout(table=HF_QWEN3_MOE, shape=m, dims=ParallelDims(dp=4))
     placement = {r: r + d.world_size for r in range(4)}
     moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d), target, placement=placement)
-    transfers = everything(moves, placement)
-    load = [0] * d.world_size
+    transfers, load = everything(moves, placement), [0] * d.world_size
     for t in transfers:
         load[t.src_rank] += size(t.src_box)
     alike: dict[tuple[int, int, int, int], list[int]] = {}
@@ -186,8 +183,7 @@ def test_sharded_engines_get_their_shards(data: st.DataObject, m: ModelShape, d:
     learner = Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d, stages=stages)
     target = Layout(table=ENGINE_QWEN3_MOE, shape=m, dims=e)
     placement = {r: (r if colocated else r + d.world_size) for r in range(e.world_size)}
-    moves = plan(learner, target, placement=placement)
-    got = empty(target, placement)
+    moves, got = plan(learner, target, placement=placement), empty(target, placement)
     run(everything(moves, placement), src, got)
     into = dict.fromkeys(placement.values(), 0)
     for (_, receiver), elements in moves.traffic().items():
@@ -274,9 +270,8 @@ def test_buckets_are_bounded_and_tile_what_a_pair_moves(m: ModelShape, d: Parall
     assert all(bucket.turn in (0, -int(layer_of(p))) for bucket in buckets for p in bucket.parts if layer_of(p))
     assert all(bucket.num_bytes <= max(bucket_bytes, bucket.dtype.itemsize) for bucket in buckets)
     parts = [part for bucket in buckets for part in bucket.parts]
-    assert {part.dst_param: dtype_of(part.dst_param) for part in parts} == {
-        part.dst_param: bucket.dtype for bucket in buckets for part in bucket.parts
-    }
+    expected = {part.dst_param: bucket.dtype for bucket in buckets for part in bucket.parts}
+    assert {part.dst_param: dtype_of(part.dst_param) for part in parts} == expected
 
     def elements(moved: Iterable[Transfer | BucketPart]) -> Counter[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
         """Each element's way: where from, where to."""
@@ -451,8 +446,7 @@ def test_engines_get_their_own_shards(data: st.DataObject, m: ModelShape, d: Par
     learner = Layout(table=MEGATRON_DEEPSEEK_V3, shape=m, dims=d, stages=stages)
     engine = Layout(table=ENGINE_DEEPSEEK_V3, shape=m, dims=e)
     placement = {rank: rank + 1 for rank in range(e.world_size)}
-    got = empty(engine, placement)
-    moves = plan(learner, engine, placement=placement)
+    got, moves = empty(engine, placement), plan(learner, engine, placement=placement)
     run(everything(moves, placement), shards(hf, m, d, stages, engine=False), got)
     for rank, wanted in enumerate(shards(hf, m, e, None, engine=True)):
         assert_same(got[placement[rank]], wanted)

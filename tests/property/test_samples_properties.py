@@ -196,16 +196,11 @@ def test_a_step_costs_its_columns_once_and_little_more() -> None:
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=4000, attention_cost=0.0)
     sent = SentRows(dp)
     moved = bytes_of(sent.shares(packer.pack(samples, ranks=packer.ranks(samples, most=2, seed=5)), to_score=True))
-    trained = replace(
-        samples,
-        old_logprobs=torch.randn(len(samples.mask)),
-        advantages=torch.repeat_interleave(torch.randn(samples.num_sequences), samples.cu_seqlens.diff())
-        * samples.mask,
-    )
+    advantages = torch.repeat_interleave(torch.randn(samples.num_sequences), samples.cu_seqlens.diff()) * samples.mask
+    trained = replace(samples, old_logprobs=torch.randn(len(samples.mask)), advantages=advantages)
     for batch in packer.minibatches(trained, most=2, seeds=[5]):
         moved += bytes_of(sent.shares(batch, to_score=False))
-    tokens = len(samples.input_ids) + samples.num_sequences
-    columns = 4 * (tokens + int(samples.mask.sum()) + len(samples.mask))
+    columns = 4 * ((len(samples.input_ids) + samples.num_sequences) + int(samples.mask.sum()) + len(samples.mask))
     assert columns < moved <= 1.05 * columns
 
 
@@ -217,8 +212,7 @@ def test_a_rank_gets_the_routes_of_its_own_rows_alone_and_once() -> None:
         replace(samples, extra={"routes": routes.to(torch.uint8)}),
         Packer(dims=ParallelDims(dp=dp), max_tokens=4000, attention_cost=0.0),
     )
-    ranks = packer.ranks(samples, most=2, seed=5)
-    extra = [0] * dp
+    ranks, extra = packer.ranks(samples, most=2, seed=5), [0] * dp
     for one, sign in ((routed, 1), (samples, -1)):
         sent, trained = SentRows(dp), replace(one, old_logprobs=torch.ones(len(one.mask)))
         batches = [packer.pack(one, ranks=ranks), *packer.minibatches(trained, most=2, seeds=[5])]

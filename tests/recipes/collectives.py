@@ -27,8 +27,7 @@ from tools.planner.layers import (
 
 def uncounted(learner: LearnerSection, shape: ModelShape) -> str:
     """The key whose collectives the closed form does not have; empty if it has all."""
-    d = learner.dims
-    section = learner.recompute
+    d, section = learner.dims, learner.recompute
     unknown = {
         f"learner.cp={d.cp}": d.cp > 1,
         f"learner.etp={d.etp}": d.etp > 1 and bool(shape.num_experts),
@@ -42,10 +41,8 @@ def uncounted(learner: LearnerSection, shape: ModelShape) -> str:
 def collectives(
     learner: LearnerSection, shape: ModelShape, stage: int, held: Terms, *, layers: Sequence[int], micro_batches: int
 ) -> Mapping[str, float]:
-    """Bytes by kind of a rank of ``stage`` with ``layers`` in a step of full micro-batches.
-
-    ``held`` are its bytes of parameters and gradients, as of `tools.planner.memory.footprints`.
-    """
+    """Bytes by kind of a rank of ``stage`` with ``layers`` in a step of full micro-batches. ``held`` are its bytes of
+    parameters and gradients, as of `tools.planner.memory.footprints`."""
     d, size, tokens = learner.dims, BYTES[learner.dtype], learner.max_tokens_per_micro_batch
     whole = tokens * shape.hidden_size * size
     sparse = len([n for n in layers if n in shape.moe_layers])

@@ -63,8 +63,7 @@ class WithoutMicroBatches(MegatronLearner):
         """Bytes of the parameters, and of the buffers in which gradients are added up."""
         chunks = self._chunks_of_all
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        parameters = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
-        return parameters, sum(b.grad_data.nbytes for b in buffers)
+        return sum(p.nbytes for chunk in chunks for p in chunk.parameters()), sum(b.grad_data.nbytes for b in buffers)
 
     def counted(self, meter: Meter, micro_batches: int, rank: int) -> DryRun:
         """What ``meter``, which has seen everything since before the learner was made, counts of one step."""
@@ -88,10 +87,8 @@ class WithoutMicroBatches(MegatronLearner):
 
 def dry_run(shape: ModelShape, learner: LearnerSection, rank: int, *, sequence: int, micro_batches: int = 1) -> DryRun:
     """Build ``rank``'s policy and make one step of ``micro_batches`` full ones, of sequences of ``sequence`` tokens.
-
     This process is of no use for anything else afterwards. Raises what a real rank would raise for sizes that do not
-    divide.
-    """
+    divide."""
     at_once = multiplies_at_once(learner.model_copy(update={"layers": "torch"}), shape)
     learner = learner.model_copy(update={"device": "cpu", "layers": "torch", **_WITHOUT})
     _join(learner, rank)
@@ -128,8 +125,7 @@ def micro_batch(learner: LearnerSection, sequence: int) -> PackedMicroBatch:
         old_logprobs=numbers,
         cu_seqlens=torch.tensor([*range(0, tokens, min(sequence, tokens)), tokens]),
     )
-    cp_rank = parallel_state.get_context_parallel_rank()
-    cpu = torch.device("cpu")
+    cp_rank, cpu = parallel_state.get_context_parallel_rank(), torch.device("cpu")
     packed = pack_micro_batch(samples, tp=learner.tp, cp=learner.cp, cp_rank=cp_rank, device=cpu)
     if not of_learner(learner).train:
         return packed
@@ -231,11 +227,9 @@ _on_cpu = torch.nn.functional.scaled_dot_product_attention
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, enable_gqa: bool = False, **named: Any
 ) -> Tensor:
-    """As GPUs' fused kernels, which keep no scores; CPUs' wants heads of queries and values of one width for that.
-
-    The one of GPUs that takes a mask (torch's memory-efficient) takes no grouped queries, and keeps the mask as numbers
-    to add: where both are, torch computes and keeps the scores.
-    """
+    """As GPUs' fused kernels, which keep no scores; CPUs' wants heads of queries and values of one width for that. The
+    one of GPUs that takes a mask (torch's memory-efficient) takes no grouped queries, and keeps the mask as numbers to
+    add: where both are, torch computes and keeps the scores."""
     if attn_mask is not None and enable_gqa:
         return _on_cpu(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **named)
     added = query.new_empty(0) if attn_mask is None else attn_mask.to(query.dtype)

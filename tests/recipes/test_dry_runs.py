@@ -44,9 +44,8 @@ def test_stages_build_step_and_hold_what_is_planned(recipe: str) -> None:
         assert run.passes == pytest.approx(terms["activations"] + terms["logits"], rel=0.03)
         learner = config.learner
         layers = layers_of(learner, shape, run.stage)
-        found = collectives(
-            learner, shape, run.stage, terms, layers=layers, micro_batches=counted_micro_batches(learner)
-        )
+        micro_batches = counted_micro_batches(learner)
+        found = collectives(learner, shape, run.stage, terms, layers=layers, micro_batches=micro_batches)
         counted = {kind: sent for kind, (_, sent) in run.collectives.items()}
         assert not uncounted(learner, shape)
         assert found.keys() <= counted.keys()

@@ -225,9 +225,8 @@ def test_keys_of_a_union_are_told_without_its_tags(conf: Path) -> None:
         "data.eval: required, but not given; add data.eval=<value>",
         "data.digits=2: data.type=files reads problems from files; add data=arithmetic to generate sums",
     ]
-    assert problems("run", ["data.type=file"], conf) == [
-        "data.type='file': no such choice (did you mean 'files'?); one of: arithmetic, files, hub, mixture"
-    ]
+    expected = ["data.type='file': no such choice (did you mean 'files'?); one of: arithmetic, files, hub, mixture"]
+    assert problems("run", ["data.type=file"], conf) == expected
     assert problems("base", ["data.digits=2"], conf) == [
         "data.type: required, but not given; one of: arithmetic, files, hub, mixture"
     ]
@@ -238,9 +237,8 @@ def test_a_missing_file_does_not_bring_complaints_about_what_it_would_have_held(
         f"{conf}/rum.yaml: no such file (did you mean 'run'?); one of: base, run",
         "learner.ep=0: must be greater than or equal to 1",
     ]
-    assert problems("run", ["data=mime", "data.train=x"], conf) == [
-        f"data=mime: {conf}/data/mime.yaml: no such file (did you mean 'mine'?); one of: mine, sums"
-    ]
+    expected = [f"data=mime: {conf}/data/mime.yaml: no such file (did you mean 'mine'?); one of: mine, sums"]
+    assert problems("run", ["data=mime", "data.train=x"], conf) == expected
 
 
 def test_rules_between_keys_stay_readable() -> None:
@@ -353,9 +351,8 @@ def test_a_resolved_config_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, template: str, score: float
 ) -> None:
     data = FileRunData(type="files", train=Path("a b.jsonl"), eval=Path("c#.parquet"), prompt_template=template)
-    config = RunConfig(seed=3, run=RunSection(name=name), data=data).model_copy(
-        update={"eval": RunConfig().eval.model_copy(update={"success_reward": score})}
-    )
+    update = {"eval": RunConfig().eval.model_copy(update={"success_reward": score})}
+    config = RunConfig(seed=3, run=RunSection(name=name), data=data).model_copy(update=update)
     path = tmp_path_factory.mktemp("resolved") / "config.yaml"
     save_resolved(config, path)
     assert load_config(str(path), []) == config

@@ -239,9 +239,8 @@ def test_the_site_shows_whether_each_block_of_commands_is_run() -> None:
         *("<small>Run by a test</small>", "", "```sh"),
         *(r"<small>Run by tests/x\_y.py</small>", "", "<!-- a note -->"),
     ]
-    assert shown("  <!-- not run: wants a_b* & more -->\n") == (
-        "  <small>Not run here: wants a\\_b\\* &amp; more</small>\n\n"
-    )
+    expected = "  <small>Not run here: wants a\\_b\\* &amp; more</small>\n\n"
+    assert shown("  <!-- not run: wants a_b* & more -->\n") == expected
     for document in PAGES:
         marks = [block.mark for block in blocks(document, "sh", "bash", "shell", "console")]
         assert shown(document.read_text(encoding="utf-8")).count("<small>") == len(marks), document
@@ -343,11 +342,9 @@ def test_keys_have_meanings_values_words_and_one_line() -> None:
     silent = [key for key, _, _, meaning in ROW.findall(render()) if not meaning]
     assert [key for key in silent if not key.startswith("model.tiny.") and key != "data.type"] == []
     kinds = {key: kind for key, kind, *_ in ROW.findall(render())}
-    assert kinds["data.digits"] == "integer ≥ 1, ≤ 6"
-    assert kinds["rollout.top_p"] == "number > 0, ≤ 1"
+    assert (kinds["data.digits"], kinds["rollout.top_p"]) == ("integer ≥ 1, ≤ 6", "number > 0, ≤ 1")
     assert kinds["learner.etp"] == "integer ≥ 1 or `null`"
     assert kinds["reward.on_error"] == "`fail`, `drop` or number"
-    assert kinds["learner.device"] == "`cpu`, `cuda`"
-    assert kinds["model.path"] == "path or `null`"
+    assert (kinds["learner.device"], kinds["model.path"]) == ("`cpu`, `cuda`", "path or `null`")
     page = "".join(_section("made", Named.model_json_schema(schema_generator=_Described), {}))
     assert "| `made.names.<name>` | text | not there | Values by name, with `more` below. |\n" in page

@@ -164,11 +164,8 @@ def test_files_are_numpys_and_have_the_bits_one_after_the_other(tmp_path: Path) 
     text, names = written(tmp_path / "stream")
     tokens, logprobs, columns = (np.load(tmp_path / "stream" / name, allow_pickle=False) for name in names)
     assert names == ["tokens.npy", "logprobs.npy", "columns.npy"]
-    assert [(x.dtype.str, x.shape) for x in (tokens, logprobs, columns)] == [
-        ("<i4", (4,)),
-        ("<f4", (4,)),
-        ("|u1", (39,)),
-    ]
+    expected = [("<i4", (4,)), ("<f4", (4,)), ("|u1", (39,))]
+    assert [(x.dtype.str, x.shape) for x in (tokens, logprobs, columns)] == expected
     assert tokens.tolist() == [5, -1, 2**31 - 1, 7]
     assert logprobs.tobytes() == np.array([-0.1, float("-inf"), 1e-40, -2.5], np.float32).tobytes()
     assert columns[:11].tobytes() == ROUTES.tobytes()

@@ -232,8 +232,7 @@ class Rig:
         policy, value = Toy(table(VOCABULARY, VOCABULARY, seed=1), heard[0]), Toy(table(VOCABULARY, seed=2), heard[1])
         reference = Toy(table(VOCABULARY, VOCABULARY, seed=3), heard[2])
         engine = ToyEngine(policy, STARTED, says_one_thing, heard[3])
-        weights = ToyWeights(engine)
-        needs = config.algorithm
+        weights, needs = ToyWeights(engine), config.algorithm
         roles: Any = Roles(
             learners={"policy": policy, **({"critic": value} if needs.needs_critic else {})},
             frozen={"reference": reference} if needs.needs_reference else {},

@@ -44,19 +44,15 @@ def test_a_mutant_is_tried_with_the_tests_that_execute_its_statement_the_quickes
     mutant = Mutant("f.py", "", source, source.replace("+", "-"))
     others = [Mutant("f.py", "", source, source.replace(*words)) for words in (("= 1", "= 2"), ("@d\n", ""))]
     slow, quick, other, process = "tests/unit/a.py::a", "tests/unit/b.py::b", "tests/unit/c.py::c", "tests/e2e/d.py::d"
-    seen = Seen(
-        seconds={slow: 2.0, quick: 1.0, other: 0.5, process: 9.0},
-        failed=[],
-        lines={"f.py": {"1": [""], "2": [slow, quick], "4": [""], "5": [""]}},
-    )
+    lines = {"f.py": {"1": [""], "2": [slow, quick], "4": [""], "5": [""]}}
+    seen = Seen(seconds={slow: 2.0, quick: 1.0, other: 0.5, process: 9.0}, failed=[], lines=lines)
     assert seen.groups(mutant) == [[quick, slow], [process]]
     assert [seen.at(one) for one in (mutant, *others)] == [{slow, quick}, {""}, {""}]
 
 
 def test_functions_get_the_code_of_a_mutant_and_a_constant_must_be_imported() -> None:
     source = "SIZE = 1\ndef f(x, y=SIZE):\n    def g():\n        return x + y\n    return g()\n"
-    module = types.ModuleType("m")
-    old = compile(source, "m", "exec")
+    module, old = types.ModuleType("m"), compile(source, "m", "exec")
     exec(old, module.__dict__)
     for a, b, outer in exchanges(old, compile(source.replace("x + y", "x - y"), "m", "exec")):
         if outer:

@@ -104,9 +104,8 @@ def test_disk_is_refused_with_its_new_name() -> None:
 
 @pytest.mark.parametrize("value", ["my_package.moves:Copies", "a:b"])
 def test_own_code_is_refused_with_what_there_is(value: str) -> None:
-    assert problems([f"weights.transport={value}"]) == [
-        f"weights.transport='{value}': must be 'auto', 'file' or 'direct'; no code of your own moves weights"
-    ]
+    expected = [f"weights.transport='{value}': must be 'auto', 'file' or 'direct'; no code of your own moves weights"]
+    assert problems([f"weights.transport={value}"]) == expected
 
 
 def test_the_in_process_engine_loads_no_file() -> None:
@@ -351,8 +350,7 @@ def test_a_resume_may_find_them_elsewhere_but_not_others() -> None:
 def test_its_tokens_and_lengths_are_compared_with_the_policys(tmp_path: Path) -> None:
     policy = make_tiny_model(TinySizes(), tmp_path, 0)
     short = make_tiny_model(TinySizes(max_position_embeddings=8), tmp_path, 0)
-    tokens = (policy / "tokenizer.json").read_text()
-    other = tmp_path / "other"
+    tokens, other = (policy / "tokenizer.json").read_text(), tmp_path / "other"
     other.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (other / name).write_text((policy / name).read_text())

@@ -27,8 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(models: Path, machine: Machine) -> dict[str, Any]:
-    root = models
-    samples = two_sequences()
+    root, samples = models, two_sequences()
     names = ["qwen3_moe", "deepseek_v3"] if machine.pretended else [*MODELS]
     rounded = {}
     for name in names:

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Any:
-    folder = tmp_path_factory.mktemp("engine")
-    return machine.seen(folder, {"engine": (engine.engine_main, branch.FLOAT32)})["engine"]
+    return machine.seen(tmp_path_factory.mktemp("engine"), {"engine": (engine.engine_main, branch.FLOAT32)})["engine"]
 
 
 def test_a_push_writes_the_weights_and_checksums_are_the_hosts(seen: Any) -> None:

@@ -30,8 +30,7 @@ def test_it_learns(machine: Machine, tmp_path: Path) -> None:
         raise
     rows = [row for row in read_jsonl(path) if row["phase"] == "rl"]
     accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1]
-    last = rows[-1]
-    seconds = sum(float(row.get("seconds/step", 0.0)) for row in rows)
+    last, seconds = rows[-1], sum(float(row.get("seconds/step", 0.0)) for row in rows)
     note("default run, learner.device=cuda", f"accuracy {accuracy:.3f} after {last['step']} steps, {seconds:.0f} s")
     for name in ("seconds/step", "seconds/rollout", "seconds/train", "seconds/weights", "mfu/train"):
         if name in last:

@@ -44,8 +44,7 @@ def test_a_step_holds_what_is_planned(name: str, machine: Machine, tmp_path: Pat
     note(f"reserved by torch's allocator, {name}", f"{seen['reserved'] / GB:.2f} GB")
     for kernel, milliseconds in seen["kernels"].items():
         note(f"kernel, {name}: {kernel}", f"{milliseconds:.1f} ms")
-    speed = training_flops(shape, [tokens]) / seen["step"]
-    peak = peak_of(versions()[0])
+    speed, peak = training_flops(shape, [tokens]) / seen["step"], peak_of(versions()[0])
     share = "" if peak is None else f", {speed / peak.bfloat16 / 1e12:.1%} of the peak"
     note(
         f"step of {tokens} tokens, {name}", f"{seen['step'] * 1e3:.0f} ms{share}; forward {seen['score'] * 1e3:.0f} ms"

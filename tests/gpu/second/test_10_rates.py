@@ -38,8 +38,7 @@ def test_steps_of_packed_sequences(length: int, layers: str, machine: Machine, t
 
 
 def test_experts_in_one_call_are_those_one_by_one(machine: Machine, tmp_path: Path) -> None:
-    calls = {"experts": (experts.experts_main, branch.BFLOAT16, machine.pretended)}
-    seen = machine.seen(tmp_path, calls)["experts"]
+    seen = machine.seen(tmp_path, {"experts": (experts.experts_main, branch.BFLOAT16, machine.pretended)})["experts"]
     assert seen["without rows"] > 0
     for name in experts.NAMES:
         note(f"experts {name}, forward and backward", f"{seen[name]['seconds'] * 1e3:.1f} ms")

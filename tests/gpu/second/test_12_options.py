@@ -24,9 +24,7 @@ STEPS = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Keys beside those of ``beside``, whose numbers it must find: log-probs, losses, and the first norm, within these.
-
-    Without ``later`` the first loss alone: the next ones have reason to be others.
-    """
+    Without ``later`` the first loss alone: the next ones have reason to be others."""
 
     keys: Mapping[str, Any]
     beside: str = "torch"

@@ -47,8 +47,7 @@ def test_the_environment() -> None:
 )
 async def test_what_would_keep_the_lock_is_given_up(text: str, limit: float, ended: tuple[str, float]) -> None:
     """(a+)+b tries all 2^39 ways to part 40 letters; its process is gone when the group is there."""
-    keys = {"step_seconds": limit, "on_error": -1.0}
-    ours = sampler(Scripted(lambda _: text), function="my_env:Matches", **keys)
+    ours = sampler(Scripted(lambda _: text), function="my_env:Matches", step_seconds=limit, on_error=-1.0)
     async with asyncio.timeout(30):
         played = trajectories(await ours.groups(drawn([TASK])))
         await ours.closed()

@@ -118,8 +118,7 @@ async def test_what_a_process_writes_beside_its_answers_takes_no_room(tmp_path: 
 
     much = "head -c 4000000 /dev/zero | tr '\\0' x >&2"
     script = f"read line; {much}; echo '{{\"call\": 0}}'; read line; echo bye >&2; exit 3"
-    made = adapter.Interpreter(fake(tmp_path, script))
-    before = in_files()
+    made, before = adapter.Interpreter(fake(tmp_path, script)), in_files()
     assert await asyncio.wait_for(made.ask({}), 30.0) == {"call": 0}
     assert in_files() - before < 1_000_000
     with pytest.raises(adapter.InterpreterFailed, match=r"status 3; it said last: x{900,1000}bye$"):

@@ -141,8 +141,7 @@ def test_what_it_is_not_combined_with_is_refused_by_its_key(more: list[str], mes
 
 
 def test_engines_have_room_for_its_trajectories() -> None:
-    long = "eval.sets.odd.environment.max_tokens=70"
-    assert load_config("tiny_cpu", [*KEYS, *OWN, long]).longest_completion == 70
+    assert load_config("tiny_cpu", [*KEYS, *OWN, "eval.sets.odd.environment.max_tokens=70"]).longest_completion == 70
     assert load_config("tiny_cpu", [*KEYS, *OWN]).most_sampled == 6
 
 

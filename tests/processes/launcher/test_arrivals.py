@@ -125,8 +125,7 @@ def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) 
 
 
 def test_384_ranks_arrive_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    before = threading.active_count()
-    ranks = arrived(tmp_path, (), [])
+    before, ranks = threading.active_count(), arrived(tmp_path, (), [])
     assert list(ranks) == list(range(RANKS))
     assert {rank.hello.node for rank in ranks.values()} == set(NODES)
     assert threading.active_count() <= before + 1  # of asyncio.to_thread, in this test

@@ -216,8 +216,7 @@ def test_a_wheels_code_is_there_without_packages_beside_it(packages: Path, tmp_p
     assert cut
     command = [sys.executable, "-P", "-S", "-c", FINDS, "launcher", "rl_megatron", "tools", "torch_of_the_learner"]
     command, own = ["bash", "-c", f'{before}\nexec "$@"', "job", *command], {"PATH": os.environ["PATH"]}
-    asked = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
-    found, shipped = asked.stdout.splitlines()
+    found, shipped = subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout.splitlines()
     assert found == "['launcher', 'rl_megatron', 'tools']"
     assert Path(shipped).samefile(packages / "rl_megatron" / "slurm")
 

@@ -90,9 +90,8 @@ def of_transformers(folder: Path) -> list[int]:
     for prompt in data.held_out:
         ids = torch.tensor([prompt.token_ids])
         with torch.inference_mode():
-            made = model.generate(
-                ids, do_sample=False, max_new_tokens=8, eos_token_id=list(data.stop_token_ids), pad_token_id=0
-            )
+            eos_token_id = list(data.stop_token_ids)
+            made = model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=eos_token_id, pad_token_id=0)
         right.append(int(int(made[0, ids.shape[1] :].sum()) % 2 == 0))
     return right
 
@@ -105,8 +104,7 @@ def test_figures_are_of_transformers_answers(folder: Path, here: Path, capsys: p
     private = (here / "eval" / "inside.json").stat().st_mode
     assert private == (here / "config.yaml").stat().st_mode
     assert not private & 0o077
-    found = read_results(here / "eval" / "inside.json")
-    right = of_transformers(folder)
+    found, right = read_results(here / "eval" / "inside.json"), of_transformers(folder)
     assert 0 < sum(right) < 12
     greedy = found.sets["greedy"]
     assert list(greedy.measured.right) == right

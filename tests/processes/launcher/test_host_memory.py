@@ -46,8 +46,7 @@ WAITS, COPIES = "checkpoint.async_save=false", ("weights.transport=direct",)
 
 
 def found_of(*keys: str, for_job: bool) -> list[Found]:
-    config = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *keys])
-    subject = Subject(config, for_job)
+    subject = Subject(load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *keys]), for_job)
     subject.__dict__["shape"] = NAMED["qwen3-30b-a3b"]  # without the model's folder
     return list(checks.memory(subject))
 
@@ -71,9 +70,8 @@ def test_a_node_without_the_memory_that_leaves_gpus_is_told_so(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=has_gb * 10**9))
     found = found_of(*([f"slurm.memory_per_node={asked}"] if asked else []), WAITS, for_job=for_job)
     if message == "not known":
-        assert [(one.kind, one.text) for one in found] == [
-            ("unchecked", "that a node has 369 GB of memory for learner.offload")
-        ]
+        expected = [("unchecked", "that a node has 369 GB of memory for learner.offload")]
+        assert [(one.kind, one.text) for one in found] == expected
     else:
         told = [one.text for one in found if one.kind == "problem"]
         assert [message in text and "learner.offload.while_sampling=optimizer" in text for text in told] == (
@@ -97,8 +95,7 @@ def test_copies_of_what_is_saved_by_hand() -> None:
     dense = vocab + 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 128 * 2048)
     shape = NAMED["qwen3-30b-a3b"]
     assert copies_bytes(config, shape) == pytest.approx(14 * (experts + dense) + 12 * dense, rel=0.003)  # routers
-    waits = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", WAITS])
-    assert copies_bytes(waits, shape) == 0
+    assert copies_bytes(load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", WAITS]), shape) == 0
     assert save_cost(config, shape).most == 3  # two are kept
     rules = ("train.steps=400", "checkpoint.every=20", "checkpoint.keep_best=2")
     kept = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *rules])
@@ -180,8 +177,7 @@ def test_the_files_of_a_node_are_as_large_as_counted(tmp_path: Path, ranks: int,
     path, known = tmp_path / "w" / "model.safetensors", tmp_path / "config.json"
     known.write_text("{}")
     kind, float32 = ENCODINGS[config.rollout.server.quantization], float32_in_files(hf_layout(shape))
-    shapes = hf_layout(shape).local_shapes(0)
-    Mirror.make(path, shapes, torch.bfloat16, known, kind, float32=float32, writers=ranks)
+    Mirror.make(path, hf_layout(shape).local_shapes(0), torch.bfloat16, known, kind, float32=float32, writers=ranks)
     files = [*path.parent.glob("*.safetensors")]
     assert len(files) == 1 + (ranks > 1 and kind is not None)
     counted = sum(file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in files)

@@ -151,10 +151,8 @@ def test_a_node_of_another_step_is_named() -> None:
     muster = Muster.read(
         Muster(call=call, nodes=("a", "b"), ranks_per_node={LEARNER: 2, "critic": 1}, folder="/f").line().decode()
     )
-    assert [muster.ranks_of(node) for node in "ab"] == [
-        [(LEARNER, 0), (LEARNER, 1), ("critic", 0)],
-        [(LEARNER, 2), (LEARNER, 3), ("critic", 1)],
-    ]
+    expected = [[(LEARNER, 0), (LEARNER, 1), ("critic", 0)], [(LEARNER, 2), (LEARNER, 3), ("critic", 1)]]
+    assert [muster.ranks_of(node) for node in "ab"] == expected
     with pytest.raises(ValueError, match="this node, c, is none of the step's: a, b"):
         muster.ranks_of("c")
 

@@ -84,10 +84,8 @@ def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[s
     assert found.texts("problem") == found.texts("note") == []
     *costs, graded = found.texts("fact")
     assert graded == "reward 'final_number' gives 1 for the answer itself, 0 for 'a made-up completion'"
-    assert (
-        costs[0]
-        == "a push of weights by direct, through NVLink, to the learner rank beside each of the servers' ranks:"
-    )
+    expected = "a push of weights by direct, through NVLink, to the learner rank beside each of the servers' ranks:"
+    assert costs[0] == expected
     assert costs[-1] == "all speeds are assumed, none is measured (slurm.speeds)"
     assert found.describe().splitlines()[-1] == (
         "not checked: the GPUs of the job's nodes; "
@@ -233,9 +231,8 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
     text, texts, lengths = preflight_rewards.asked[0]
     assert (text, texts) == ("What is 2 + 3?", ("It is 5.\n#### 5", "a made-up completion"))
     assert lengths == [len(t) + 1 for t in texts]
-    assert found.texts("fact")[-1] == (
-        "reward 'preflight_rewards:good' gives 1 for the answer itself, 0 for 'a made-up completion'"
-    )
+    expected = "reward 'preflight_rewards:good' gives 1 for the answer itself, 0 for 'a made-up completion'"
+    assert found.texts("fact")[-1] == expected
     preflight_rewards.asked.clear()
 
 

@@ -290,8 +290,7 @@ def options_of(resources: Mapping[str, Bundle], node: str) -> list[str]:
 
 
 def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
-    seats = seat(ServerSection(replicas=3, tp=4), ("b1", "b2"), 8, shared=False)
-    roles = shares([PLACEMENT], seats, alone=True)
+    roles = shares([PLACEMENT], seat(ServerSection(replicas=3, tp=4), ("b1", "b2"), 8, shared=False), alone=True)
     assert amounts(roles.ranks["learner"], "CPU") == {"a1": [1, 1], "a2": [1, 1]}
     assert amounts(roles.engines, "GPU") == {"b1": [4, 4], "b2": [4]}
     assert [set(bundle) for bundle in roles.engines["b1"]] == [{"CPU", "GPU", "engine on b1"}] * 2

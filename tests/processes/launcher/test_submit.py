@@ -150,8 +150,7 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     assert "tp=4: inside a node" in done.stdout
     assert "memory: up to 88.7 GB a GPU (rank 0), most of it: engine" in done.stdout
     run = tmp_path / "runs" / "here"
-    made = {"config.yaml", "job.sbatch", "jobs", "placement.txt", "submit.lock"}
-    assert {p.name for p in run.iterdir()} == made
+    assert {p.name for p in run.iterdir()} == {"config.yaml", "job.sbatch", "jobs", "placement.txt", "submit.lock"}
     assert load_config(str(run / "config.yaml"), []).run.launcher == "slurm"
     assert f"sbatch {run / 'job.sbatch'}" in done.stdout
     assert "most of it: engine" in (run / "placement.txt").read_text()
@@ -178,11 +177,8 @@ def test_two_submits_at_once_have_a_run_each(
     assert status_of("submit", "tiny_cpu", "seed=11") == 0
     runs = tmp_path / "runs"
     jobs = runs / "tiny_cpu" / "jobs"
-    assert capsys.readouterr().out.splitlines()[-3:] == [
-        f"job 2: {runs / 'tiny_cpu'}",
-        f"tail -F {jobs}/2.txt {jobs}/2-0/controller.txt",
-        "scancel 2",
-    ]
+    expected = [f"job 2: {runs / 'tiny_cpu'}", f"tail -F {jobs}/2.txt {jobs}/2-0/controller.txt", "scancel 2"]
+    assert capsys.readouterr().out.splitlines()[-3:] == expected
     assert (tmp_path / "beside" / "said").read_text().splitlines()[-3] == f"job 1: {runs / 'tiny_cpu-2'}"
     assert (tmp_path / "sent").read_text().splitlines() == [str(runs / name) for name in ("tiny_cpu-2", "tiny_cpu")]
     for name, seed, job in (("tiny_cpu", 11, "2"), ("tiny_cpu-2", 22, "1")):

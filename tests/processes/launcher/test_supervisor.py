@@ -167,8 +167,7 @@ async def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fak
     """The push goes on with the others; where there is none, with the new server, for which requests wait."""
     async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
         await it.push(4)
-        go = stuck(fakes[0], "/load")
-        pushing = asyncio.create_task(self_healing(it, 5))
+        go, pushing = stuck(fakes[0], "/load"), asyncio.create_task(self_healing(it, 5))
         await until(lambda: fakes[0].asked.count("/load") == 2)
         waiting = asyncio.create_task(it.engine.generate(REQUEST))
         it.places[0].why.set_result("killed")

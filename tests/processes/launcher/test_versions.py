@@ -284,11 +284,8 @@ def test_each_start_is_recorded_and_what_it_changed_is_told(tmp_path: Path, monk
     with (run / "starts.jsonl").open("a") as file:
         file.write('{"step": 4')  # torn by a kill
     monkeypatch.chdir(tmp_path)
-    assert [line.partition(";")[0] for line in record_start(run, step=40, engine=None)] == [
-        "code/here is not there",
-        "engine/torch is not there",
-        "engine/vllm is not there",
-    ]
+    expected = ["code/here is not there", "engine/torch is not there", "engine/vllm is not there"]
+    assert [line.partition(";")[0] for line in record_start(run, step=40, engine=None)] == expected
     rows = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 40, 40]
     assert {row["torch"] for row in rows} == {importlib.metadata.version("torch")}

@@ -181,8 +181,7 @@ def test_a_function_of_apps_may_return_what_its_output_wraps() -> None:
     assert passed([3]) == [1.0, 1.0, 0.0, 0.0]
     assert passed("[[3, 4]]") == [0.0, 0.0, 1.0, 0.0]
     assert passed([]) == [0.0, 0.0, 0.0, 0.0]
-    asked = {"function": "f", "tests": [{"input": "", "output": "[3]"}]}
-    assert rewarded(asked, returns) == [0.0, 1.0, 0.0, 0.0]
+    assert rewarded({"function": "f", "tests": [{"input": "", "output": "[3]"}]}, returns) == [0.0, 1.0, 0.0, 0.0]
 
 
 @fenced
@@ -355,8 +354,7 @@ def test_keys_of_the_sandbox_need_a_reader() -> None:
 def test_an_environment_that_takes_a_sandbox_is_given_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sandboxed_for_test.py").write_text("async def solve(task, model, *, sandbox): return sandbox\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    section = EnvironmentSection(function="sandboxed_for_test:solve")
-    made = resolve_environment(section, SandboxSection(seconds=3))
+    made = resolve_environment(EnvironmentSection(function="sandboxed_for_test:solve"), SandboxSection(seconds=3))
     assert made.takes_sandbox
     sandbox = asyncio.run(made.solve(None, None))  # type: ignore[union-attr,arg-type]
     assert sandbox.limits.seconds == 3

@@ -66,9 +66,8 @@ def test_processes_that_it_leaves_are_killed_whole(tmp_path: Path, then: str, ca
         asyncio.run(asyncio.wait_for(cut_off(), LIMIT))
     else:
         found = trajectories(played(made))
-        assert [(one.stop, one.reward) for one in found] == [
-            ("done", 1.0) if then == "ends" else ("environment_error", 0.0)
-        ]
+        expected = [("done", 1.0) if then == "ends" else ("environment_error", 0.0)]
+        assert [(one.stop, one.reward) for one in found] == expected
     assert len(pids) == 2
     assert not any(map(runs, pids))
     if then == "is cut off":  # as at the end of a run

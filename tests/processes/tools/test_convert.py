@@ -53,8 +53,7 @@ SPEC = TinySizes(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = replace(SPEC, tie_embeddings=request.param)
-    return make_tiny_model(spec, tmp_path_factory.mktemp("models"), seed=4)
+    return make_tiny_model(replace(SPEC, tie_embeddings=request.param), tmp_path_factory.mktemp("models"), seed=4)
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,7 @@ def test_one_seed_has_a_fit_and_no_interval() -> None:
 def test_an_interval_beyond_all_numbers_has_no_upper_end() -> None:
     """Of two seeds, t of one degree is 12.7: 12.7 times a spread of 100 in log Cmid is beyond floats' 1e308."""
     spread = np.diag([1e-4, 1e-4, 0.01, 1e4])
-    fit = SigmoidFit(parameters=np.array(TRUTH), covariance=spread, at_bound=(), seeds=2, error=0.0)
-    found = fit.intervals()
+    found = SigmoidFit(parameters=np.array(TRUTH), covariance=spread, at_bound=(), seeds=2, error=0.0).intervals()
     assert (found["Cmid"].low, found["Cmid"].high) == (pytest.approx(0.0), None)
     assert found["B"].high == pytest.approx(1.5 * np.exp(12.706205 * 0.1))
 

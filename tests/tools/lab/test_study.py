@@ -298,8 +298,7 @@ def test_cells_share_the_cores(tmp_path: Path) -> None:
 def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     levels = [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate("abcdefg", 1)]
     study = study_of(tmp_path, axes={"x": levels}, seeds=[0], overrides=["train.steps=2"], budget={"cell_minutes": 1})
-    cells = cells_of(study)
-    steps = {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1}
+    cells, steps = cells_of(study), {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1}
     me = os.getpid()
     boot, ticks = birth_of(me).split()
     dead = {"pid": me, "began": f"{boot} {int(ticks) - 1}", "starts": 1}  # another process had this number
@@ -433,9 +432,8 @@ def test_further_degrees_and_levels_are_other_cells_of_the_same_folder(more: str
 
 def test_sizes_start_from_folders_that_upcycling_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = cells("sizes")
-    assert {str(cell.config.model.path) for cell in found} == {
-        f"runs/sizes_models/w{width}-e{experts}" for width in (32, 48, 64, 96) for experts in (4, 8, 16)
-    }
+    expected = {f"runs/sizes_models/w{width}-e{experts}" for width in (32, 48, 64, 96) for experts in (4, 8, 16)}
+    assert {str(cell.config.model.path) for cell in found} == expected
     monkeypatch.chdir(tmp_path)
     spec = TinySizes(hidden_size=32, num_experts=1, experts_per_token=1, expert_width=16)
     dense = make_tiny_model(spec, tmp_path / "cache", seed=0)
@@ -539,9 +537,7 @@ def test_a_study_without_a_step_says_what_to_do(tmp_path: Path) -> None:
 )
 def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, spent: float) -> None:
     """Rows of steps 0, 2 and 4, each of 2 s and 100 tokens, the last two of 7e9 FLOPs; the default run has 2 processes.
-
-    The tables have every measure, whichever a fit takes.
-    """
+    The tables have every measure, whichever a fit takes."""
     read, cell = one_cell(tmp_path, evaluation={"compute": compute})
     recorded(cell, np.array([0.1, 0.2, 0.3]))
     write_study_report(read, [cell], tmp_path / "runs" / "report.html")

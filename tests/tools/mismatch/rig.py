@@ -59,8 +59,7 @@ class Learner:
         return {what: [[says[what](m) for m in row] for row in batch.micro_batches] for what in want}
 
     def _logprobs(self, samples: Samples) -> Tensor:
-        z = self._forward(samples) / self.temperature
-        return z.log_softmax(-1).gather(1, samples.targets[:, None])[:, 0]
+        return (self._forward(samples) / self.temperature).log_softmax(-1).gather(1, samples.targets[:, None])[:, 0]
 
     @torch.no_grad()
     def _forward(self, samples: Samples) -> Tensor:

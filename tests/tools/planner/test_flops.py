@@ -110,8 +110,7 @@ def counted(model: Any, shape: ModelShape) -> float:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_training_step_has_the_products_that_torch_counts(name: str, tmp_path: Path) -> None:
     """Rotary angles are left out, which torch counts as products: less than 1 % even of models as small as these."""
-    model = save_short(name, tmp_path)
-    shape = read_shape(tmp_path)
+    model, shape = save_short(name, tmp_path), read_shape(tmp_path)
     wanted = counted(model, shape)
     assert training_flops(shape, LENGTHS) == pytest.approx(wanted, rel=1e-12)
 
@@ -387,8 +386,7 @@ def recipe(*keys: str) -> RunConfig:
 def adapters(rank: int, expert_rank: int) -> tuple[int, int]:
     """Parameters of all adapters, of dense linears and of experts."""
     h, q, kv, f = S.hidden_size, S.num_heads * S.head_dim, S.num_kv_heads * S.head_dim, S.expert_width
-    attention = [(q, h), (kv, h), (kv, h), (h, q)]
-    expert = [(f, h), (f, h), (h, f)]
+    attention, expert = [(q, h), (kv, h), (kv, h), (h, q)], [(f, h), (f, h), (h, f)]
     dense, routed = (sum(rows + columns for rows, columns in each) for each in (attention, expert))
     return S.num_layers * rank * dense, S.num_layers * S.num_experts * expert_rank * routed
 
@@ -400,8 +398,7 @@ def dense_of_a_rank(tp: int) -> int:
 
 
 def test_rows_hold_each_element_of_every_adapter_once() -> None:
-    lora = LoraSection(rank=32)
-    ranks = megatron_layout(S)
+    lora, ranks = LoraSection(rank=32), megatron_layout(S)
     shapes = LoraLayouts(lora).in_files(ranks, hf_layout(S)).local_shapes(0)
     assert sum(map(prod, shapes.values())) == sum(adapters(32, 4))  # 32 / 8 experts of a token
     assert shapes["model.layers.3.mlp.experts.7.down_proj.lora_A.weight"] == (4, S.expert_width)

@@ -225,8 +225,7 @@ def test_each_node_of_servers_has_a_file_that_its_own_ranks_write(server: str) -
 
 def test_servers_by_address_have_unknown_ranks_and_the_senders_bound_the_push() -> None:
     (hop,) = push_cost(job(QWEN_235B, *BY_ADDRESS), NAMED["qwen3-235b-a22b"]).hops
-    assert hop.total == 2 * 2 * 235_093_634_560
-    assert hop.seconds == hop.total / 96 / 50e9
+    assert (hop.total, hop.seconds) == (2 * 2 * 235_093_634_560, hop.total / 96 / 50e9)
     assert hop.received == 0
     assert hop.speed.endswith("for the senders; the receivers' shares are not known")
 
@@ -234,8 +233,7 @@ def test_servers_by_address_have_unknown_ranks_and_the_senders_bound_the_push() 
 @pytest.mark.parametrize("kind", ENCODINGS)
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
 def test_a_file_has_the_bytes_that_the_writer_of_it_makes_room_for(name: str, kind: str) -> None:
-    keys = [f"rollout.server.quantization={kind}", "weights.transport=file"]
-    config, shape = job(QWEN_30B, *keys), NAMED[name]
+    config, shape = job(QWEN_30B, *[f"rollout.server.quantization={kind}", "weights.transport=file"]), NAMED[name]
     hf, expected = hf_layout(shape), 0
     float32 = float32_in_files(hf)
     for tensor, size in hf.local_shapes(0).items():
@@ -259,8 +257,7 @@ def test_every_format_and_every_engine_is_known() -> None:
 def test_engines_in_the_learners_ranks_get_what_these_lack(keys: Sequence[str], at_speeds: Callable[..., str]) -> None:
     config = tiny(*keys, at_speeds(node_file=4))
     (hop,) = push_cost(config, SHAPE).hops
-    world = config.learner.dims.world_size
-    moves = plan(learner_layout(config, SHAPE), hf_layout(SHAPE, ParallelDims(dp=world)))
+    moves = plan(learner_layout(config, SHAPE), hf_layout(SHAPE, ParallelDims(dp=config.learner.dims.world_size)))
     into = Counter[int]()
     for (_, receiver), elements in moves.traffic().items():
         into[receiver] += 4 * elements

@@ -58,8 +58,7 @@ def sent(rows: float, hidden: int, ranks: int, over: float) -> float:
 def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
     """Qwen3-30B-A3B on two H100: 3.3 B weights without experts' choice, 8 experts of 4.7 M in 48 layers for one row."""
     dense = 48 * 2048 * (2 * 32 + 2 * 4) * 128 + 48 * 2048 * 128 + 151936 * 2048
-    experts = 48 * 8 * 3 * 2048 * 768
-    cache = 2 * 2 * 48 * 4 * 128 * 1000
+    experts, cache = 48 * 8 * 3 * 2048 * 768, 2 * 2 * 48 * 4 * 128 * 1000
     read = (2 * (dense + experts) + cache) / 2 / (rollouts.READ * 3350e9)
     fixed = rollouts.TOKEN_SECONDS + 48 * rollouts.LAYER_SECONDS
     sums = 48 * 2 * sent(1, 2048, 2, over=450)  # of attention and of experts
@@ -226,8 +225,7 @@ def test_quantised_servers_read_their_own_bytes() -> None:
 
 def test_servers_with_a_draft_layer_read_two_bytes_of_each_weight_too() -> None:
     keys = ["model.path=.", "run.launcher=slurm", "weights.transport=file", "learner.draft.train=true"]
-    deepseek = replace(NAMED["deepseek-v3"], drafts=True)
-    found = {}
+    deepseek, found = replace(NAMED["deepseek-v3"], drafts=True), {}
     for more in ((), ("rollout.server.draft_tokens=1",)):
         config = load_config(DEEPSEEK, [*keys, *more])
         found[more] = server_shape(config, config.rollout.server, weights_served(config, deepseek), deepseek, H100)
@@ -239,10 +237,8 @@ def test_servers_with_a_draft_layer_read_two_bytes_of_each_weight_too() -> None:
 
 @pytest.mark.parametrize("name", [QWEN_235B, DEEPSEEK, KIMI, QWEN_235B_SHARED, QWEN_30B])
 def test_the_closed_form_of_a_push_has_the_real_plans_bytes(name: str) -> None:
-    """The real plan repeats what all tensor-parallel ranks hold (latents' down-projections); the form shares it.
-
-    Where ranks of servers are beside the learner's, the form counts what these hold themselves, too: an eighth.
-    """
+    """The real plan repeats what all tensor-parallel ranks hold (latents' down-projections); the form shares it. Where
+    ranks of servers are beside the learner's, the form counts what these hold themselves, too: an eighth."""
     config = load_config(name, ["model.path=.", "run.launcher=slurm"])
     hop = push_cost(config, NAMED[str(config.model.name)]).hops[0]
     total, sent, received = push_bytes(config, NAMED[str(config.model.name)])
@@ -254,8 +250,7 @@ def test_the_closed_form_of_a_push_has_the_real_plans_bytes(name: str) -> None:
 
 def step(k: int | None, *keys: str) -> tuple[float, int]:
     """Seconds and staleness of a step of a configuration with these keys."""
-    usual = ("rollout.prompts_per_step=32", *keys)
-    config = load_config(QWEN_235B, ["model.path=.", "run.launcher=slurm", *usual])
+    config = load_config(QWEN_235B, ["model.path=.", "run.launcher=slurm", *("rollout.prompts_per_step=32", *keys)])
     lengths, shape = lengths_of(500, 7168), NAMED["qwen3-235b-a22b"]
     found = rl_step(config, shape, H100, lengths, prompt=512, staleness=k)
     learner = sum(s for name, s in found.parts.items() if name not in ("rollout", "waiting for the longest"))
@@ -263,8 +258,7 @@ def step(k: int | None, *keys: str) -> tuple[float, int]:
         assert found.seconds == pytest.approx(learner + found.sampled.alone)
     elif found.staleness:
         slower, in_turns = max(learner, found.sampled.steady), learner + found.sampled.alone
-        waits = min(found.sampled.longest / found.staleness, in_turns)
-        assert found.seconds == pytest.approx(max(slower, waits))
+        assert found.seconds == pytest.approx(max(slower, min(found.sampled.longest / found.staleness, in_turns)))
         assert (found.sampled.longest / slower <= found.staleness) == (found.seconds <= slower * (1 + 1e-9))
     return found.seconds, found.staleness
 
@@ -345,8 +339,7 @@ def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
     ],
 )
 def test_passes_of_the_policy_without_gradients_are_those_that_a_step_makes(keys: list[str], passes: float) -> None:
-    replay = "algorithm.routing_replay=off"
-    config = load_config(QWEN_30B, [*keys, replay, "model.path=x", "train.minibatches=4"])
+    config = load_config(QWEN_30B, [*keys, "algorithm.routing_replay=off", "model.path=x", "train.minibatches=4"])
     parts = rl_step(config, SHAPE, H100, [500.0], prompt=100.0).parts
     one = forward_seconds(learner_work(config, SHAPE, H100, 600.0), 4)
     assert parts.get("log-probs", 0.0) == pytest.approx(passes * one, rel=1e-9)
@@ -363,8 +356,7 @@ def test_norms_of_logits_gradients_read_logits_again_and_a_float32_head_multipli
     read = 3 * positions * 151936 * 4 / (3350e9 * MEMORY)
     multiplied = 2 * positions * 2048 * 151936 / (67e12 * FITTED.gemm) * (head == "float32")
     multiplied *= (1 + FITTED.tile / work.tokens) * (1 + FITTED.tile / 2048)
-    more = score_seconds(config, work) - forward_seconds(work, 4)
-    assert more == pytest.approx(read + multiplied, rel=1e-6)
+    assert (score_seconds(config, work) - forward_seconds(work, 4)) == pytest.approx(read + multiplied, rel=1e-6)
 
 
 def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences() -> None:

@@ -90,8 +90,7 @@ def test_a_recipe_is_what_its_command_writes(recipe: str) -> None:
     given = asked(*command_of(recipe))
     best = search(given.wanted).plans[0]
     assert (CONF / f"{recipe}.yaml").read_text(encoding="utf-8") == configuration_file(given, best)
-    assert best.config.data.type == "hub"
-    assert (best.step.staleness > 0) == recipe.endswith("_async")
+    assert (best.config.data.type, best.step.staleness > 0) == ("hub", recipe.endswith("_async"))
 
 
 @pytest.mark.slow
@@ -254,8 +253,7 @@ def test_a_users_key_that_the_search_would_not_try_is_planned_as_it_is_written(k
 
 
 def test_a_critic_and_float8_change_the_seconds_of_a_layout() -> None:
-    plain = search(asked(*SMALL).wanted).plans[0]
-    wanted = asked(*SMALL).wanted
+    plain, wanted = search(asked(*SMALL).wanted).plans[0], asked(*SMALL).wanted
 
     def parts(config: RunConfig) -> Mapping[str, float]:
         return rl_step(config, wanted.shape, wanted.gpu, wanted.lengths, prompt=wanted.prompt).parts

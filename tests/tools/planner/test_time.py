@@ -39,9 +39,8 @@ LENGTH = 4096
 
 def work(name: str | ModelShape, gpu: Gpu = FREE, micro: float = 1, **degrees: int) -> LearnerWork:
     shape = NAMED[name] if isinstance(name, str) else name
-    return LearnerWork(
-        shape=shape, dims=ParallelDims(**degrees), gpu=gpu, tokens=LENGTH, length=LENGTH, micro_batches=micro
-    )
+    dims = ParallelDims(**degrees)
+    return LearnerWork(shape=shape, dims=dims, gpu=gpu, tokens=LENGTH, length=LENGTH, micro_batches=micro)
 
 
 DEGREES: list[dict[str, int]] = [{}, {"tp": 4, "dp": 2, "ep": 8}, {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "etp": 2}]
@@ -96,8 +95,7 @@ def simulated(stages: int, micro: int, forward: float, backward: float) -> float
             first = before[2] < 0 or before[2] >= stages
             if not first and before not in done:
                 continue
-            start = max(now[stage], 0.0 if first else done[before])
-            now[stage] = start + (forward if kind == "f" else backward)
+            now[stage] = max(now[stage], 0.0 if first else done[before]) + (forward if kind == "f" else backward)
             done[kind, i, stage] = now[stage]
             order[stage].pop(0)
     return max(now)
@@ -123,8 +121,7 @@ def test_bytes_of_messages_take_their_link() -> None:
     """Qwen3-30B-A3B, 4,096 tokens of 2,048 bfloat16: 16.8 MB, times 8 experts of which 7 of 8 are on other ranks of an
     NVLink domain; 2 ways, forward and backward, 48 layers; over the network half of all, one copy for a node. With them
     go a float32 probability, one way, and once each rank's counts of 128 experts, of 8 bytes."""
-    token = 2048 * 2 + 4 / 2
-    slow = replace(FREE, nvlink=450.0, network=50.0)
+    token, slow = 2048 * 2 + 4 / 2, replace(FREE, nvlink=450.0, network=50.0)
     inside = step_terms(work("qwen3-30b-a3b", slow, dp=8, ep=8), IDEAL)["all-to-all"]
     assert inside == pytest.approx(48 * (4096 * token * 8 * 7 / 8 * 2 * 2 + 8 * 128 * 8) / 450e9, rel=1e-6)
     across = step_terms(work("qwen3-30b-a3b", slow, dp=16, ep=16), IDEAL)["all-to-all"]
@@ -139,8 +136,7 @@ def test_bytes_of_messages_take_their_link() -> None:
 def test_messages_take_the_bytes_of_the_closed_form_that_dry_runs_confirm(name: str, again: bool) -> None:
     """Of a gathered or scattered tensor a rank sends or gets (tp - 1) / tp, of an all-to-all (ep - 1) / ep."""
     shape, link, sizes = NAMED[name], 1e9, {"parameters": 2.0, "gradients": 4.0}
-    degrees = {"tp": 4, "ep": 8, "dp": 2}
-    recompute = {"uniform": 1 if again else None}
+    degrees, recompute = {"tp": 4, "ep": 8, "dp": 2}, {"uniform": 1 if again else None}
     learner = LearnerSection.model_validate(
         {**degrees, "dtype": "bfloat16", "max_tokens_per_micro_batch": LENGTH, "recompute": recompute}
     )
@@ -160,8 +156,7 @@ def test_messages_take_the_bytes_of_the_closed_form_that_dry_runs_confirm(name: 
 
 def test_without_overlap_gradients_are_scattered_and_parameters_gathered_once() -> None:
     """As dry runs count: those of experts, too, which have an optimizer of their own."""
-    slow = replace(FREE, nvlink=1.0)
-    shape = NAMED["qwen3-30b-a3b"]
+    slow, shape = replace(FREE, nvlink=1.0), NAMED["qwen3-30b-a3b"]
     dense = replace(shape, num_experts=0, dense_width=6144)
 
     def seconds(of: ModelShape, hidden: bool) -> float:
@@ -211,8 +206,7 @@ def test_copies_of_activations_count_where_they_take_longer_than_the_layer() -> 
 def test_recomputing_whole_layers_adds_their_forward_pass() -> None:
     shape = replace(NAMED["qwen3-30b-a3b"], vocab_size=1)
     found = step_terms(replace(work(shape), again=frozenset({"full"})), IDEAL)
-    forward = training_flops(shape, [LENGTH]) / PASSES / 989.5e12
-    assert found["computed again"] == pytest.approx(forward, rel=2e-3)
+    assert found["computed again"] == pytest.approx(training_flops(shape, [LENGTH]) / PASSES / 989.5e12, rel=2e-3)
 
 
 def test_gpus_are_found_by_name_or_described_by_a_file(tmp_path: Path) -> None:
@@ -325,8 +319,7 @@ def test_scale_searches_no_layout_for_trajectories() -> None:
 
 def test_a_plan_that_scale_found_has_the_seconds_that_scale_says() -> None:
     """But for the push, which is that of the real plan."""
-    arguments = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64", "mean_tokens=1500")
-    given = asked_of(arguments)
+    given = asked_of(("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64", "mean_tokens=1500"))
     best = search(given.wanted).plans[0]
     assert (given.tree["slurm"]["speeds"]) == {"gpu": "h100", "mean_tokens": 1500}  # type: ignore[index]
     found = told(best.config)
@@ -397,8 +390,7 @@ def test_a_reward_model_on_ranks_scores_beside_servers(name: str, staleness: int
     ranked = (*keys, "reward.function=ranks:taste")
     without = step(job(name, *keys))
     small, large = (step(job(name, *ranked, f"reward_models.taste.path={judge(tmp_path, n)}")) for n in (1, 100))
-    assert small.parts == without.parts
-    assert small.seconds == without.seconds
+    assert (small.parts, small.seconds) == (without.parts, without.seconds)
     scored = large.parts["rollout"] + large.parts["reward models"]
     output_layer = 2048 * 151936 / SHAPE.active_parameters
     assert scored == pytest.approx(100 * (1 - output_layer) * large.parts["log-probs"], rel=0.1)
@@ -416,8 +408,7 @@ def test_of_pairs_two_of_each_group_are_trained_on_and_all_are_sampled_and_score
     two, all_sampled = (step(job(QWEN_30B, *keys, *kl, f"rollout.group_size={n}")) for n in (2, 16))
     assert pairs.parts["training"] == pytest.approx(two.parts["training"], rel=0.02)
     assert pairs.parts["reference"] == pytest.approx(two.parts["reference"], rel=0.02)
-    assert pairs.tokens == two.tokens
-    assert pairs.parts["rollout"] == all_sampled.parts["rollout"]
+    assert (pairs.tokens, pairs.parts["rollout"]) == (two.tokens, all_sampled.parts["rollout"])
     assert pairs.parts["reward models"] == pytest.approx(all_sampled.parts["reward models"], rel=0.02)
 
 
@@ -447,8 +438,7 @@ def test_servers_with_gpus_of_their_own_sample_while_the_learner_trains() -> Non
     assert "; sampling overlaps the rest (staleness 2)" in "\n".join(found.lines())
     assert gpus_by_role(here) == {"learner": 6, "engines": 6}
     beside = step(job(QWEN_30B, "train.max_staleness=2"))  # on the learner's GPUs
-    assert beside.staleness == 0
-    assert beside.seconds == pytest.approx(sum(beside.parts.values()))
+    assert (beside.staleness, beside.seconds) == (0, pytest.approx(sum(beside.parts.values())))
 
 
 def test_one_rank_pushes_nothing_to_itself() -> None:

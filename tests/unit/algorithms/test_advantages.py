@@ -26,8 +26,7 @@ from tests.rows import config_of
 def by_subsets(rewards: list[float], k: int, *, leave_one_out: bool, std: bool, unbiased: bool = True) -> list[float]:
     """Of one group."""
     subsets = [set(one) for one in itertools.combinations(range(len(rewards)), k)]
-    bests = [max(rewards[i] for i in one) for one in subsets]
-    out = []
+    bests, out = [max(rewards[i] for i in one) for one in subsets], []
     for i in range(len(rewards)):
         mine = [one for one in subsets if i in one]
         value = statistics.fmean(max(rewards[j] for j in one) for one in mine)
@@ -88,8 +87,7 @@ def test_the_row_is_the_papers_closed_form(wrong: int) -> None:
         return
     std = math.sqrt(mean * (1 - mean))
     of_wrong = 1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
-    wanted = [of_wrong / std] * wrong + [(1 - mean) / std] * (n - wrong)
-    assert found.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert found.tolist() == pytest.approx([of_wrong / std] * wrong + [(1 - mean) / std] * (n - wrong), rel=1e-5)
 
 
 def test_of_the_whole_group_the_best_alone_has_the_lead_over_the_second() -> None:
@@ -193,16 +191,14 @@ def placed(rows: list[list[float]], mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages_are_those_of_the_papers_closed_form(seed: int) -> None:
     returns, norms, mask, cu_seqlens = ragged(seed)
-    found = less_optimal_baseline(
-        placed(returns, mask), placed(norms, mask), mask, cu_seqlens, group_of=torch.tensor(GROUPS)
-    )
+    group_of = torch.tensor(GROUPS)
+    found = less_optimal_baseline(placed(returns, mask), placed(norms, mask), mask, cu_seqlens, group_of=group_of)
     wanted = []
     for mine, own in zip(GROUPS, returns, strict=True):
         for t, value in enumerate(own):
             rows = [i for i, group in enumerate(GROUPS) if group == mine and LENGTHS[i] > t]
             weights = [list(accumulate(norms[i]))[t] for i in rows]
-            mean = sum(w * returns[i][t] for i, w in zip(rows, weights, strict=True)) / sum(weights)
-            wanted.append(value - mean)
+            wanted.append(value - (sum(w * returns[i][t] for i, w in zip(rows, weights, strict=True)) / sum(weights)))
     torch.testing.assert_close(found[mask], torch.tensor(wanted), rtol=1e-5, atol=1e-6)
     assert not found[~mask].any()
 
@@ -216,16 +212,13 @@ def test_equal_returns_and_tokens_alone_at_their_place_leave_exactly_0() -> None
         assert not less_optimal_baseline(equal, weights, mask, cu_seqlens, group_of=torch.tensor(GROUPS)).any()
     alone = less_optimal_baseline(equal * torch.arange(len(mask)), given[0], mask, cu_seqlens, group_of=torch.arange(7))
     assert not alone.any()
-    nobody = less_optimal_baseline(equal, given[0], mask & False, cu_seqlens, group_of=torch.tensor(GROUPS))
-    assert not nobody.any()
+    assert not less_optimal_baseline(equal, given[0], mask & False, cu_seqlens, group_of=torch.tensor(GROUPS)).any()
 
 
 def test_of_all_baselines_it_has_the_least_variance_of_a_bandits_gradient() -> None:
     """A softmax over three arms, of probabilities 1/8, 2/8 and 5/8: a group that has each so often is the expectation.
-
     The variance of grad log pi (r - b), summed over the logits, is a parabola in b, by enumeration; its minimum is the
-    vertex through three points of it. The mean reward, GRPO's, is elsewhere.
-    """
+    vertex through three points of it. The mean reward, GRPO's, is elsewhere."""
     counts, rewards = torch.tensor([1, 2, 5]), torch.tensor([1.0, -0.3, 0.4], dtype=torch.float64)
     p = counts / counts.sum().double()
     scores = torch.eye(3, dtype=torch.float64) - p  # [arm, logit]

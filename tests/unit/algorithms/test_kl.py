@@ -250,6 +250,5 @@ def test_a_batch_takes_few_operations_however_large_it_is() -> None:
     length = 2**10
     size = 2**5 * length
     learner, engine = torch.randn(2, size)
-    mask = torch.ones(size, dtype=torch.bool)
-    bounds = torch.arange(0, size + 1, length)
+    mask, bounds = torch.ones(size, dtype=torch.bool), torch.arange(0, size + 1, length)
     assert calls(lambda: mismatch_metrics(learner, engine, mask, bounds)) < 200

@@ -100,8 +100,7 @@ def test_a_token_without_an_advantage_counts_in_its_sequences_mean_as_a_bad_one(
 def test_tokens_with_advantages_of_their_own_share_the_mean_and_go_by_their_own() -> None:
     """Advantages 2, -1 of ratios 1.2, 0.8, within the limits: √0.96 times their mean of 0.5, and half of each."""
     inputs = replace(batch([2], 0), advantages=torch.tensor([2.0, -1.0]).double())
-    ratios = torch.tensor([1.2, 0.8], dtype=torch.float64)
-    output, gradient = evaluate(inputs, inputs.old_logprobs + ratios.log())
+    output, gradient = evaluate(inputs, inputs.old_logprobs + torch.tensor([1.2, 0.8], dtype=torch.float64).log())
     assert output.loss.item() == pytest.approx(-math.sqrt(0.96) * 0.5)
     assert gradient.tolist() == pytest.approx([-math.sqrt(0.96), math.sqrt(0.96) / 2])
 
@@ -262,8 +261,7 @@ def test_the_gradient_is_that_of_its_paper(beta1: float, beta2: float, level: st
     row = {"clip_high": KEPT_HIGH, "dual_clip": DUAL, "ratio_level": level, "aggregation": "seq_mean_token_mean"}
     inputs = batch(LENGTHS_OF_THREE, 3, scale=0.8, kept=0.75)
     value, found = gradient_of(policy_loss(keep_low=beta1, keep_high=beta2, **row), inputs)
-    cases = set()
-    log_ratio = (inputs.logprobs - inputs.old_logprobs).tolist()
+    cases, log_ratio = set(), (inputs.logprobs - inputs.old_logprobs).tolist()
     trained = [t for t in range(len(log_ratio)) if inputs.mask[t]]
     for t in trained:
         of_sequence = [u for u in trained if inputs.segment_ids[u] == inputs.segment_ids[t]]
@@ -470,5 +468,4 @@ def test_metrics_are_of_the_sampled_tokens_as_if_there_were_no_others(loss: Poli
     for row in (found, wanted):
         del row["loss"], row["grad_norm"]
     assert found == {name: pytest.approx(x) for name, x in wanted.items()}
-    only = row_of(loss, counts[2])
-    assert only.keys() == {"loss", "grad_norm", "demonstration/share", "demonstration/probability"}
+    assert row_of(loss, counts[2]).keys() == {"loss", "grad_norm", "demonstration/share", "demonstration/probability"}

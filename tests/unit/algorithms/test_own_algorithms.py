@@ -175,8 +175,7 @@ def test_objectives_are_their_equations(name: str, equation: Callable[..., float
 
 def test_cpgd_pulls_back_what_has_gone_too_far_by_no_more_than_its_bound() -> None:
     """An upward token beyond the clip has the drift's gradient alone: min(rho - 1, 2) times alpha."""
-    inputs = batch([3], 0)
-    ratios = torch.tensor([1.2, 2.0, 9.0], dtype=torch.float64)
+    inputs, ratios = batch([3], 0), torch.tensor([1.2, 2.0, 9.0], dtype=torch.float64)
     inputs = replace(inputs, logprobs=inputs.old_logprobs + ratios.log(), advantages=torch.ones(3).double())
     _, gradient = evaluate(OBJECTIVES["cpgd"], inputs)
     assert gradient.tolist() == pytest.approx([(0.02 - 1) / 3, 0.1 / 3, 0.2 / 3])
@@ -243,8 +242,7 @@ def advantages_of(groups: Sequence[Sequence[float]]) -> list[float]:
 
 def test_updates_by_maxrl_are_those_of_rewards_that_were_made_advantages_by_hand() -> None:
     """Weights of a toy after three steps, a group of four at a time."""
-    keys = ["algorithm=reinforce", "learner.ep=1", "train.lr_decay=none"]
-    found = []
+    keys, found = ["algorithm=reinforce", "learner.ep=1", "train.lr_decay=none"], []
     for name, made in (("maxrl:maxrl", list[float]), ("none", by_hand)):
         policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
         roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
@@ -437,8 +435,7 @@ def test_the_function_says_which_groups_teach() -> None:
 def test_a_function_of_lengths_gets_those_of_completions_and_of_turns() -> None:
     """Dynamic sampling asks it too, of the same lengths."""
     sampled = [group("a", [1.0, 0.0, 0.5], [2, 3, 1]), group("b", [0.5, 0.5], [2, 1])]
-    section = {"advantage_mean": "opo:opo", "advantage_std": "none"}
-    of_a = 2.5 / 6
+    section, of_a = {"advantage_mean": "opo:opo", "advantage_std": "none"}, 2.5 / 6
     for credit in ("completion", "turn"):
         found = advantages(9, sampled, credit=credit, **section)
         assert [one[0] for one in found] == pytest.approx([1 - of_a, -of_a, 0.5 - of_a, 0.0, 0.0], abs=1e-7)

@@ -52,8 +52,7 @@ def batch(
 
 
 def ragged(seed: int = 0, spread: float = 0.3) -> LossInputs:
-    g = torch.Generator().manual_seed(seed)
-    lengths = [5, 9, 1, 3]
+    g, lengths = torch.Generator().manual_seed(seed), [5, 9, 1, 3]
     old = [(-torch.rand(n, generator=g)).tolist() for n in lengths]
     new = [[x + spread * float(torch.randn((), generator=g)) for x in row] for row in old]
     advantages = [[float(a)] * n for a, n in zip(torch.randn(4, generator=g), lengths, strict=True)]
@@ -228,8 +227,7 @@ def test_topr_weighs_a_bad_completion_by_its_product_to_the_policy_that_sampled(
 def test_gspo_token_is_gspo_where_the_advantage_is_constant_in_a_sequence() -> None:
     x = drawn()
     assert_same(evaluate(row("algorithm=gspo_token"), x), evaluate(row("algorithm=gspo"), x))
-    by_token = credited("algorithm=gspo_token")
-    torch.testing.assert_close(by_token.advantages, credited("algorithm=gspo").advantages)
+    torch.testing.assert_close(credited("algorithm=gspo_token").advantages, credited("algorithm=gspo").advantages)
 
 
 def sequence_forms(name: str, logprobs: list[list[float]], x: LossInputs) -> list[float]:
@@ -264,10 +262,8 @@ def cut(flat: Tensor) -> list[list[float]]:
 
 
 def test_copg_is_rloo_with_the_kl_in_its_rewards_whoever_sampled() -> None:
-    """Contrastive policy gradient (arXiv:2406.19185), of each pair (ΔR - β/2·Δh)·Δh, h = log pi/ref: by autograd.
-
-    The one optimizer step of train.minibatches=1 begins at the policy that h is of.
-    """
+    """Contrastive policy gradient (arXiv:2406.19185), of each pair (ΔR - β/2·Δh)·Δh, h = log pi/ref: by autograd. The
+    one optimizer step of train.minibatches=1 begins at the policy that h is of."""
     keys, beta = ["algorithm=rloo", *(f"algorithm.kl.{key}" for key in COPG)], 0.3
     x = drawn(spread=0.0)
     x = replace(x, ref_logprobs=x.old_logprobs - torch.linspace(-1, 1, sum(LENGTHS), dtype=torch.float64))

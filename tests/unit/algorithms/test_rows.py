@@ -441,8 +441,7 @@ def test_a_cispo_cap_of_five_is_six_in_verl_areal_and_slime() -> None:
 def test_low_var_kl_stops_at_ten() -> None:
     """verl and slime clamp the estimate: e³ - 4 = 16.1 counts as 10 and pulls no more; ours, as TRL's, goes on."""
     one = torch.ones(1, 1, dtype=torch.float64)
-    x = Padded((-4 * one).requires_grad_(), -4 * one, -one, 0 * one, one)
-    beta = 0.1
+    x, beta = Padded((-4 * one).requires_grad_(), -4 * one, -one, 0 * one, one), 0.1
     clamped, free = verl(kl_loss_coef=beta)(x), trl(beta=beta)(x)
     assert (clamped.item(), free.item()) == pytest.approx((beta * 10, beta * (math.exp(3) - 4)))
     assert torch.autograd.grad(clamped, x.logp)[0].item() == 0.0

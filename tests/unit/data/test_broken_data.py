@@ -76,8 +76,7 @@ def test_a_torn_file_is_told_or_read(name: str, tmp_path: Path) -> None:
     path, draw = tmp_path / name, random.Random(7)
     data = whole(path)
     for _ in range(150):
-        at = draw.randrange(len(data))
-        flipped = bytearray(data)
+        at, flipped = draw.randrange(len(data)), bytearray(data)
         flipped[at] ^= 1 << draw.randrange(8)
         for content in (data[:at], bytes(flipped), bytes(flipped[:at]) + draw.randbytes(8) + data[at + 8 :]):
             path.write_bytes(content)
@@ -142,9 +141,8 @@ def test_an_eval_problem_planted_in_train_with_other_spacing_is_named(tmp_path: 
     train = ["one two", "2+2 is?", " 3 +\n4?\t", "x"]
     with pytest.raises(DataError) as error:
         loaded(tmp_path, train, ["what?", "3 + 4?"], prompt_template="Q: {prompt}")
-    assert str(error.value).splitlines()[0] == (
-        f"{tmp_path}/t.jsonl:3: trained on, but held out in {tmp_path}/e.jsonl:2 (data)"
-    )
+    expected = f"{tmp_path}/t.jsonl:3: trained on, but held out in {tmp_path}/e.jsonl:2 (data)"
+    assert str(error.value).splitlines()[0] == expected
     assert "1 of 4 training problems are held out too" in str(error.value)
     assert "data.on_leak=drop" in str(error.value)
 
@@ -359,8 +357,7 @@ def test_a_file_under_two_templates_or_rewards_has_two_problems_a_row(
     rows = [{"question": f"{n}?", "answer": "4", "system": "Be brief."} for n in (1, 2, " 2")]
     held_out = table(tmp_path / "e.jsonl", [{"question": "9?", "answer": "4", "system": ""}])
     one = {"type": "files", "train": table(tmp_path / f"t.{kind}", rows), "eval": held_out}
-    more = [{"question": "3?", "answer": "4", "system": ""}]
-    two = {**one, "train": table(tmp_path / f"u.{kind}", [*rows, *more])}
+    two = {**one, "train": table(tmp_path / f"u.{kind}", [*rows, *[{"question": "3?", "answer": "4", "system": ""}]])}
     found = trained_on(tmp_path, {"type": "mixture", "sources": {"one": one, "two": {**two, **other}}})
     again = ["two/u:1", "two/u:2"] if both else []
     assert found == ["one/t:1", "one/t:2", *again, "two/u:4"]

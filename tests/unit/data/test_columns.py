@@ -152,8 +152,7 @@ def test_a_row_of_two_requests_has_the_columns_of_both() -> None:
 
 def test_waiting_completions_keep_their_columns_in_a_checkpoint(tmp_path: Path) -> None:
     adapter, columns = TypeAdapter(list[RolloutGroup]), ColumnWriter()
-    text = adapter.dump_json(groups(), context=columns)
-    names = columns.write(tmp_path)
+    text, names = adapter.dump_json(groups(), context=columns), columns.write(tmp_path)
     reader = ColumnReader(tmp_path, names)
     again = adapter.validate_json(text, context=reader)
     reader.check()
@@ -236,8 +235,7 @@ def test_models_without_the_policys_layers_get_the_other_columns() -> None:
 @pytest.mark.parametrize("sizes", [(), (64,)])
 def test_a_packed_micro_batch_has_them_at_its_own_positions(tp: int, cp: int, sizes: tuple[int, ...]) -> None:
     """Padding has no values and zeros; padding that repeats tokens has their columns."""
-    samples = to_samples(groups())
-    sizes = tuple(size * tp * cp * 2 for size in sizes)
+    samples, sizes = to_samples(groups()), tuple(size * tp * cp * 2 for size in sizes)
     kept = samples.extra["kept"]
     assert isinstance(kept, Ragged)
     of_positions, seen = [part.values.tolist() for part in split(kept, [1] * len(samples.mask))], list[int]()

@@ -129,13 +129,9 @@ def test_a_text_of_the_system_is_in_front_of_the_users_turn_for_teachers_too(tmp
     ],
 )
 def test_what_is_no_context_is_refused_by_its_place(tmp_path: Path, suffix: str, row: Any, said: str) -> None:
+    fields = {"messages": "chosen", "rejected": "rejected", "context": "prompt", "system": "system"}
     with pytest.raises(DataError, match=rf"train\{suffix}(:1)?: {said}"):
-        loaded(
-            tmp_path,
-            suffix,
-            row,
-            fields={"messages": "chosen", "rejected": "rejected", "context": "prompt", "system": "system"},
-        )
+        loaded(tmp_path, suffix, row, fields=fields)
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,7 @@ def test_a_step_adds_what_it_trained_on_and_what_it_dropped_for_equal_rewards(tm
     names = [prompt.id for prompt in drawn.take(WANTED)]
     ours.prompts = PromptStream(held, seed=0, curriculum=CurriculumSection(retire_above=0.9))
     ours.stream._prompts = ours.prompts
-    row = asyncio.run(step(ours))
-    table = ours.prompts.table
+    row, table = asyncio.run(step(ours)), ours.prompts.table
     assert table is not None
     right = float(np.mean(np.array(TEACHES.rewards) >= 1.0))
     wanted = {names[0]: right, names[1]: 1.0, names[3]: right}
@@ -237,8 +236,7 @@ def test_what_a_curriculum_refuses(overrides: list[str], said: str) -> None:
 # Values of prompts, SPO's baseline: the posterior of a Beta distribution, its draws, and its checkpoints.
 def tracked(count: int, decay: float | None = 0.875, **curriculum: float) -> tuple[PromptStream, PromptTable]:
     prompts = [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(count)]
-    section = CurriculumSection.model_validate(curriculum)
-    stream = PromptStream(prompts, seed=3, curriculum=section, track_decay=decay)
+    stream = PromptStream(prompts, seed=3, curriculum=CurriculumSection.model_validate(curriculum), track_decay=decay)
     assert stream.table is not None
     return stream, stream.table
 

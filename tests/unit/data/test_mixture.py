@@ -64,8 +64,7 @@ def test_sources_follow_each_other_by_weight_and_each_has_epochs_of_its_own() ->
 
 def test_other_weights_count_anew_and_are_said(caplog: pytest.LogCaptureFixture) -> None:
     before = mixture()
-    seen = [prompt.id for prompt in before.take(6)]
-    after = mixture(a=1.0, b=1.0)
+    seen, after = [prompt.id for prompt in before.take(6)], mixture(a=1.0, b=1.0)
     with caplog.at_level(logging.WARNING):
         after.restore(before.state())
     assert "the weights of data.sources were {'a': 3.0, 'b': 1.0} and are {'a': 1.0, 'b': 1.0}: after 6" in caplog.text

@@ -82,8 +82,7 @@ def test_a_text_whose_template_writes_the_first_token_is_scored_with_one_of_it(a
     assert pair[0].token_ids.tolist() == [*wanted, wanted[-1]]
     assert pair[1].token_ids.tolist().count(bos) == wanted.count(bos)
     for most in (3, 9):
-        texts = ClassifierTexts(tokenizer=tokenizer, chat_template=False, max_tokens=most)
-        (row,) = texts.rows(one.text, ["cd"])
+        (row,) = ClassifierTexts(tokenizer=tokenizer, chat_template=False, max_tokens=most).rows(one.text, ["cd"])
         assert row == ([*wanted[:adds], *wanted[adds - most :]] if most == 3 else wanted)
 
 
@@ -137,8 +136,7 @@ def test_rows_of_one_answer_have_the_weight_of_their_label(form: str) -> None:
     one = Prompt(id="p:1", text="1", token_ids=(7,), answer="2")
     if form == "messages":
         one = replace(one, text=text, token_ids=(), answer="")
-    units = made.units(config)
-    labels = [True, False, 1, 0]
+    units, labels = made.units(config), [True, False, 1, 0]
     found = units([replace(one, meta={"label": label}) for label in labels])
     assert [row.margin for (row,) in found] == [1.5, -0.25, 1.5, -0.25]
     ((start, stop),) = found[0][0].turns
@@ -210,10 +208,8 @@ def test_all_conversations_that_are_no_pair_are_named_before_the_first_step() ->
     check_answers(prompts[:1])
     with pytest.raises(DataError) as problems:
         check_answers(prompts)
-    assert [line.split(":", 2)[:2] for line in str(problems.value).splitlines()] == [
-        ["prompt 'p", "1'"],
-        ["prompt 'p", "2'"],
-    ]
+    expected = [["prompt 'p", "1'"], ["prompt 'p", "2'"]]
+    assert [line.split(":", 2)[:2] for line in str(problems.value).splitlines()] == expected
     formless = replace(prompts[0], text=prompts[0].text.replace('"3"', "3"))
     assert formless != prompts[0]
     for check in (check_answers, check_texts):
@@ -350,10 +346,8 @@ def test_a_margin_is_read_from_its_field(tmp_path: Path) -> None:
 def test_pairs_of_equals_are_refused_with_all_their_rows(tmp_path: Path) -> None:
     with pytest.raises(DataError) as problems:
         loaded(tmp_path, LETTERS, LETTERS | {"bad": "2"}, LETTERS | {"q": "5", "bad": "2"})
-    assert [line.split("train.jsonl:")[1][:28] for line in str(problems.value).splitlines()] == [
-        "2: fields 'good' and 'bad' a",
-        "3: fields 'good' and 'bad' a",
-    ]
+    expected = ["2: fields 'good' and 'bad' a", "3: fields 'good' and 'bad' a"]
+    assert [line.split("train.jsonl:")[1][:28] for line in str(problems.value).splitlines()] == expected
     with pytest.raises(DataError, match=r"train.jsonl:1: fields 'good' and 'bad' are equal"):
         loaded(tmp_path, TALK | {"bad": TALK["good"]})
 

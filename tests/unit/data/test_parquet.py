@@ -158,8 +158,7 @@ def test_a_text_that_many_rows_have_counts_in_each_of_them(tmp_path: Path, monke
     longer = np.zeros((groups, size), np.int32)
     longer[1:, 100:] = 1
     tools = pa.DictionaryArray.from_arrays(longer.ravel(), ["long " * 200, "longer " * 2000])
-    texts = list(map(str, range(groups * size)))
-    path = tmp_path / "t.parquet"
+    texts, path = list(map(str, range(groups * size))), tmp_path / "t.parquet"
     table = pa.table({"question": texts, "answer": texts, "tools": tools})
     pq.write_table(table, path, row_group_size=size, store_schema=False)
     assert path.stat().st_size < most
@@ -198,8 +197,7 @@ def test_it_is_a_source_of_a_mixture(tmp_path: Path) -> None:
     weights = {"one": 1.0, "sums": 1.0, "two": 2.0}
     ours, theirs = (PromptStream(mixed(kind), seed=1, weights=weights) for kind in ("jsonl", "parquet"))
     assert theirs.take(90) == ours.take(90)
-    state = theirs.state()
-    after = theirs.take(30)
+    state, after = theirs.state(), theirs.take(30)
     (tmp_path / "more").mkdir()
     again = PromptStream(mixed_again(tmp_path), seed=1, weights=weights)
     again.restore(state)
@@ -559,8 +557,7 @@ def test_dates_that_python_lacks_are_text(kind: pa.DataType, fits: int, text: st
     assert values_of(column) == wanted
     ends = pa.array([0, 3, 3], pa.int32())
     assert values_of(pa.ListArray.from_arrays(ends, column)) == [wanted, []]
-    keys = pa.array(["a", "b", "c"])
-    pairs = [["a", text], ["b", None], ["c", its_text]]
+    keys, pairs = pa.array(["a", "b", "c"]), [["a", text], ["b", None], ["c", its_text]]
     assert values_of(pa.MapArray.from_arrays(ends, keys, column)) == [pairs, []]
     assert values_of(pa.FixedSizeListArray.from_arrays(column, 3)) == [wanted]
     assert values_of(pa.StructArray.from_arrays([column], ["at"])) == [{"at": one} for one in wanted]

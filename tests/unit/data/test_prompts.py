@@ -58,8 +58,7 @@ def addends(prompt: Prompt) -> tuple[int, int]:
 def test_all_sums_are_there_and_no_held_out_sum_is_trained_on_in_either_order(digits: int) -> None:
     train, held_out = load(ArithmeticData(digits=digits, num_eval=20))
     assert len(held_out) == 20
-    trained = {addends(p) for p in train}
-    withheld = {addends(p) for p in held_out}
+    trained, withheld = {addends(p) for p in train}, {addends(p) for p in held_out}
     swapped = {(b, a) for a, b in withheld}
     assert not trained & (withheld | swapped)
     limit = 10**digits
@@ -120,8 +119,7 @@ def test_a_chat_template_that_fails_is_named_with_its_row(template: str, jsonl: 
 
 
 def test_every_bad_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    good = json.dumps(ROWS[0]).encode()
+    path, good = tmp_path / "bad.jsonl", json.dumps(ROWS[0]).encode()
     lines = [
         *(good, b'{"question": "x"', b"[1]", b"", b'{"question": "\xff", "answer": "1"}'),
         *(b'{"questoin": "x", "answer": "1"}', b'{"question": 72, "answer": "x"}'),
@@ -227,8 +225,7 @@ def test_a_template_without_a_place_for_the_problem_is_refused(jsonl: Path) -> N
 
 def test_long_prompts_fail_or_are_dropped_and_counted(jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
     lengths = [len(row["question"].encode()) for row in ROWS]
-    limit = sorted(lengths)[1]
-    longest = lengths.index(max(lengths)) + 1
+    limit, longest = sorted(lengths)[1], lengths.index(max(lengths)) + 1
     with pytest.raises(DataError, match=rf"train.jsonl:{longest}: the prompt has {max(lengths)} tokens.*={limit}"):
         load(files(jsonl), limit=limit)
     with caplog.at_level(logging.WARNING):
@@ -292,8 +289,7 @@ def test_what_json_has_not_is_null_or_text_in_meta(tmp_path: Path) -> None:
     line = tmp_path / "rows.jsonl"
     line.write_text('{"question": "q", "answer": "a", "x": NaN, "y": [-Infinity, 1e400, 1.5]}')
     assert load(files(line))[0][0].meta == {"x": None, "y": [None, None, 1.5]}
-    table = tmp_path / "rows.parquet"
-    days = pa.array([datetime.date(2026, 1, 2)])
+    table, days = tmp_path / "rows.parquet", pa.array([datetime.date(2026, 1, 2)])
     named = {"question": ["q"], "answer": ["a"], "x": [math.nan], "day": days, "raw": [b"\xff"], "deep": [{"z": b"0"}]}
     pq.write_table(pa.table(named), table)
     assert load(files(table))[0][0].meta == {"x": None, "day": "2026-01-02", "raw": "/w==", "deep": {"z": "0"}}

@@ -98,8 +98,7 @@ def test_prompts_and_draws_are_those_of_jsonl_and_of_sets(form: str, tmp_path: P
     gone, seen, kept = {text_of(form, one) for one in held}, set[tuple[str, ...]](), []
     for number, one in enumerate(rows, 1):
         text = text_of(form, one)
-        answers = {"answers": (one["good"],), "pairs of answers": (one["good"], one["bad"])}
-        whole = (*text, *answers.get(form, ()))
+        whole = (*text, *{"answers": (one["good"],), "pairs of answers": (one["good"], one["bad"])}.get(form, ()))
         if text not in gone and whole not in seen:
             kept.append(f"t:{number}")
             seen.add(whole)
@@ -290,9 +289,8 @@ def test_conversations_are_looked_at_in_one_pass_and_pairs_of_answers_are_none(t
     }
     train = load(MixtureData.model_validate({"type": "mixture", "sources": sources, "on_leak": "drop"}), rows="pairs")
     read = list(train.conversations())
-    assert [(one.id, one.source, one.text) for one in read] == [
-        (one.id, one.source, one.text) for one in train if one.source == "talks"
-    ]
+    expected = [(one.id, one.source, one.text) for one in train if one.source == "talks"]
+    assert [(one.id, one.source, one.text) for one in read] == expected
     assert len(read) == 40
     with pytest.raises(DataError, match=r"^prompt 'talks/talks:31': its conversations first differ in message 1"):
         check_answers(train.conversations())

@@ -76,9 +76,8 @@ def test_a_calculation_is_observed_and_an_answer_ends() -> None:
     failed = stepped("?37**45")
     assert failed.observation is not None
     assert (failed.observation.said, failed.metrics["failed_calculations"]) == (":syntax", 1)
-    assert [(one.reward, one.observation) for one in map(stepped, ("!1665", "!1664", "1665", ""))] == [
-        *((1.0, None), (0.0, None), (0.0, None), (0.0, None))
-    ]
+    expected = [(1.0, None), (0.0, None), (0.0, None), (0.0, None)]
+    assert [(one.reward, one.observation) for one in map(stepped, ("!1665", "!1664", "1665", ""))] == expected
 
 
 def test_a_third_of_the_texts_to_learn_from_use_the_calculator() -> None:

@@ -189,8 +189,7 @@ def test_the_second_is_a_dirichlet(values: list[float], ones: tuple[float, float
     rng = np.random.default_rng(0)
     found, whole = (both_ends(rule(values, samples=8)) for rule in (chance_interval, share_interval))
     for end, quantile in enumerate((0.025, 0.975)):
-        weights = [*[1.0] * len(values), ones[end], zeros[end]]
-        drawn = rng.dirichlet(weights, 200_000) @ np.array([*values, 1.0, 0.0])
+        drawn = rng.dirichlet([*[1.0] * len(values), ones[end], zeros[end]], 200_000) @ np.array([*values, 1.0, 0.0])
         mean, like = drawn.mean(), drawn.mean() * (1 - drawn.mean()) / drawn.var() - 1
         beta = np.quantile(rng.beta(mean * like, (1 - mean) * like, 400_000), quantile)
         assert 2 * found[end] - whole[end] == pytest.approx(beta, abs=2e-3)
@@ -308,8 +307,7 @@ def test_quantiles_of_one_sample_are_those_of_a_beta(hits: int, problems: int) -
     """A beta(c + 1, P - c + 1) is below x as often as P + 1 draws of chance x have more than c hits."""
     chances = []
     for x in beta_quantiles([1] * hits + [0] * (problems - hits), samples=1):
-        more = range(hits + 1, problems + 2)
-        front = math.lgamma(problems + 2)
+        more, front = range(hits + 1, problems + 2), math.lgamma(problems + 2)
         logs = [
             front
             - math.lgamma(c + 1)

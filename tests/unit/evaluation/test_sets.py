@@ -110,8 +110,7 @@ def test_what_is_asked_is_what_the_set_says() -> None:
     asyncio.run(evaluation(engine, *sets).row(0))
     first, second = (next(one for one in engine.asked if f" {name}:" in one.id) for name in ("first", "second"))
     assert (first.params.temperature, first.num_completions, first.params.max_new_tokens) == (0.0, 1, 5)
-    seed = second.params.seed
-    assert second.params == SamplingParams(temperature=0.7, stop_token_ids=(0,), seed=seed, **limits)
+    assert second.params == SamplingParams(temperature=0.7, stop_token_ids=(0,), seed=second.params.seed, **limits)
     assert second.num_completions == 2
     assert not any(one.exact_logprobs for one in engine.asked)
     assert len({one.params.seed for one in engine.asked}) == len(engine.asked) == 8

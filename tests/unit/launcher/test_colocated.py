@@ -256,8 +256,7 @@ async def test_a_server_that_dies_while_learners_have_gpus_starts_with_a_push(fa
         go.set()
         await pushing
         await it.reach(0, Health.HEALTHY)
-        orders = [path for path in fakes[2].asked if path != "/health"]
-        assert orders == ["/pause", "/load", "/resume", "/relabel"]
+        assert [path for path in fakes[2].asked if path != "/health"] == ["/pause", "/load", "/resume", "/relabel"]
         assert fakes[2].label == "5@t"
 
 

@@ -185,8 +185,7 @@ def test_a_machine_of_8_gpus_has_6_for_the_learner_and_2_for_its_server() -> Non
 
 def test_each_term_grows_with_what_its_advice_names() -> None:
     config, shape = recipe(QWEN_235B)
-    was = fullest(config, shape).terms
-    last = footprints(config, shape)[-1].terms
+    was, last = fullest(config, shape).terms, footprints(config, shape)[-1].terms
 
     def now(*keys: str) -> Footprint:
         return fullest(*recipe(QWEN_235B, *keys))
@@ -234,9 +233,8 @@ def test_a_role_in_a_layout_of_its_own_needs_what_it_would_beside_a_learner_of_t
     for role, sizes in layouts.items():
         alike = footprints(*recipe(QWEN_30B, *keys, *(f"learner.{k}={n}" for k, n in (plain | sizes).items())))
         found = [m for m in mixed if m.role == role]
-        assert [(m.rank, m.stage, m.terms) for m in found] == [
-            (m.rank, m.stage, m.terms) for m in alike if m.role == role
-        ]
+        expected = [(m.rank, m.stage, m.terms) for m in alike if m.role == role]
+        assert [(m.rank, m.stage, m.terms) for m in found] == expected
         assert len(found) == sizes.get("pp", 1)
 
 

@@ -467,9 +467,8 @@ def test_packages_that_are_not_there_are_found_before_ranks_start() -> None:
         assert f"{key}=nowhere:mine: no module 'nowhere'; install it or put its folder on PYTHONPATH" in said
     keys = ("algorithm=gmpo", "algorithm.objective=nowhere.of:mine")
     (found,) = preflight(load_config("tiny_cpu", [*keys])).texts("problem")
-    assert (
-        found == "algorithm.objective=nowhere.of:mine: no module 'nowhere'; install it or put its folder on PYTHONPATH"
-    )
+    expected = "algorithm.objective=nowhere.of:mine: no module 'nowhere'; install it or put its folder on PYTHONPATH"
+    assert found == expected
     there = preflight(load_config("tiny_cpu", ["algorithm=gmpo", "algorithm.objective=tests.samples:share_of"]))
     assert there.texts("problem") == []
     assert "algorithm.objective=tests.samples:share_of, which ranks import" in there.texts("unchecked")
@@ -527,6 +526,5 @@ def test_a_name_that_is_not_in_its_module_is_found_without_an_import(
     monkeypatch.syspath_prepend(str(tmp_path))
     found = own_code.check_modules(Subject(load_config("tiny_cpu", [f"learner.layers={own}"]), False))
     wanted = ("problem", f"learner.layers={own}: {said}") if said else None
-    assert [(one.kind, one.text) for one in found] == [
-        wanted or ("unchecked", f"learner.layers={own}, which ranks import")
-    ]
+    expected = [wanted or ("unchecked", f"learner.layers={own}, which ranks import")]
+    assert [(one.kind, one.text) for one in found] == expected

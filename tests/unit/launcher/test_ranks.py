@@ -101,8 +101,7 @@ async def test_only_a_rank_that_was_asked_can_make_no_progress() -> None:
         await ready
         for _ in range(1000):
             handle.tick()
-        assert handle.still == 0
-        assert handle.quiet == 1000
+        assert (handle.still, handle.quiet) == (0, 1000)
         answer = call(handle, "train_step")
         handle.tick()
         assert handle.still == 1
@@ -255,8 +254,7 @@ async def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
     sent = np.random.default_rng(0).integers(0, 255, (4, LARGE // 4), np.uint8)
     async with ranks(4) as (group, streams):
         asked = asyncio.ensure_future(group.each("generate"))
-        say = [asyncio.to_thread(answers, stream, sent[rank]) for rank, stream in enumerate(streams)]
-        await asyncio.gather(*say)
+        await asyncio.gather(*[asyncio.to_thread(answers, stream, sent[rank]) for rank, stream in enumerate(streams)])
         for rank, (found, stream) in enumerate(zip(await asked, streams, strict=True)):
             assert np.array_equal(found, sent[rank])
             wire.send(stream, wire.pack(("alive", (f"rank {rank}", 3), None)))
@@ -369,8 +367,7 @@ class Stages:
 
 def samples(num_layers: int | None = None) -> Samples:
     g, lengths = torch.Generator().manual_seed(0), torch.tensor([5, 3, 4, 6])
-    n = int(lengths.sum())
-    extra = {}
+    n, extra = int(lengths.sum()), {}
     if num_layers is not None:
         extra["routes"] = torch.randint(0, 8, (n, num_layers, 2), generator=g).to(torch.uint8)
     logprobs = -torch.rand(n, generator=g)
@@ -464,8 +461,7 @@ async def test_rows_are_freed_though_later_shares_could_not_be_computed() -> Non
 
 async def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
     stages, whole = Stages(), packed(samples())
-    learner = learner_of(stages)
-    want = frozenset({"logprobs"})
+    learner, want = learner_of(stages), frozenset({"logprobs"})
     await asyncio.gather(*(learner.score(whole, want) for _ in range(2)))
     held = HeldRows()
     with pytest.raises(RLMegatronError, match=r"'input_ids' of rows 3 of batch 1, 1 in all, which it was not sent"):

@@ -104,8 +104,7 @@ def test_every_section_is_marked_and_every_mark_is_of_a_key() -> None:
     of_inner = {f"{name}.{key}" for name, section in inner.items() for key in section.model_fields}
     of_source = {*FileSource.model_fields, *of_inner}
     of_teacher = (f"algorithm.kl.teachers.<name>.{key}" for key in TeacherSection.model_fields)
-    of_entries = {*(f"data.sources.<name>.{key}" for key in of_source), *of_teacher}
-    assert FREE.keys() <= {*keys(RunConfig()), *of_entries}
+    assert FREE.keys() <= {*keys(RunConfig()), *{*(f"data.sources.<name>.{key}" for key in of_source), *of_teacher}}
     assert is_free("data.sources.math.weight")
     assert not is_free("data.sources.math.reward.function")
     assert not is_free("reward.parts.correct.weight")

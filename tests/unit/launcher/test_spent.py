@@ -101,8 +101,7 @@ def test_roles_with_nodes_of_their_own_hold_them_all_the_time_and_written_text_i
 
 def test_cores_are_counted_on_cpus() -> None:
     config = load_config("tiny_cpu", ["learner.threads=3", "learner.dp=2", "algorithm=ppo", "roles.critic=separate"])
-    ranks = config.learner.dims.world_size
-    found = spent(config, ROWS)
+    ranks, found = config.learner.dims.world_size, spent(config, ROWS)
     assert found.hours["critic"] == pytest.approx(3 * ranks * 0.05)
     assert found.hours["learner"] + found.hours["engines"] == pytest.approx(3 * ranks * 0.05)
     assert " core-hours (" in found.lines()[0]
@@ -114,8 +113,7 @@ SHAPE = NAMED["qwen3-30b-a3b"]
 def test_what_the_plan_says_of_metrics_is_the_learners_and_of_gpus_alone() -> None:
     """The bytes are those of the table of `rl-megatron plan`, without the servers' and what no allocator sees."""
     config = job(QWEN_30B, "slurm.speeds.gpu=h100", "slurm.gpu_memory_gb=80")
-    guess = estimate(config, SHAPE)
-    found = planned_metrics(config, SHAPE)
+    guess, found = estimate(config, SHAPE), planned_metrics(config, SHAPE)
     held = fullest(config, SHAPE).terms
     assert found["memory/peak"] == pytest.approx(sum(held.values()) - held["engine"] - 0.06 * 80e9)
     assert 0 < found["mfu/train"] < 1
@@ -157,8 +155,7 @@ def test_on_one_machine_gpus_are_those_of_ranks_and_servers(
 
 
 def test_a_fault_in_the_hours_does_not_end_a_run() -> None:
-    soon = {"phase": "rl", "step": 1, "seconds/step": "soon"}
-    (line,) = spent(load_config("tiny_cpu", []), [soon, *ROWS]).lines()
+    (line,) = spent(load_config("tiny_cpu", []), [{"phase": "rl", "step": 1, "seconds/step": "soon"}, *ROWS]).lines()
     assert line.startswith("the run's hours are not counted: ValueError: could not convert string to float")
 
 

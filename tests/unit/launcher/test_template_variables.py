@@ -170,8 +170,7 @@ REWRITES = "{{ messages | length }}\n" + CHAT_TEMPLATE  # what was read before i
 def source_of(
     engine: Any, template: str, made: EnvironmentMaker | Agent = TALKS, keys: Sequence[str] = ()
 ) -> EnvironmentSampler:
-    config = load_config("calculator", [*KEYS, *keys])
-    tokenizer = byte_tokenizer()
+    config, tokenizer = load_config("calculator", [*KEYS, *keys]), byte_tokenizer()
     tokenizer.chat_template = template
     data: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=(EOS,))
     return environment_sampler(config, made, engine, data, vocab_size=259)
@@ -187,9 +186,8 @@ def test_turns_are_in_one_row_of_a_template_that_appends(caplog: pytest.LogCaptu
     found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
     assert [len(one.chains) for one in found] == [1, 1]
     (row,) = found[0].chains
-    assert bytes(token for token in row.token_ids.tolist() if token != EOS).decode() == (
-        "user: 3*4=\nassistant: ab\nuser: .\nassistant: ab"
-    )
+    expected = "user: 3*4=\nassistant: ab\nuser: .\nassistant: ab"
+    assert bytes(token for token in row.token_ids.tolist() if token != EOS).decode() == expected
     assert [row.token_ids[turn.start : turn.stop].tolist() for turn in row.turns] == [[*b"ab", EOS]] * 2
 
 

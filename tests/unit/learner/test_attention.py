@@ -71,8 +71,7 @@ def test_it_is_torchs_in_blocks_of_queries(
 
 
 def test_it_is_for_sequences_in_float32_where_a_library_has_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = torch.zeros(1)
-    threads = torch.get_num_threads()
+    queries, threads = torch.zeros(1), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         monkeypatch.setattr(operations, "ONEDNN_LEADS", False)
@@ -176,8 +175,7 @@ def test_frequencies_are_transformers_own(parameters: dict[str, Any]) -> None:
     wanted, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
     raw = {"rope_parameters": parameters, "max_position_embeddings": 131072}
     theta, rope = read_rope(raw, Path("config.json"), head_dim=64)
-    found = inverse_frequencies(theta, 64, rope, torch.device("cpu"))
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(theta, 64, rope, torch.device("cpu")), wanted, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
 
 

@@ -57,9 +57,8 @@ def engine(hf: Path) -> LocalEngine:
 def learner(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankModels]:
     folder, threads = tmp_path_factory.mktemp("run"), torch.get_num_threads()
     config = load_config("tiny_cpu", [f"model.path={hf}", "learner.ep=1"])
-    setup = Setup(
-        config=config, model_folder=hf, run_folder=folder, rendezvous=f"file://{folder}/rendezvous", role="learner"
-    )
+    rendezvous = f"file://{folder}/rendezvous"
+    setup = Setup(config=config, model_folder=hf, run_folder=folder, rendezvous=rendezvous, role="learner")
     rank = RankModels(setup, 0, None)
     rank.start_from("policy", hf)
     yield rank

@@ -75,8 +75,7 @@ def test_norms_are_those_of_the_gradient_in_the_logits(vocab: int, rows: int, ch
     scaled = (logits.double()[:, :vocab] / 0.7).requires_grad_()
     said = scaled.log_softmax(-1).gather(1, targets[:, None])
     (gradient,) = torch.autograd.grad(said.sum(), scaled)
-    wanted = gradient.square().sum(1)
-    p = scaled.detach().softmax(-1)
+    wanted, p = gradient.square().sum(1), scaled.detach().softmax(-1)
     torch.testing.assert_close(wanted, 1 - 2 * said.detach().exp().squeeze(1) + p.square().sum(1), rtol=0, atol=1e-14)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
     assert 0 < found[0] < 1e-8  # where 1 - 2 p + the sum of all p² is 0 in float32
@@ -173,8 +172,7 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
     rank = Rank(
         stage=0, parameters=none, trained=none, matrices=none, tokens=tokens, layers=(), inputs=(), longest=1, largest=1
     )
-    keys = {"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient}
-    learner = LearnerSection.model_validate(keys)
+    learner = LearnerSection.model_validate({"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient})
     term = terms.logits_bytes(learner, replace(TINY_MOE, hidden_size=hidden, vocab_size=rows), rank)
     assert held.most + states.nbytes == pytest.approx(term, rel=0.03)
 
@@ -321,8 +319,7 @@ def apart_in_one_call(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Ten
 
 def products_alone(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
     groups = kernels.groups_of(COUNTS, x)
-    inside = kernels.multiply(x, fc1.mT, groups).chunk(2, -1)[0]
-    return kernels.multiply(inside * probs[:, None], fc2.mT, groups)
+    return kernels.multiply(kernels.multiply(x, fc1.mT, groups).chunk(2, -1)[0] * probs[:, None], fc2.mT, groups)
 
 
 def linears(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
@@ -370,9 +367,8 @@ def test_an_expert_without_rows_has_no_gradient_at_all(counts: list[int], monkey
 
 
 def test_slots_and_back() -> None:
-    slots = Slots(
-        row=torch.tensor([3, 4, 0, 1, 2, 5, 6, 6]), slot=torch.tensor([2, 3, 4, 0, 1, 5, 6]), padding=torch.tensor([7])
-    )
+    row = torch.tensor([3, 4, 0, 1, 2, 5, 6, 6])
+    slots = Slots(row=row, slot=torch.tensor([2, 3, 4, 0, 1, 5, 6]), padding=torch.tensor([7]))
     real = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 0])[:, None]
     assert_equal_with_gradients(
         lambda x: kernels.into_slots(x, slots) * real, lambda x: x[slots.row] * real, [random(7, 3)]

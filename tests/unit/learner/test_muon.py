@@ -161,10 +161,8 @@ def test_it_is_what_the_optimizer_can_say_again(kind: Any, counts: bool) -> None
     optimizer = kind([torch.nn.Parameter(torch.ones(3))], {"lr": 0.0}) if kind is FusedAdam else kind([torch.ones(3)])
     create_state(SimpleNamespace(optimizer=optimizer))  # type: ignore[arg-type]
     (state,) = optimizer.state_dict()["state"].values()
-    assert {name: tensor.tolist() for name, tensor in state.items() if name != "step"} == {
-        "exp_avg": [0.0] * 3,
-        "exp_avg_sq": [0.0] * 3,
-    }
+    expected = {"exp_avg": [0.0] * 3, "exp_avg_sq": [0.0] * 3}
+    assert {name: tensor.tolist() for name, tensor in state.items() if name != "step"} == expected
     assert ("step" in state) is counts
 
 
@@ -201,8 +199,5 @@ def test_a_reset_of_moments_keeps_the_weights_that_are_in_the_state() -> None:
     optimizer = FusedAdam([weight], {"lr": 0.0})
     optimizer.state[weight] = {name: torch.full((3,), 2.0) for name in ("exp_avg", "exp_avg_sq", "master_param")}
     reset_moments(SimpleNamespace(optimizer=optimizer))  # type: ignore[arg-type]
-    assert {name: tensor.tolist() for name, tensor in optimizer.state[weight].items()} == {
-        "exp_avg": [0.0] * 3,
-        "exp_avg_sq": [0.0] * 3,
-        "master_param": [2.0] * 3,
-    }
+    expected = {"exp_avg": [0.0] * 3, "exp_avg_sq": [0.0] * 3, "master_param": [2.0] * 3}
+    assert {name: tensor.tolist() for name, tensor in optimizer.state[weight].items()} == expected

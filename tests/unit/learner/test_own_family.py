@@ -169,13 +169,8 @@ def test_every_model_of_a_run_reads_and_has_its_layers(role: str, place: Path, m
         roles = ("algorithm=ppo", "algorithm.kl.coefficient=0.1")
         config = config_of(place / "hf", *roles, f"learner.layers={LAYERS if own else 'auto'}")
         model.model.layers = torch.nn.ModuleList([x for i, x in enumerate(kept) if not own or i != SKIPPED])
-        setup = Setup(
-            config=config,
-            model_folder=place / "hf",
-            run_folder=tmp_path,
-            rendezvous=f"file://{tmp_path}/rendezvous-{own}",
-            role=role,
-        )
+        rendezvous = f"file://{tmp_path}/rendezvous-{own}"
+        setup = Setup(config=config, model_folder=place / "hf", run_folder=tmp_path, rendezvous=rendezvous, role=role)
         rank = RankModels(setup, 0, None)
         try:
             policy = "policy" if role == "learner" else "reference"
@@ -219,9 +214,8 @@ def test_the_tools_read_by_it(place: Path, tmp_path: Path, capsys: pytest.Captur
 def test_the_preflight_reads_by_it(place: Path) -> None:
     subject = Subject(config_of(place / "hf", "rollout=vllm", f"learner.layers={LAYERS}"), False)
     assert [found.text for found in sizes.check(subject)] == []
-    assert [(found.kind, found.text) for found in own_code.check_modules(subject)] == [
-        ("unchecked", f"learner.layers={LAYERS}, which ranks import")
-    ]
+    expected = [("unchecked", f"learner.layers={LAYERS}, which ranks import")]
+    assert [(found.kind, found.text) for found in own_code.check_modules(subject)] == expected
     (found,) = sizes.check(Subject(config_of(place / "hf"), False))
     assert found.text.startswith("model_type='own_model': the in-process engine does not support it; allowed: 'qwen")
     for own in ("not_there_at_all.x:f", "__main__:f"):
@@ -253,8 +247,7 @@ def test_what_is_no_family_of_the_folder_is_refused(family: str, message: str, p
     ("changed", "said"), [({"hidden_size": "16"}, "valid integer"), ({"vocab_size": None}, "no vo")]
 )
 def test_keys_of_a_wrong_type_are_refused(changed: dict[str, object], said: str, place: Path, tmp_path: Path) -> None:
-    config = json.loads((place / "hf/config.json").read_text()) | changed
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((place / "hf/config.json").read_text()) | changed))
     with pytest.raises(ConfigError, match=said):
         read_shape(tmp_path, FAMILY)
 

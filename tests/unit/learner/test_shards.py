@@ -60,8 +60,7 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def like_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers whose state has TransformerEngine's names: a norm's ``_extra_state``, a grouped linear's 0 to n - 1, which
     it merges, and refuses in parts (its extensions/transformer_engine.py)."""
-    plain = GroupedColumnLinear.sharded_state_dict
-    begin = GroupedColumnLinear.__init__
+    plain, begin = GroupedColumnLinear.sharded_state_dict, GroupedColumnLinear.__init__
 
     def state(self: Any) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.uint8)
@@ -223,8 +222,7 @@ def test_a_disk_that_is_full_while_a_thread_writes_is_named_by_who_waits_for_it(
     with pytest.raises(CheckpointError) as caught:  # there is room again, but not when it wrote
         saving.durable()
     assert f"{folder} cannot be written: File too large; free space" in str(caught.value)
-    again = save(learner, tmp_path / "again")
-    fresh = policy(hf)
+    again, fresh = save(learner, tmp_path / "again"), policy(hf)
     fresh.load(again)
     assert_same(fresh, learner)
 

@@ -157,8 +157,7 @@ def test_ring_cache_equals_full_attention_over_wraps_and_late_rows(block: int, m
                 history.insert(oldest, history.pop())
                 cache.move(torch.tensor([2]), torch.tensor([oldest]))
         if len(history) < 3:
-            length = clock % 4
-            prefix = torch.zeros(2, 1, 3, 2, 4, dtype=torch.float64)
+            length, prefix = clock % 4, torch.zeros(2, 1, 3, 2, 4, dtype=torch.float64)
             prefix[:, :, 3 - length :] = torch.randn(2, 1, length, 2, 4, generator=generator, dtype=torch.float64)
             cache.insert(len(history), clock, Prefix(prefix, nothing), torch.tensor([length]))
             history.append([(prefix[0, 0, i], prefix[1, 0, i]) for i in range(3 - length, 3)])
@@ -206,8 +205,7 @@ def test_it_loads_with_transformers_and_has_the_sizes_asked_for(folder: Path) ->
 
 
 def test_it_is_made_once_and_its_name_tells_seed_sizes_and_vocabulary_apart(folder: Path) -> None:
-    cache = folder.parent
-    written = (folder / "model.safetensors").stat().st_mtime_ns
+    cache, written = folder.parent, (folder / "model.safetensors").stat().st_mtime_ns
     assert make_tiny_model(SPEC, cache, 3) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     others = {

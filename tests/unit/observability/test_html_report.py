@@ -46,14 +46,10 @@ def test_what_matters_now_comes_first_on_the_page_of_one_run(tmp_path: Path) -> 
     alone = [*Page(write_report([tmp_path / "a"], tmp_path / "one.html")).charts()]
     assert alone.index("Where the time goes") < alone.index("Rollout speed") < alone.index("Loss")
     assert alone.index("Most memory that a rank has held") < alone.index("Loss")
-    both = [
-        *Page(
-            write_report([tmp_path / "a", a_run(tmp_path / "b", rollout={"group_size": 8})], tmp_path / "r.html")
-        ).charts()
-    ]
-    assert (
-        both.index("Loss") < both.index("Rollout speed") < next(n for n, name in enumerate(both) if "time goes" in name)
-    )
+    runs = [tmp_path / "a", a_run(tmp_path / "b", rollout={"group_size": 8})]
+    both = [*Page(write_report(runs, tmp_path / "r.html")).charts()]
+    times = next(place for place, name in enumerate(both) if "time goes" in name)
+    assert both.index("Loss") < both.index("Rollout speed") < times
     assert len(set(alone)) == len(alone)
 
 
@@ -109,13 +105,8 @@ def test_headlines_of_a_job_on_written_text_are_its_records(tmp_path: Path, job:
     tiles = re.findall(r'<div class="tile card[ wide]*"><dt>(.*?)</dt>\s*<dd.*?>(.*?)</dd>', page.read_text())
     figures = {name: re.sub("<.*?>", "", value) for name, value in tiles}
     ordered = {"Pairs in order": "75.0 %"} if pairs else {}
-    assert figures == {
-        "Held-out loss: first → last": f"1.5→{last}",
-        **ordered,
-        "Steps": "2 of 2",
-        "Time": "0 min 4 s",
-        "Trained tokens/s": "2,000",
-    }
+    rest = {"Steps": "2 of 2", "Time": "0 min 4 s", "Trained tokens/s": "2,000"}
+    assert figures == {"Held-out loss: first → last": f"1.5→{last}", **ordered, **rest}
     assert f'<b class="{moved}">' in page.read_text()
     compared = write_report(folders, tmp_path / "both.html").read_text()
     table = compared[compared.index("<h2>Runs</h2>") : compared.index("<h2>Learning</h2>")]
@@ -135,11 +126,8 @@ def test_each_recorded_value_is_in_its_chart(tmp_path: Path) -> None:
     assert (line["x"][3:], line["y"]) == ([2, 4, 6], [0, 0.1, 0.2, 0.3, 0.6, 0.9])
     (reward,) = charts["Reward"]["series"]
     assert [reward[name][1] for name in ("x", "y", "low", "high")] == [2, 0.2, -0.05, 0.45]
-    assert {line["name"]: line["y"] for line in charts["Where the time goes"]["series"]} == {
-        "rollout": [0.5] * 6,
-        "train": [1] * 6,
-        "other": [0.5] * 6,
-    }
+    expected = {"rollout": [0.5] * 6, "train": [1] * 6, "other": [0.5] * 6}
+    assert {line["name"]: line["y"] for line in charts["Where the time goes"]["series"]} == expected
 
 
 def test_the_first_and_last_values_are_said_to_those_who_do_not_see_the_chart(tmp_path: Path) -> None:
@@ -363,9 +351,7 @@ def test_the_page_says_what_was_idle_in_the_last_rows(tmp_path: Path) -> None:
 # report.html of several runs: what differs is named, seeds of one configuration are one arm, lines look different.
 def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
     runs = [
-        a_run(tmp_path / "a"),
-        a_run(tmp_path / "b", scale=0.5, steps=4, seed=7),
-        a_run(tmp_path / "x" / "a", warm=0),
+        *(a_run(tmp_path / "a"), a_run(tmp_path / "b", scale=0.5, steps=4, seed=7), a_run(tmp_path / "x/a", warm=0)),
     ]
     page = Page(write_report(runs, tmp_path / "out" / "r.html"))
     charts = page.charts()

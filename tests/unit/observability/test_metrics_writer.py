@@ -111,8 +111,7 @@ def test_values_that_are_not_finite_become_null_are_counted_and_warned(caplog: p
         out = checked_row({**ROW, "loss": float("nan"), "grad_norm": float("-inf")})
     assert out["loss"] is None
     assert out["grad_norm"] is None
-    assert out["metrics/non_finite"] == 2
-    assert out["reward/mean"] == 0.5
+    assert (out["metrics/non_finite"], out["reward/mean"]) == (2, 0.5)
     assert "step 3 (rl): not finite: loss=nan, grad_norm=-inf" in caplog.text
     assert "metrics/non_finite" not in checked_row(ROW)
 
@@ -120,8 +119,7 @@ def test_values_that_are_not_finite_become_null_are_counted_and_warned(caplog: p
 def test_deterministic_leaves_out_the_clock_alone() -> None:
     assert deterministic(ROW) == {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5}
     assert deterministic({"tokens/rollout": 5, "weights/bytes": 8}) == {"tokens/rollout": 5, "weights/bytes": 8}
-    said = render_docs().split("Metrics in ")[1].split("depend on the clock")[0]
-    units, names = said.split(", and those of ")
+    units, names = render_docs().split("Metrics in ")[1].split("depend on the clock")[0].split(", and those of ")
     for name, metric in METRICS.items():
         assert metric.is_timing == (metric.unit in units.split(", ") or f"`{name.split('/')[0]}/`" in names), name
 

@@ -157,10 +157,8 @@ def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
     with closing(Recorder(tmp_path, log, Progress(1, "plain"))) as recorder:
         recorder.write_samples(3, groups)
     path = tmp_path / "samples.jsonl"
-    assert [(row.prompt, row.reward) for row in read_samples(path)] == [
-        *(("a", reward) for reward in (0, 1, 0.5, 0)),
-        *(("b", reward) for reward in (1, 0)),
-    ]
+    expected = [*(("a", reward) for reward in (0, 1, 0.5, 0)), *(("b", reward) for reward in (1, 0))]
+    assert [(row.prompt, row.reward) for row in read_samples(path)] == expected
 
 
 def test_a_prompt_of_messages_is_shown_whole(tmp_path: Path) -> None:
@@ -327,8 +325,7 @@ def test_truncation_reads_no_further_than_the_step_before(tmp_path: Path) -> Non
     with file.path.open("ab") as whole:
         whole.write(b'\n{"step": 6}\n{"step": 7}\n{"step": 8}\n{"step": 9')
     tracemalloc.start()
-    removed = file.truncate_after(7)
-    peak = tracemalloc.get_traced_memory()[1]
+    removed, peak = file.truncate_after(7), tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (removed, file.path.stat().st_size) == (1, (1 << 26) + len('\n{"step": 6}\n{"step": 7}\n'))
     assert peak < 1 << 20
@@ -484,8 +481,7 @@ def test_steps_that_teach_nothing_are_warned_of_once(
 
 def test_gradients_of_0_with_other_rewards_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     console, _ = _console(terminal=False)
-    warned = []
-    norms = [0.0, 0.0, 1e-9, *[0.0] * 12]
+    warned, norms = [], [0.0, 0.0, 1e-9, *[0.0] * 12]
     with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(20, console=console))) as recorder:
         for step, norm in enumerate(norms, 1):
             asyncio.run(recorder.write({"phase": "rl", "step": step, EQUAL: 0.25, "grad_norm": norm}))

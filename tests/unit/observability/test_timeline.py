@@ -93,8 +93,7 @@ def test_a_ranks_calls_have_their_parts_inside_on_the_controllers_clock(monkeypa
     said = timeline.timed(5_000 * MS)
     assert (said.answered, said.lost) == (5_050 * MS, 0)
 
-    of_rank = timeline.RankTimes("rank 3 (node1)")
-    at = 998 * MS
+    of_rank, at = timeline.RankTimes("rank 3 (node1)"), 998 * MS
     of_rank.asked("backward")
     at = 1_052 * MS
     of_rank.answered(said)
@@ -189,17 +188,15 @@ def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_pa
     assert named["process_name", 1, 0] == {"name": "rank 1 (b)"}
     assert named["thread_name", 1, 6] == {"name": "calls"}
     assert named["process_name", 2, 0] == {"name": "controller"}
-    assert [(e["pid"], e["name"], e["args"]) for e in events if e["ph"] == "C"] == [
-        (1, "clock", {"wrong by us, at most": 0.0})
-    ]
+    expected = [(1, "clock", {"wrong by us, at most": 0.0})]
+    assert [(e["pid"], e["name"], e["args"]) for e in events if e["ph"] == "C"] == expected
     shown = [e for e in events if e["ph"] == "X"]
     assert [(e["name"], e["pid"], e["tid"], e["dur"]) for e in shown] == [
         ('forward "x"', 1, 6, 2000),
         ("train", 2, 3, 4000),
     ]
     check_trace(tmp_path / "trace.json")
-    assert shown[0]["args"] == {"of": "1 of 2"}
-    assert shown[0]["ts"] - shown[1]["ts"] == 1000
+    assert (shown[0]["args"], shown[0]["ts"] - shown[1]["ts"]) == ({"of": "1 of 2"}, 1000)
     assert all(type(e[key]) is int for e in shown for key in ("ts", "dur", "pid", "tid"))
 
 
@@ -302,9 +299,8 @@ def test_values_of_a_process_are_counters(tmp_path: Path) -> None:
         timeline.gauge(of_server, "requests", running=running, waiting=0)
     kept.close()
     check_trace(tmp_path / "trace.json")
-    assert [(e.process, e.thread, e.name, e.said, e.end - e.begin) for e in read_trace(tmp_path)] == [
-        ("replica 0", "", "requests", {"running": running, "waiting": 0}, 0) for running in (3, 1)
-    ]
+    expected = [("replica 0", "", "requests", {"running": running, "waiting": 0}, 0) for running in (3, 1)]
+    assert [(e.process, e.thread, e.name, e.said, e.end - e.begin) for e in read_trace(tmp_path)] == expected
 
 
 def test_the_check_of_the_format_finds_what_perfetto_drops(tmp_path: Path) -> None:

@@ -173,8 +173,7 @@ def test_they_hold_what_the_plan_says(name: str, width: int) -> None:
     with Meter() as meter:
         before = meter.live
         out = compute([rows // shape.num_experts] * shape.num_experts, x, probs)
-        kept = meter.live - before
-        toward = torch.ones_like(out)
+        kept, toward = meter.live - before, torch.ones_like(out)
         before = meter.live
         meter.restart()
         out.backward(toward)
@@ -201,8 +200,7 @@ def test_linears_keep_their_inputs_in_a_byte_but_for_what_others_keep_too() -> N
     and product. Attention keeps its output in bfloat16, so megatron-core has its projection keep no other."""
     fewer = kept(learner(None), QWEN, 0) - kept(learner("tensorwise"), QWEN, 0)
     assert fewer == 2048 + 8 * (2048 + 768)
-    product = freed(learner(None), QWEN, 0)["moe_act"] - freed(learner("tensorwise"), QWEN, 0)["moe_act"]
-    assert product == 8 * 768
+    assert (freed(learner(None), QWEN, 0)["moe_act"] - freed(learner("tensorwise"), QWEN, 0)["moe_act"]) == 8 * 768
     # DeepSeek-V3, a layer of experts: 8 of 2048 and one shared, h 7168, latents of 1536 and 512. Two linears
     # read what the first norm gives, each with a copy of a byte; routers keep what the second gives, for shared
     # experts too.

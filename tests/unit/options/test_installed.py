@@ -113,8 +113,7 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Feature:
-    path = package(tmp_path, FILE) / "residual_feature.py"
-    spec = importlib.util.spec_from_file_location("residual_feature", path)
+    spec = importlib.util.spec_from_file_location("residual_feature", package(tmp_path, FILE) / "residual_feature.py")
     assert spec is not None
     assert spec.loader is not None
     loaded: Any = importlib.util.module_from_spec(spec)

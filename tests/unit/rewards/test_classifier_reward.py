@@ -143,9 +143,8 @@ def test_several_models_are_weighed_and_each_ones_score_is_kept(tmp_path: Path) 
 
 
 def test_a_label_is_read_as_its_probability_and_the_end_of_a_long_text_counts(tmp_path: Path) -> None:
-    folder = make(
-        tmp_path, id2label={0: "bad", 1: "ok", 2: "good"}, label2id={"bad": 0, "ok": 1, "good": 2}, pad_token_id=0
-    )
+    id2label = {0: "bad", 1: "ok", 2: "good"}
+    folder = make(tmp_path, id2label=id2label, label2id={"bad": 0, "ok": 1, "good": 2}, pad_token_id=0)
     wanted = expected(folder, [ids_of(PROMPT.text + text, last=3) for text in TEXTS]).softmax(-1)[:, 2]
     torch.testing.assert_close(torch.tensor(score(folder, label="good", max_tokens=3)), wanted)
     for label, message in (

@@ -190,8 +190,7 @@ def test_functions_of_trl_are_called_in_its_way(tmp_path: Path, monkeypatch: pyt
     messages = replace(texts, question='[{"role": "user", "content": "1+1?"}]')
 
     def called(name: str, prompt: Prompt = texts) -> Sequence[Scored]:
-        reward = resolve_reward(f"trl_rewards_for_test:{name}")
-        return asyncio.run(reward(prompt, [completion((1,))] * 2, ["2", "?"]))
+        return asyncio.run(resolve_reward(f"trl_rewards_for_test:{name}")(prompt, [completion((1,))] * 2, ["2", "?"]))
 
     right, abstaining = called("columns")
     assert (right.total, abstaining.abstains) == (1.0, True)
@@ -258,8 +257,7 @@ def test_the_length_preference_is_flat_inside_and_linear_outside() -> None:
     section = RewardSection(function="length", length={"min_tokens": 4, "max_tokens": 6, "falloff_tokens": 4})
     lengths = [0, 1, 3, 4, 6, 7, 9, 10, 99]
     assert scores_of(section, [""] * 9, lengths) == [0.0, 0.25, 0.75, 1.0, 1.0, 0.75, 0.25, 0.0, 0.0]
-    hard = RewardSection(function="length", length={"max_tokens": 6})
-    assert scores_of(hard, [""] * 3, [0, 6, 7]) == [1, 1, 0]
+    assert scores_of(RewardSection(function="length", length={"max_tokens": 6}), [""] * 3, [0, 6, 7]) == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

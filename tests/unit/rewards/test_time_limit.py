@@ -143,8 +143,7 @@ async def _programs() -> None:
     sandbox._slots = _Slots(1)
     async with AsyncExitStack() as taken:
         await taken.enter_async_context(sandbox._slots.one(0))
-        free = taken.pop_all()
-        reward = PassedTests(RewardSection().tests, sandbox)
+        free, reward = taken.pop_all(), PassedTests(RewardSection().tests, sandbox)
         assert await waits_uncounted(reward, lambda: asyncio.ensure_future(free.aclose()))
 
 
@@ -397,8 +396,7 @@ def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch:
 
     module.stubborn = stubborn
     monkeypatch.setitem(sys.modules, "stubborn_for_test", module)
-    function = resolve_reward("stubborn_for_test:stubborn")
-    scored = asyncio.run(score(function, HOSTILE_PROMPT, [DONE], [""], limit=1.0))
+    scored = asyncio.run(score(resolve_reward("stubborn_for_test:stubborn"), HOSTILE_PROMPT, [DONE], [""], limit=1.0))
     assert errors_of(scored) == ["no answer within reward.timeout_seconds=1"]
     assert asked.wait(30)  # it was asked to end, for it had begun
 

@@ -364,9 +364,8 @@ async def test_the_model_is_loaded_once_and_no_later_push_pauses_a_server(tmp_pa
             update = await run.weights.push(3)
             size = run.learner.mirror.path.stat().st_size
             assert update.num_bytes == 3 + SIZE + 2 * size + 2 * 2 * SIZE  # as the learner's push says; two nodes each
-            assert [asked(fake) for fake in fakes] == [
-                {"/pause": 1, "/load": 1, "/resume": 1, "/load_adapters": 1, "/score": 4, "/relabel": 1}
-            ] * 2
+            expected = [{"/pause": 1, "/load": 1, "/resume": 1, "/load_adapters": 1, "/score": 4, "/relabel": 1}] * 2
+            assert [asked(fake) for fake in fakes] == expected
             for version in (4, 5):
                 update = await run.weights.push(version)
                 assert update.num_bytes == SIZE + 2 * 2 * SIZE

@@ -181,8 +181,7 @@ def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -
     for logprobs in ((-1.0, 0.001, 0.0), (-1000.0, 0.01, 0.0)):
         assert problem_of(completion((1,) * 3, logprobs), REQUEST, vocab_size=10) is None
     assert problem_of(completion(()), REQUEST, vocab_size=10) is None
-    longer = completion((1,) * 4)
-    assert problem_of(longer, REQUEST, vocab_size=10) == "it has 4 tokens, but at most 3 were requested"
+    assert problem_of(completion((1,) * 4), REQUEST, vocab_size=10) == "it has 4 tokens, but at most 3 were requested"
     assert problem_of(completion((1,) * 3, (0.0,)), REQUEST, vocab_size=10) == "it has 1 log-probs for 3 tokens"
 
 
@@ -241,8 +240,7 @@ def test_routes_of_a_completion_in_two_parts_are_those_that_chose_its_tokens() -
 
     whole = joined(part(2, 4, 0), part(3, 7, 9))  # a prompt of 3 tokens
     assert whole.columns["routes"].tolist() == [[[0, 0]]] * 4 + [[[9, 9]]] * 3
-    ended_at_once = completion((), finish="abort", spans=((0, 2),))
-    assert joined(whole, ended_at_once).columns["routes"] is whole.columns["routes"]
+    assert joined(whole, completion((), finish="abort", spans=((0, 2),))).columns["routes"] is whole.columns["routes"]
 
 
 def test_a_completion_in_parts_keeps_what_each_version_sampled() -> None:
@@ -311,8 +309,7 @@ def test_columns_are_those_of_json_loads(engine: str, tokens: int) -> None:
     "value", ["-0.0", "0", "-3", "-1e-7", "-1.5E+2", "-0.1234567890123456789", "-Infinity", "Infinity"]
 )
 def test_numbers_are_read_as_json_loads_reads_them(engine: str, value: str) -> None:
-    text = MADE[engine](3).decode()
-    first = repr(drawn(3)[1][0])
+    text, first = MADE[engine](3).decode(), repr(drawn(3)[1][0])
     assert first in text
     assert equal(engine, text.replace(first, value).encode()).logprobs[0] == np.float32(value)
 

@@ -202,8 +202,7 @@ def test_idle_shares_are_those_of_what_servers_and_learner_did(ran: Ran) -> None
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_cache", "abort"])
 def test_tokens_that_pushes_met_keep_the_versions_that_sampled_them(mode: RunningRequests) -> None:
-    one = run("heavy", 2, 8, mode, PAUSE)
-    resumed = 0
+    one, resumed = run("heavy", 2, 8, mode, PAUSE), 0
     for row, turns in zip(one.rows, one.turns, strict=True):
         versions = [np.zeros(len(turn.logprobs), int) for turn in turns]
         for turn, of_tokens in zip(turns, versions, strict=True):

@@ -204,9 +204,7 @@ def test_the_ends_of_the_uniform_numbers_are_finite_and_of_one_size() -> None:
 
 def test_routes_flip_as_often_as_two_normal_numbers_change_order(tmp_path: Path) -> None:
     """One layer of two experts, one a token: a gap g of the clean logits changes its sign with P = Phi(-g/(s sqrt 2)).
-
-    The gaps are transformers'; a first layer's router sees nothing of the noise before it.
-    """
+    The gaps are transformers'; a first layer's router sees nothing of the noise before it."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
     sizes |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "norm_topk_prob": True}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 41, "max_position_embeddings": 64}

@@ -506,8 +506,7 @@ def test_sglang_keeps_its_cache_over_loads_and_other_orders(tmp_path: Path, salt
     server.salt = salt
     asyncio.run(adapter.boxes(server, tmp_path / "model.safetensors"))
     paths = [path for path, _ in server.asked]
-    assert paths[0] == "/pause_generation"
-    assert paths[-1] == "/continue_generation"
+    assert (paths[0], paths[-1]) == ("/pause_generation", "/continue_generation")
     assert server.asked[0][1] == {"mode": "in_place"}
     assert not server.paused
     server.paused, ours = True, len(paths)  # as during a push, whose load resumes it
@@ -609,9 +608,8 @@ async def test_the_error_of_a_server_is_not_its_successors(monkeypatch: pytest.M
         died.apply(Event.ANSWERED)
         return "loaded"
 
-    assert await of_all.on_each({one: one.server for one in (died, lives)}, "a push", order) == {
-        servers[1].url: "loaded"
-    }
+    expected = {servers[1].url: "loaded"}
+    assert await of_all.on_each({one: one.server for one in (died, lives)}, "a push", order) == expected
     assert not died.suspected.is_set()
 
 

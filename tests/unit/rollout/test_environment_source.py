@@ -61,8 +61,7 @@ def test_a_group_of_calculations() -> None:
             (len(prompt), len(prompt) + len(first) + 1),
             (len(row.token_ids) - len(last) - 1, len(row.token_ids)),
         ]
-        assert trajectory.stop == "done"
-        assert trajectory.metrics["own/calculations"] == 1
+        assert (trajectory.stop, trajectory.metrics["own/calculations"]) == ("done", 1)
 
 
 async def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_ones_leave_their_room() -> None:
@@ -220,8 +219,7 @@ async def solve(task: Prompt, model: Model, extra: str = "") -> float:
 
 
 def test_a_function_that_is_given_a_model_leads_a_trajectory() -> None:
-    ours = sampler(Waves(Scripted(calculates)), function=f"{__name__}:solve")
-    (one, *_) = found = trajectories(answered(ours))
+    (one, *_) = found = trajectories(answered(sampler(Waves(Scripted(calculates)), function=f"{__name__}:solve")))
     assert [each.reward for each in found] == [1.0] * 6
     assert bytes(t for t in one.chains[0].token_ids.tolist() if t != EOS) == b"3*4=?3*4:12!12"
     wrong = sampler(Scripted(calculates), function=f"{__name__}:solve", options={"extra": "0"})
@@ -248,8 +246,7 @@ def test_what_fails_is_counted(caplog: pytest.LogCaptureFixture) -> None:
         async def step(self, reply: Reply) -> EnvironmentStep:
             raise KeyError("gone")
 
-    dropped = answered(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Fails), on_error="drop"))
-    batch = RolloutBatch.of(dropped)
+    batch = RolloutBatch.of(answered(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Fails), on_error="drop")))
     assert (batch.dropped_groups, batch.reward_errors, batch.groups) == (2, 6, ())
     assert "prompt '3*4', trajectory 0 of step 1, turn 1: step raised KeyError: 'gone'" in caplog.text
     scored = answered(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Fails), on_error=-1.0))
@@ -299,10 +296,8 @@ def test_why_rows_begin_is_measured() -> None:
     ours = sampler(Scripted(lambda text: "ab"), function=f"{__name__}:edits", group_size=1)
     found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1]))))
     row = environment_row(found)
-    assert {name: row[name] for name in row if "branch" in name} == {
-        "environment/branches/again": 1.0,
-        "environment/branches/edited": 1.0,
-    }
+    expected = {"environment/branches/again": 1.0, "environment/branches/edited": 1.0}
+    assert {name: row[name] for name in row if "branch" in name} == expected
     (one,) = found
     assert tokens_behind_prompt(one) - one.num_sampled == len("xy")  # the same prompt again is not read again
 

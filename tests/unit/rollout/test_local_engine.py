@@ -116,8 +116,7 @@ def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(make_engine: 
         request("nucleus", (3, 4), 5, top_p=0.6, seed=-(2**70) + 5),
         request("greedy", (7,), 2, temperature=0.0, max_new_tokens=3),
     ]
-    together = wide.generate(requests)
-    few = narrow.generate(requests)
+    together, few = wide.generate(requests), narrow.generate(requests)
     alone = [wide.generate([asked])[0] for asked in requests]
     for group, in_few, by_itself in zip(together, few, alone, strict=True):
         tokens = [got.token_ids.tolist() for got in group]
@@ -266,8 +265,7 @@ def test_the_plan_has_the_bytes_of_the_cache() -> None:
     columns = one.rollout.max_prompt_tokens + one.longest_completion
     row, layers = (columns, shape.num_kv_heads, shape.head_dim), len(shape.attention_layers)
     states = DeltaStates.zeros(shape, 1, torch.float32, meta)
-    keys = 2 * layers * torch.empty(row, device=meta).nbytes
-    assert planned == keys + states.taps.nbytes + states.states.nbytes
+    assert planned == (2 * layers * torch.empty(row, device=meta).nbytes) + states.taps.nbytes + states.states.nbytes
 
 
 # Each family's models: the engine's own tensors, and log-probs of long ragged completions as transformers' forward.
@@ -277,8 +275,7 @@ VOCABULARY = 61
 
 @pytest.fixture(params=[name for name in MODELS if FAMILIES[MODELS[name][0]].serves])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any, LocalEngine]:
-    theirs = save_model(request.param, tmp_path)
-    shape = read_shape(tmp_path)
+    theirs, shape = save_model(request.param, tmp_path), read_shape(tmp_path)
     engine = LocalEngine(shape, slots=4, dtype=torch.float32, device="cpu", max_length=128)
     saved = load_file(tmp_path / "model.safetensors")
     checkpoint = {name: tensor for name, tensor in saved.items() if not is_draft(name, shape)}
@@ -531,8 +528,7 @@ def test_after_an_abort_whole_texts_are_seen_in_a_ring(theirs: Qwen3MoeForCausal
 
 def test_weights_that_are_not_finite_end_every_request_and_leave_no_slot_taken(make_engine: MakeEngine) -> None:
     engine, (asked, other, *_) = make_engine(2), staggered()
-    running = RunningBatch(engine, slots=2)
-    norm = engine.tensors["model.norm.weight"]
+    running, norm = RunningBatch(engine, slots=2), engine.tensors["model.norm.weight"]
     kept = norm.clone()
     running.start(asked.id, asked)
     running.step()
@@ -589,8 +585,7 @@ def test_streams_are_uniform_and_unrelated() -> None:
     keys = stream_keys(torch.arange(50).repeat_interleave(50), torch.arange(50).repeat(50))
     draws = torch.stack([uniforms(keys, torch.full_like(keys, step)) for step in range(32)]).double()
     assert len(set(keys.tolist())) == 2500
-    counts = torch.histc(draws, bins=64, min=0, max=1)
-    assert float(((counts - 1250) ** 2 / 1250).sum()) < 63 + 4 * math.sqrt(2 * 63)
+    assert float(((torch.histc(draws, bins=64, min=0, max=1) - 1250) ** 2 / 1250).sum()) < 63 + 4 * math.sqrt(2 * 63)
     assert torch.corrcoef(draws).fill_diagonal_(0).abs().max() < 5 / math.sqrt(2500)
     assert torch.corrcoef(draws.T.reshape(50, -1)).fill_diagonal_(0).abs().max() < 5 / math.sqrt(1600)
 
@@ -639,8 +634,7 @@ def test_top_k_and_min_p_are_as_in_transformers(temperature: float, top_p: float
 
 
 def test_limits_of_one_row_change_no_bit_of_another() -> None:
-    uniform = torch.linspace(0.0, 0.999, 64)
-    mixed = rows(64, 1.3, 0.9)
+    uniform, mixed = torch.linspace(0.0, 0.999, 64), rows(64, 1.3, 0.9)
     alone = choose_tokens(LOGITS.repeat(64, 1), uniform, mixed)
     mixed.top_k[::2] = 2.0
     beside = choose_tokens(LOGITS.repeat(64, 1), uniform, mixed)

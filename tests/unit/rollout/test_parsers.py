@@ -176,11 +176,8 @@ def test_a_value_of_glm_that_is_no_json_is_its_text() -> None:
 def test_thoughts_that_the_prompt_opened_or_that_were_cut(name: str) -> None:
     opened = PARSERS[name]("Two and two.\n</think>\n\nIt is 4.").message
     assert (opened["reasoning_content"], opened["content"]) == ("Two and two.", "It is 4.")
-    assert PARSERS[name]("Perhaps 42? But", opened=True).message == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "Perhaps 42? But",
-    }
+    expected = {"role": "assistant", "content": "", "reasoning_content": "Perhaps 42? But"}
+    assert PARSERS[name]("Perhaps 42? But", opened=True).message == expected
     cut = PARSERS[name]('<think>\nMaybe <tool_call>{"name": ').message
     assert (cut["reasoning_content"], cut["content"]) == ('Maybe <tool_call>{"name": ', "")
 

@@ -81,8 +81,7 @@ async def test_a_request_goes_on_from_what_was_begun_by_versions_before() -> Non
         assert known is BEGUN
         assert engine.so_far(LONG.id) is None
     assert asked == [([1, 2, 3, 4], 3)]
-    expected = ([3, 4, 5, 6, 7], [-1.0, -2.0, -0.5, -0.5, -0.5], "length", ((0, 1), (1, 2), (2, 7)), {})
-    assert plain(whole) == expected
+    assert plain(whole) == ([3, 4, 5, 6, 7], [-1.0, -2.0, -0.5, -0.5, -0.5], "length", ((0, 1), (1, 2), (2, 7)), {})
 
 
 @pytest.mark.parametrize(("tokens", "finish"), [((3, 9), "stop"), ((1, 2, 3, 4, 5), "length")])
@@ -530,8 +529,7 @@ def said(kind: str, headers: list[tuple[bytes, bytes]], method: str = "POST", pa
     async def send(message: Any) -> None:
         out.append(message)
 
-    scope = {"type": kind, "headers": headers, "method": method, "path": path}
-    asyncio.run(EngineToken(app)(scope, receive, send))
+    asyncio.run(EngineToken(app)({"type": kind, "headers": headers, "method": method, "path": path}, receive, send))
     return out
 
 

@@ -346,16 +346,14 @@ def test_a_group_without_rewards_whose_greedy_completion_is_poison_is(make_engin
 
 def accuracy_of(ours: RolloutSampler, prompts: Sequence[Prompt], *, success_reward: float) -> float:
     held_out = ProblemSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
-    measured = asyncio.run(measure(ours, held_out, EvalSection(success_reward=success_reward)))
-    return sum(measured.right) / len(prompts)
+    return sum(asyncio.run(measure(ours, held_out, EvalSection(success_reward=success_reward))).right) / len(prompts)
 
 
 def test_an_evaluation_with_more_than_one_poison_prompt_in_a_hundred_has_no_accuracy(make_engine: MakeEngine) -> None:
     ours = replace(sampler(make_engine, length_reward), engine=Poisoned(make_engine(8)))
 
     def accuracy(poison: int) -> float:
-        prompts = [replace(PROMPTS[i >= poison], id=f"e{i}") for i in range(4)]
-        return accuracy_of(ours, prompts, success_reward=0.0)
+        return accuracy_of(ours, [replace(PROMPTS[i >= poison], id=f"e{i}") for i in range(4)], success_reward=0.0)
 
     assert [accuracy(1) for _ in range(3)] == [3 / 4] * 3
     assert [request.token_ids[0] for request in ours.engine.asked].count(3) == 1  # it is known from then on
@@ -377,9 +375,8 @@ def test_accuracy_is_the_share_of_greedy_successes(make_engine: MakeEngine) -> N
 def test_each_group_of_an_evaluation_is_told_once_and_a_prompt_by_its_number(make_engine: MakeEngine) -> None:
     told: list[int] = []
     ours = sampler(make_engine, length_reward)
-    asked = HeldOut(
-        prompts=[*PROMPTS[:2], PROMPTS[0]], params=ours.params(temperature=1.0), samples=2, tell=told.append
-    )
+    params = ours.params(temperature=1.0)
+    asked = HeldOut(prompts=[*PROMPTS[:2], PROMPTS[0]], params=params, samples=2, tell=told.append)
     asyncio.run(ours.held_out(asked))
     assert told == [2] * 3
     assert [one.id for one in ours.engine.asked] == ["evaluation: p0", "evaluation: p1", "evaluation, time 2: p0"]

@@ -191,8 +191,7 @@ def test_a_step_waits_if_and_only_if_every_choice_of_finished_groups_would_make_
 
 def test_the_ledger_has_a_line_for_each_prompt_and_is_cut_back_with_the_run(tmp_path: Path) -> None:
     """Read by json alone: after a kill every prompt that was drawn is there once or waits, in the order of the data."""
-    path = tmp_path / "ledger.jsonl"
-    left_out = {f"p{i}" for i in range(0, 600, 3)}
+    path, left_out = tmp_path / "ledger.jsonl", {f"p{i}" for i in range(0, 600, 3)}
     source = Source(lambda name: 1 + int(name[1:]) % 7, left_out.__contains__)
     options = {"size": 3, "staleness": 2, "path": path, "dynamic_sampling": "refill"}
 
@@ -525,8 +524,7 @@ def test_a_row_has_the_share_of_the_time_for_which_the_learner_waited(seconds: f
 
     first, *_, last = run_at_once(rows(served=True))
     assert "idle/learner_fraction" not in first
-    assert last["staleness/allowed"] == 1
-    assert last["idle/learner_fraction"] == pytest.approx(share)
+    assert (last["staleness/allowed"], last["idle/learner_fraction"]) == (1, pytest.approx(share))
     assert not any("idle/learner_fraction" in row for row in run_at_once(rows(served=False)))
 
 

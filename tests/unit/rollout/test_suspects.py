@@ -300,8 +300,7 @@ def test_more_than_one_percent_of_twenty_steps_ends_the_run(size: int, allowed: 
     """The ledger has a line for each that was let pass, and a resume counts on."""
     order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
     bad = {order[size * (2 + 3 * n)] for n in range(allowed + 1)}  # in steps 3, 6, ...
-    source = Poisoned(lambda _: 1.0, poison=bad)
-    path = tmp_path / "ledger.jsonl"
+    source, path = Poisoned(lambda _: 1.0, poison=bad), tmp_path / "ledger.jsonl"
 
     async def run() -> int:
         stream = stream_over(source, size=size, staleness=0, path=path)
@@ -331,8 +330,7 @@ def test_what_was_dropped_long_ago_counts_no_more() -> None:
     source = Poisoned(lambda _: 1.0, poison={order[4 * step] for step in (1, 25, 50)})
 
     async def run() -> int:
-        stream = stream_over(source, size=4, staleness=0)
-        dropped = 0
+        stream, dropped = stream_over(source, size=4, staleness=0), 0
         for step in range(1, 60):
             dropped += (await stream.take(step)).dropped_groups
             stream.pushed(step)
@@ -504,8 +502,7 @@ async def sampled(adapter: Rows, *, grouped: bool) -> float:
     answers = await asyncio.gather(*(engine.generate(replace(one, id=f"{n}")) for n in range(12)))
     for n, (answer,) in enumerate(answers):
         assert answer.token_ids.tolist() == list(range(adapter.lengths[f"{n}"]))
-        assert answer.finish_reason == "stop"
-        assert answer.spans == ((0, 1),)
+        assert (answer.finish_reason, answer.spans) == ("stop", ((0, 1),))
     seconds = asyncio.get_running_loop().time()
     await engine.close()
     return seconds
@@ -513,8 +510,7 @@ async def sampled(adapter: Rows, *, grouped: bool) -> float:
 
 def test_long_completions_of_a_busy_server_go_on_at_an_idle_one_from_their_tokens() -> None:
     """Six rows until five seconds after the short ones; four and two until five after these two; three and one."""
-    adapter = Rows()
-    first = 6 * ROW_SECONDS * SHORT + 5
+    adapter, first = Rows(), 6 * ROW_SECONDS * SHORT + 5
     made = first / (6 * ROW_SECONDS)
     second = (LONG - made) * 2 * ROW_SECONDS + 5
     later = made + second / (4 * ROW_SECONDS)

@@ -121,8 +121,7 @@ class PlainUpdate:
             s.values, s.after = [float(self.critic[x]) for x in s.inputs], float(self.critic[s.targets[-1]])
 
     def _credit(self, said: list[Said]) -> None:
-        a = self.a
-        level = self.baseline
+        a, level = self.a, self.baseline
         for s in said:
             members = [o.reward for o in said if o.group == s.group]
             if a.advantage_mean == "moving" and level is None:
@@ -228,8 +227,7 @@ class PlainUpdate:
             for t, logp in enumerate(logprobs(policy, s, routed=self.routed)):
                 old, now = s.old[t], float(logp.detach())
                 if a.old_logprobs == "interpolated":
-                    share = (step - 1 - s.versions[t]) / (step - s.versions[t])
-                    old = s.engine[t] + share * (now - s.engine[t])
+                    old = s.engine[t] + ((step - 1 - s.versions[t]) / (step - s.versions[t])) * (now - s.engine[t])
                 ratio, advantage = (logp - old).exp(), s.advantages[t]
                 term = -ratio * advantage
                 if a.objective == "clip":

@@ -220,9 +220,8 @@ def test_a_minibatch_whose_every_completion_is_left_out_takes_no_step(tmp_path: 
     """One sequence a minibatch; those that were cut short have no gradient, but Adam's momentum would move weights."""
     cut = finished(TEACHES, ["length", "stop", "length", "stop"])
     algorithm = {"drop_truncated": True}
-    _, taken = step(
-        tmp_path, answers(cut), algorithm=algorithm, train={"minibatches": 4}, rollout={"prompts_per_step": 1}
-    )
+    rollout = {"prompts_per_step": 1}
+    _, taken = step(tmp_path, answers(cut), algorithm=algorithm, train={"minibatches": 4}, rollout=rollout)
     assert taken == 2
 
 

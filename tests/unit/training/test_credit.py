@@ -75,11 +75,9 @@ def advantages(max_new_tokens: int = 8, groups: list[RolloutGroup] = GROUPS, **s
 
 
 def test_group_baseline_gives_every_token_its_completions_advantage() -> None:
-    std = statistics.stdev([1, 0, 0])
-    found = advantages()
+    std, found = statistics.stdev([1, 0, 0]), advantages()
     assert found[0] == pytest.approx([(2 / 3) / std] * 3, rel=1e-5)
-    assert found[1] == pytest.approx([(-1 / 3) / std] * 2, rel=1e-5)
-    assert found[3] == [0.0]
+    assert (found[1], found[3]) == (pytest.approx([(-1 / 3) / std] * 2, rel=1e-5), [0.0])
     assert found[4] == [0.0, 0.0]
 
 
@@ -152,8 +150,7 @@ def test_the_critic_may_learn_with_a_lambda_of_its_own_and_the_policys_may_follo
     for found, expected in zip(by_completion(samples), wanted, strict=True):
         assert found == pytest.approx(expected, abs=1e-6)
     returns = by_completion(samples, "returns")  # lambda 1: the rewards to go, and the bootstrap
-    assert returns[0] == pytest.approx([1.0] * 3)
-    assert returns[1] == pytest.approx([1.1] * 2)
+    assert (returns[0], returns[1]) == (pytest.approx([1.0] * 3), pytest.approx([1.1] * 2))
 
 
 REF = {"ref_logprobs": torch.tensor([0.0, -1.0, -0.5, -2.0, 0.0, -0.5, -1.5])}  # the engine's are -0.5
@@ -206,8 +203,7 @@ def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[Ro
 
 def test_pairs_are_of_the_rewards_that_the_algorithm_takes() -> None:
     """A cut completion that counts as wrong is nobody's better one, and a long one is worse than a short one."""
-    cut = group("c", [1.0], [4], "length")
-    mixed = group("a", [1.0, 0.0], [4, 2])
+    cut, mixed = group("c", [1.0], [4], "length"), group("a", [1.0, 0.0], [4, 2])
     (long,), (_, right) = cut.trajectories, mixed.trajectories
     mixed = replace(mixed, trajectories=(long, right))
     assert len(pairs_of([mixed])[0]) == 1
@@ -259,8 +255,7 @@ def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups
     of_equation = [0.0 if length <= 16 else (16 - length) / 4 for length in lengths]
     papers = [2 * one - 1 + penalty for one, penalty in zip(right, of_equation, strict=True)]
     groups = [group("a", right, lengths), group("e", [1.0, 1.0], [16, 3])]
-    state = AlgorithmState()
-    shaped = shape_rewards(groups, config.algorithm, state, max_new_tokens=config.most_sampled).values
+    shaped = shape_rewards(groups, config.algorithm, AlgorithmState(), max_new_tokens=config.most_sampled).values
     assert (2 * shaped[:4] - 1).tolist() == pytest.approx(papers)
     samples, _ = credit(config.algorithm.model_dump(), groups, max_new_tokens=config.most_sampled)
     mean, std = statistics.fmean(papers), statistics.stdev(papers)
@@ -370,8 +365,7 @@ def test_turns_are_those_of_plain_loops(gamma: float, mean: str, std: str, basel
 
 def test_shaping_acts_on_the_last_turn_and_the_sum_is_the_shaped_reward() -> None:
     cut = trajectory([2, 1, 3], rewards=[1.0, 0.5, 0.25], finish="length")
-    shaped = by_turn([group_of("a", [cut])], gamma_turn=0.0, unfinished_reward=-1.0, **PLAIN)
-    assert shaped == [[1.0, 0.5, -2.5]]
+    assert by_turn([group_of("a", [cut])], gamma_turn=0.0, unfinished_reward=-1.0, **PLAIN) == [[1.0, 0.5, -2.5]]
 
 
 def test_the_overlong_penalty_is_by_all_tokens_that_the_limit_counts() -> None:

@@ -64,8 +64,7 @@ def test_a_step_hashes_the_states_of_a_trajectory_once(monkeypatch: pytest.Monke
     hashed, blake2b = list[int](), hashlib.blake2b
     monkeypatch.setattr(hashlib, "blake2b", lambda **given: hashed.append(1) or blake2b(**given))
     groups = [group("a", [played([("start", 0.0), ("x", 1.0)], seed) for seed in range(4)])]
-    first = states_of(groups).tolist()
-    count = len(hashed)
+    first, count = states_of(groups).tolist(), len(hashed)
     assert count
     groups_that_differ(groups, AlgorithmSection.model_validate({"credit": "turn", **GIGPO}), max_new_tokens=9)
     assert states_of(groups).tolist() == first

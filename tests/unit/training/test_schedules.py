@@ -342,8 +342,7 @@ def rows() -> list[WrittenRow]:
 
 async def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_starts() -> None:
     weights = table(VOCABULARY, VOCABULARY, seed=1)
-    policy = Toy(weights)
-    samples = written_samples(rows())
+    policy, samples = Toy(weights), written_samples(rows())
     job = PairObjective(
         loss=pair_loss(2.0, per_token=True, reference_free=True, target_margin=1.0),
         roles=Roles(learners={"policy": policy}, frozen={}, engine=NONE, weights=NONE),

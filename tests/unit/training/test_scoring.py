@@ -101,8 +101,7 @@ def samples() -> Samples:
     lengths, g = torch.tensor([30, 18, 20, 28, 24, 24, 26, 22]), torch.Generator().manual_seed(0)
     n = int(lengths.sum())
     tokens = torch.randint(0, 64, (n + 1,), generator=g)
-    mask = torch.rand(n, generator=g) > 0.3
-    return sequences_of(lengths, input_ids=tokens[:-1], targets=tokens[1:], mask=mask)
+    return sequences_of(lengths, input_ids=tokens[:-1], targets=tokens[1:], mask=torch.rand(n, generator=g) > 0.3)
 
 
 def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> Roles:

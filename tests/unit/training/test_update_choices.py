@@ -142,10 +142,8 @@ def updated(config: RunConfig) -> tuple[dict[str, Any], list[tuple[AlgorithmSect
         "policy": policy,
         **({"critic": Toy(table(VOCABULARY, seed=2))} if config.algorithm.needs_critic else {}),
     }
-    update = Update(
-        config=config, roles=Roles(learners=learners, frozen={}, engine=unused, weights=unused), attention_cost=0.0
-    )
-    row = asyncio.run(update(groups(4, ENGINE), 4, Stopwatch()))
+    roles = Roles(learners=learners, frozen={}, engine=unused, weights=unused)
+    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(groups(4, ENGINE), 4, Stopwatch()))
     heard: list[Any] = policy.heard
     return dict(row), [(call[1], call[2]) for call in heard if call[0] == "row"], policy
 
@@ -280,9 +278,8 @@ def test_epochs_end_where_those_of_plain_loops_do(algorithm: dict[str, Any], lim
         row = rig.step(number)
         plain.step(groups(number, ENGINE), number)
         assert row["steps/made"] == plain.steps_made
-        assert rig.heard(rig.policy) == ["backward", "step"] * plain.steps_made + ["backward", "drop"] * (
-            plain.steps_made < 5
-        )
+        expected = ["backward", "step"] * plain.steps_made + ["backward", "drop"] * (plain.steps_made < 5)
+        assert rig.heard(rig.policy) == expected
         assert ("kl/stopped_at" in row) == (plain.steps_made < 5)
         torch.testing.assert_close(rig.policy.weights.double(), plain.policy, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(rig.critic.weights.double(), plain.critic, rtol=1e-4, atol=1e-5)
@@ -328,11 +325,9 @@ def test_work_is_that_of_the_minibatches_that_were_computed() -> None:
 def test_a_batch_that_is_too_far_at_once_changes_nothing_and_says_so() -> None:
     """The old policy is the engine's, another one by far; the next batch may be near again."""
     rig = Rig(limited({"old_logprobs": "rollout", "old_kl_limit": 1e-4}, epochs=2))
-    before = rig.policy.weights.clone()
-    row = rig.step(3)
+    before, row = rig.policy.weights.clone(), rig.step(3)
     assert torch.equal(rig.policy.weights, before)
-    assert row["steps/made"] == 0
-    assert row["steps/skipped"] == 0
+    assert (row["steps/made"], row["steps/skipped"]) == (0, 0)
     assert rig.heard(rig.policy) == ["backward", "drop"]
     assert "loss" not in row
 
@@ -361,8 +356,7 @@ LENGTHS = [5, 9, 1, 3, 7, 4]
 
 def samples_of(seed: int, lengths: list[int] = LENGTHS * 4) -> tuple[Samples, Tensor, Tensor]:
     """With log-probs and entropies of the policy; a quarter of the tokens is context."""
-    g = torch.Generator().manual_seed(seed)
-    num = sum(lengths)
+    g, num = torch.Generator().manual_seed(seed), sum(lengths)
     logprobs = -3 * torch.rand(num, generator=g)
     samples = sequences_of(
         lengths,
@@ -384,8 +378,7 @@ def minibatches(row: AlgorithmSection, dp: int, most: int = 3) -> list[dict[int,
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=16, attention_cost=0.0)
     out = []
     for made in packer.minibatches(samples, most=most, seeds=[1]):
-        made = with_own_columns(made, choice)
-        tokens = {}
+        made, tokens = with_own_columns(made, choice), {}
         for micro in (micro for row in made.micro_batches for micro in row):
             held = torch.zeros_like(micro.advantages) if micro.old_kl_weights is None else micro.old_kl_weights
             every = zip(micro.input_ids.tolist(), micro.advantages.tolist(), held.tolist(), micro.mask, strict=True)
@@ -402,8 +395,7 @@ def test_the_choices_are_those_of_numpy(share: float, seed: int) -> None:
     cov = (lp - lp.mean()) * (a - a.mean())
     np.testing.assert_allclose(covariances(logprobs, samples.advantages).numpy(), cov, rtol=1e-12)
     assert cov.mean() == pytest.approx(np.cov(lp, a, bias=True)[0, 1])
-    num = len(h)
-    kept = top_entropy(entropy, share).numpy()
+    num, kept = len(h), top_entropy(entropy, share).numpy()
     assert kept.sum() == np.ceil(share * num)
     assert h[kept].min() >= max(h[~kept], default=-1.0)
     held = greatest(torch.from_numpy(cov), share).numpy()
@@ -622,8 +614,7 @@ class Routed(Toy):
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         found = await super().score(batch, want - {"routes"})
         if "routes" in want:
-            chosen = [[experts_of(self.weights, m.input_ids) for m in row] for row in batch.micro_batches]
-            found["routes"] = chosen
+            found["routes"] = [[experts_of(self.weights, m.input_ids) for m in row] for row in batch.micro_batches]
         return found
 
 
@@ -664,8 +655,7 @@ def test_an_update_compares_engine_old_and_new_policy() -> None:
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_with_replay_no_route_flips_in_an_update(replay: str) -> None:
     row, _, _ = updated_with_flips(replay)
-    assert row["moe/flips_update"] == 0
-    assert row["moe/first_flip/none"] == 1
+    assert (row["moe/flips_update"], row["moe/first_flip/none"]) == (0, 1)
     # With r3 the learner's pass takes the engine's experts: the share would be 0 however far the two are.
     assert (row["moe/flips_engine"] > 0) if replay == "r2" else ("moe/flips_engine" not in row)
 

@@ -538,14 +538,11 @@ def turn(start: int, count: int, *spans: tuple[int, int]) -> Turn:
 
 def test_tokens_of_rows_with_several_turns_and_versions() -> None:
     """Positions 0 ... L - 2 of a row have tokens 1 ... L - 1 as targets."""
-    long = Chain(
-        token_ids=np.arange(10, dtype=np.int32), turns=(turn(2, 4, (0, 1), (3, 2)), turn(7, 3, (0, 2), (1, 4)))
-    )
+    turns = (turn(2, 4, (0, 1), (3, 2)), turn(7, 3, (0, 2), (1, 4)))
+    long = Chain(token_ids=np.arange(10, dtype=np.int32), turns=turns)
     short = Chain(token_ids=np.arange(3, dtype=np.int32), turns=(turn(1, 2, (0, 3)),))
-    group = RolloutGroup(
-        prompt=Prompt(id="p", text="", token_ids=(0,), answer=""),
-        trajectories=(Trajectory(chains=(long, short), reward=1.0),),
-    )
+    prompt = Prompt(id="p", text="", token_ids=(0,), answer="")
+    group = RolloutGroup(prompt=prompt, trajectories=(Trajectory(chains=(long, short), reward=1.0),))
     samples = to_samples([group])
     versions = token_versions([group], samples)
     assert versions.tolist() == [1, 1, 1, 1, 2, 1, 2, 4, 4, 3, 3]

@@ -103,8 +103,7 @@ def test_what_happens_is_logged_and_the_look_changes_no_draw(on_long: str, caplo
 @pytest.mark.parametrize("on_long", ["drop", "cut"])
 def test_a_run_of_which_every_row_is_too_long_ends_before_its_first_step(on_long: str) -> None:
     """Prompts alone have more tokens than a row may have, so that nothing of them can be cut."""
-    data = [replace(one, token_ids=(63,) * 11) for one in DATA if int(one.id.split(":")[1]) in LONG]
-    its = job(on_long, 400, data)
+    its = job(on_long, 400, [replace(one, token_ids=(63,) * 11) for one in DATA if int(one.id.split(":")[1]) in LONG])
     said = (
         r"^none of the first 3 rows to train on is left: 3 of the first 3 sequences to train on are too long: prompt "
         rf"'train:\d' has \d+ tokens with its answers, sft\.max_tokens=10; sft\.on_long={on_long}; the longest has 31 "

@@ -260,5 +260,4 @@ def test_a_mirrors_config_says_it(drafts: bool, saved: tuple[Path, dict[str, Ten
     shape = replace(read_shape(saved[0]), drafts=drafts)
     path = tmp_path / "private" / "weights"
     Mirror.make(path, hf_layout(shape).local_shapes(0), torch.float32, saved[0] / "config.json", None, writers=1)
-    config = json.loads((path.parent / "config.json").read_text())
-    assert config["num_nextn_predict_layers"] == (2 if drafts else 0)
+    assert json.loads((path.parent / "config.json").read_text())["num_nextn_predict_layers"] == (2 if drafts else 0)

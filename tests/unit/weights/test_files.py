@@ -336,8 +336,7 @@ def read_hf(folder: Path) -> None:
     """As a learner's rank does."""
     shape = read_shape(folder)
     hf, mine = hf_layout(shape), megatron_layout(shape)
-    checkpoint = HFFolder(folder)
-    tensors = {}
+    checkpoint, tensors = HFFolder(folder), {}
     if len(checkpoint.shapes()) * 2 > hf.num_parameters(0):  # else refused before any is made
         tensors = {name: torch.empty(size) for name, size in mine.local_shapes(0).items() if np.prod(size) < 1e7}
     read_boxes(checkpoint, hf, mine, 0, tensors)
@@ -420,8 +419,7 @@ def test_a_config_that_is_no_object_is_told(content: bytes, tmp_path: Path) -> N
 def test_sizes_come_first(hf: Path, megatron: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     for i, whole in enumerate((hf, megatron)):
         folder = copy_of(whole, tmp_path / str(i), "config.json")
-        config = json.loads((folder / "config.json").read_text()) | change
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
         assert message in outcome(read_streamed, folder)
 
 
@@ -549,8 +547,7 @@ def test_a_dtypes_infinities_are_not_broken(hf: Path, tmp_path: Path, dtype: DTy
     said = re.escape(f"{name} holds a number of size {value:g}, and torch.{dtype} none above ") + most
     with pytest.raises(WeightError, match=said):
         convert.hf_to_megatron(folder, tmp_path / "out", dtype=dtype)
-    shape = read_shape(folder)
-    wanted = getattr(torch, dtype)
+    shape, wanted = read_shape(folder), getattr(torch, dtype)
     here = {n: torch.empty(s, dtype=wanted) for n, s in megatron_layout(shape).local_shapes(0).items()}
     with pytest.raises(WeightError, match=said):
         read_boxes(HFFolder(folder), hf_layout(shape), megatron_layout(shape), 0, here)
@@ -558,8 +555,7 @@ def test_a_dtypes_infinities_are_not_broken(hf: Path, tmp_path: Path, dtype: DTy
 
 @pytest.mark.parametrize("dtype", [d for d in DType if d.name[0] in "FB" and d is not DType.BOOL])
 def test_numbers_are_told_from_others_as_torch_does(dtype: DType) -> None:
-    width = dtype.itemsize
-    draw = np.random.default_rng(5)
+    width, draw = dtype.itemsize, np.random.default_rng(5)
     shift = 8 * width - 62 if width == 8 else 0
     bits = np.arange(1 << 8 * width) if width <= 2 else draw.integers(0, 1 << 62, 4000) << shift
     for value in bits.astype(dtype.bits)[:: max(1, len(bits) // 4000)]:

@@ -202,8 +202,7 @@ def test_replicas_send_alike_and_receivers_get_what_they_hold(model: str, engine
         assert max(group) * len(group) <= 1.05 * sum(group)
     vocab = NAMED[model].vocab_size
     for rank in (0, 101, 255):
-        padding = 0
-        shapes = engines.local_shapes(rank)
+        padding, shapes = 0, engines.local_shapes(rank)
         if engine != "full copies":
             each = shapes["lm_head.weight"][0]
             mine = max(0, min(each, vocab - coordinates(engines.dims, rank).tp * each))

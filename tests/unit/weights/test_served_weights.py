@@ -51,10 +51,8 @@ SHAPES = {"norm": (4,), **{f"layers.{i}.{x}": (4, 8) for i in range(2) for x in 
 
 
 class Both:
-    """A learner for which every log-prob is -1, and a replica that is ``off`` in the first so many texts.
-
-    The replica holds each tensor in a parameter of its own, gate and up as a kind that it may ``pack``.
-    """
+    """A learner for which every log-prob is -1, and a replica that is ``off`` in the first so many texts. The replica
+    holds each tensor in a parameter of its own, gate and up as a kind that it may ``pack``."""
 
     def __init__(self, folder: Path, off: int = 0, by: float = 0.0) -> None:
         (folder / "config.json").write_text("{}")
@@ -368,8 +366,7 @@ class Straight(DirectDelivery):
     """Moves what `Both` has, of which no rank meets another."""
 
     def __init__(self, both: Both) -> None:
-        keeper = Keeper("127.0.0.1", 5.0)
-        how = {"backend": "gloo"}
+        keeper, how = Keeper("127.0.0.1", 5.0), {"backend": "gloo"}
         super().__init__(file=both.file(), learner=both, servers=both, keeper=keeper, learner_ranks=1, **how)
         self._both, self._rendezvous = both, keeper.rendezvous(1, learners=1, **how)
 

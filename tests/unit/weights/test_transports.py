@@ -111,14 +111,8 @@ def test_the_error_of_the_end_that_does_not_come_is_raised(end: str, why: Except
 
 async def push(ends: Ends, folder: Path, backend: str = "gloo") -> None:
     keeper = Keeper("127.0.0.1", LIMIT)
-    direct = DirectDelivery(
-        file=FileDelivery(learner=ends, path=folder, servers=ends),
-        learner=ends,
-        servers=ends,
-        keeper=keeper,
-        learner_ranks=1,
-        backend=backend,
-    )
+    file = FileDelivery(learner=ends, path=folder, servers=ends)
+    direct = DirectDelivery(file=file, learner=ends, servers=ends, keeper=keeper, learner_ranks=1, backend=backend)
     async with asyncio.timeout(LIMIT / 2), direct.sending(1) as deliver:
         await deliver(private=NO_KINDS, meanwhile=lambda: None)
 
@@ -374,11 +368,9 @@ class Group:
 def test_a_group_over_nccl_is_connected_at_once_waits_for_bytes_and_ends_without_lost_ranks(
     before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL connects ranks in a group's first call, in which all must be; a push may begin with few of them.
-
-    Without blocking waits (an environment variable, read when a group is made) a lost rank is never told, and without
-    an abort a group's end waits for it.
-    """
+    """NCCL connects ranks in a group's first call, in which all must be; a push may begin with few of them. Without
+    blocking waits (an environment variable, read when a group is made) a lost rank is never told, and without an abort
+    a group's end waits for it."""
     heard: list[object] = []
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     if before:
@@ -622,12 +614,8 @@ def test_what_goes_through_a_ring_begins_with_the_ranks_own_carrier() -> None:
 def test_a_dtype_that_others_of_its_kind_do_not_have_is_found() -> None:
     held = {"layers.0.a": torch.zeros(1), "layers.1.a": torch.zeros(1, dtype=torch.bfloat16)}
     dtypes = Dtypes.of_tensors(held)
-    assert [dtypes.find(name) for name in (*held, "layers.2.a", "b")] == [
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-        None,
-    ]
+    expected = [torch.float32, torch.bfloat16, torch.float32, None]
+    assert [dtypes.find(name) for name in (*held, "layers.2.a", "b")] == expected
     assert dtypes.others == {"layers.1.a": torch.bfloat16}
 
 
@@ -649,8 +637,7 @@ def test_a_copy_within_a_process_is_timed_and_refused_if_it_differs(monkeypatch:
     assert end.finish(8) == parts
     end._copy_on_device()
     assert end.finish(8) == parts + 1
-    wrong = [2, 1, *[0] * (parts - 2)]
-    right = [1, 2, *[0] * (parts - 2)]
+    wrong, right = [2, 1, *[0] * (parts - 2)], [1, 2, *[0] * (parts - 2)]
     digests = iter([digest for pair in zip(wrong, right, strict=True) for digest in pair])
     monkeypatch.setattr(ends, "digest", lambda data: next(digests))
     end.begin()

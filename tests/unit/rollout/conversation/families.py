@@ -115,8 +115,7 @@ FAMILIES = {
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 1,000 tokens, trained on the templates, with the family's special tokens."""
-    family = FAMILIES[name]
-    tokenizer = Tokenizer(models.BPE())
+    family, tokenizer = FAMILIES[name], Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     texts = (path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.jinja")))

@@ -39,17 +39,12 @@ def said(rng: random.Random, most: int = 8) -> str:
 
 
 def reply(name: str, rng: random.Random) -> Reply:
-    family = FAMILIES[name]
-    calls = rng.choice((0, 0, 1, 1, 2))
+    family, calls = FAMILIES[name], rng.choice((0, 0, 1, 1, 2))
     calls = min(calls, 1) if family.one_call else calls
     content = "" if name == "gptoss" and calls else said(rng)  # its template takes reasoning or content beside a call
     thoughts = f"1{said(rng)}1" if rng.random() < 0.6 else ""
-    return Reply(
-        content=content,
-        reasoning=thoughts,
-        calls=[{"a": said(rng)} for _ in range(calls)],
-        cut=not calls and rng.random() < 0.06,
-    )
+    cut = not calls and rng.random() < 0.06
+    return Reply(content=content, reasoning=thoughts, calls=[{"a": said(rng)} for _ in range(calls)], cut=cut)
 
 
 def echoed(message: dict[str, Any], rng: random.Random) -> dict[str, Any]:

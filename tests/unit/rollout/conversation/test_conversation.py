@@ -431,9 +431,8 @@ def test_a_forward_of_the_rows_gives_the_engines_logprobs(kind: str, tmp_path: P
         tensor.copy_(checkpoint[name])
     conversation = Conversation(PlainText(tokenizer) if kind == "plain" else ChatTemplate(tokenizer))
     messages: list[dict[str, Any]] = [{"role": "user", "content": "37*45="}]
-    params = SamplingParams(
-        temperature=1.0, top_p=1.0, max_new_tokens=12, stop_token_ids=(tokenizer.eos_token_id, *b" etaoin"), seed=0
-    )
+    stop_token_ids = (tokenizer.eos_token_id, *b" etaoin")
+    params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=12, stop_token_ids=stop_token_ids, seed=0)
     for number in range(5):
         asked = conversation.prompt_for(messages)
         request = GenerationRequest(
@@ -491,8 +490,7 @@ def stops(name: str) -> list[int]:
 
 
 def rows_of(name: str, messages: list[dict[str, Any]], tools: object = ()) -> list[WrittenRow]:
-    text = json.dumps({"messages": messages, "tools": tools})
-    prompt = Prompt(id="chats:1", text=text, token_ids=(), answer="")
+    prompt = Prompt(id="chats:1", text=json.dumps({"messages": messages, "tools": tools}), token_ids=(), answer="")
     return WrittenConversations(tokenizer_of(name), stops(name)).rows([prompt])
 
 

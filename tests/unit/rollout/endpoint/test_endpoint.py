@@ -273,8 +273,7 @@ def test_tokens_in_are_rows_by_prefix(serving: Serving) -> None:
         return choice["token_ids"]
 
     first = ask([5, 6, 7], stop_token_ids=[STOP])
-    second = ask([5, 6, 7, *first, 8, 9], max_tokens=50)
-    third = ask([5, 6])
+    second, third = ask([5, 6, 7, *first, 8, 9], max_tokens=50), ask([5, 6])
     rows = turns.chains()
     assert [row.token_ids.tolist() for row in rows] == [[5, 6, 7, *first, 8, 9, *second], [5, 6, *third]]
     assert [[(turn.start, turn.stop) for turn in row.turns] for row in rows] == [
@@ -304,12 +303,8 @@ def test_what_is_trained_on_is_what_the_tiny_model_sampled(
         async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
             return local.generate([request])[0]
 
-    turns = serving.turns(
-        InProcess(),
-        template=PlainText(letters),
-        parser=None,
-        params=SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=10, stop_token_ids=(), seed=1),
-    )
+    params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=10, stop_token_ids=(), seed=1)
+    turns = serving.turns(InProcess(), template=PlainText(letters), parser=None, params=params)
     client = client_of(serving.open(turns))
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     for said in ("abc", "de", "f"):
@@ -352,8 +347,7 @@ class Saying:
             await asyncio.sleep(0)
         if text == "fail":
             raise EngineError("no server is left")
-        ids = [*TOKENIZER(text)["input_ids"], STOP]
-        most = request.params.max_new_tokens
+        ids, most = [*TOKENIZER(text)["input_ids"], STOP], request.params.max_new_tokens
         return [
             Completion(
                 token_ids=np.array(ids[:most], np.int32),
