@@ -34,8 +34,7 @@ from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.answers import joined, spans_of
 from rl_megatron.engines.engine_token import EngineToken
 from rl_megatron.engines.local import adapter
-from rl_megatron.engines.local.decoding import Continuations, Decoding
-from rl_megatron.engines.local.engine import LocalEngine, decoder_of
+from rl_megatron.engines.local.engine import Continuations, Decoding, LocalEngine, decoder_of
 from rl_megatron.errors import EngineError, RLMegatronError
 from rl_megatron.models.families.fields import read_config
 from rl_megatron.models.kv_cache import KVCache

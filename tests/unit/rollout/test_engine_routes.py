@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.engines.adapter import StartOptions
-from rl_megatron.engines.local.decoding import normal_of
-from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.engines.local.engine import LocalEngine, normal_of
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError

@@ -26,8 +26,7 @@ from transformers.cache_utils import DynamicCache
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import RunningRequests
-from rl_megatron.engines.local.decoding import RowSampling, choose_tokens, stream_keys, uniforms
-from rl_megatron.engines.local.engine import LocalEngine
+from rl_megatron.engines.local.engine import LocalEngine, RowSampling, choose_tokens, stream_keys, uniforms
 from rl_megatron.engines.local.server import Ended, RunningBatch
 from rl_megatron.errors import EngineError
 from rl_megatron.models.delta import DeltaStates
