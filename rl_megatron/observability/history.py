@@ -34,7 +34,6 @@ from rl_megatron.observability.files import (
     whole_rows,
 )
 from rl_megatron.observability.log import last_warnings
-from rl_megatron.types import Prompt
 
 _MOST_OF_STEP = 256  # rows that `samples_between` takes
 
@@ -57,17 +56,6 @@ class SampleRow:
     answer: str
     reward: float
     turns: tuple[SampleTurn, ...] = ()  # if there are several
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """A prompt as samples show it: its text, or of messages each one with its role, and calls of tools as JSON."""
-    return "\n\n".join(map(_message_text, prompt.messages)) or prompt.text
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
-    said = "\n".join(filter(None, (message.get("content"), calls)))
-    return f"{message['role']}: {said}"
 
 
 class SamplesWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import secrets
@@ -19,11 +20,11 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.files import naming, write_atomically
 from rl_megatron.observability import timeline
 from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue, from_the_end
-from rl_megatron.observability.history import SampleRow, SamplesWriter, SampleTurn, prompt_text
+from rl_megatron.observability.history import SampleRow, SamplesWriter, SampleTurn
 from rl_megatron.observability.metrics import checked_row
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.timeline import Timeline
-from rl_megatron.types import RolloutGroup, Trajectory
+from rl_megatron.types import Prompt, RolloutGroup, Trajectory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -343,7 +344,7 @@ class Recorder:
         self._samples.write(
             SampleRow(
                 step=step,
-                prompt=prompt_text(group.prompt),
+                prompt=_prompt_text(group.prompt),
                 completion="".join(turn.text for turn in trajectory.turns),
                 answer=group.prompt.answer,
                 reward=trajectory.reward,
@@ -442,3 +443,14 @@ class Stopwatch:
         took = self._seconds.get("train")
         shares = {"mfu/train": self._at_peak / took} if self._at_peak and took else {}
         return {**seconds, **rates, **self._noted, **shares, "seconds/step": whole}
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    """A prompt as samples show it: its text, or of messages each one with its role, and calls of tools as JSON."""
+    return "\n\n".join(map(_message_text, prompt.messages)) or prompt.text
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
+    said = "\n".join(filter(None, (message.get("content"), calls)))
+    return f"{message['role']}: {said}"
