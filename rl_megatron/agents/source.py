@@ -49,11 +49,8 @@ def of_requests(requests: RequestCounts) -> dict[str, float]:
     return {f"{ENDPOINT}answered": float(requests.answered), f"{ENDPOINT}refused": float(requests.refused)}
 
 
-def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means and shares; empty where no environment led them."""
-    led = [one for one in trajectories if SECONDS in one.metrics]
-    if not led:
-        return {}
+def environment_row(led: Sequence[Trajectory]) -> dict[str, float]:
+    """Means and shares of trajectories that environments led."""
     turns = np.array([len(one.turns) for one in led])
     seconds = np.array([one.metrics[SECONDS] for one in led])
     named = sorted({name for one in led for name in one.metrics if name.startswith((BRANCHES, OWN))})

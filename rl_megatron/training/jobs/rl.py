@@ -295,7 +295,7 @@ def _group_row(config: RunConfig, step: int, groups: Sequence[RolloutGroup]) -> 
         "response/truncated_fraction": float(np.mean(cut)),
         "staleness/mean": float(staleness.mean()),
         "staleness/max": int(staleness.max()),
-        **environment_row(trajectories),
+        **(environment_row(led) if (led := [one for one in trajectories if one.metrics]) else {}),
         **_demonstration_row(groups),
         **{f"staleness/share/v{age}": float(np.mean(staleness == age)) for age in range(staleness.max() + 1) if aged},
     }
