@@ -89,14 +89,10 @@ class Routing:
         self.layers = tuple(number for routers in self._routers.values() for number, _ in routers)
         """This rank's MoE layers, as indices into all MoE layers; routes to replay have these layers, in this order."""
 
-    def replays(self, samples: Samples) -> bool:
-        """Whether the samples have routes to replay."""
-        return dense_column(samples.extra, ROUTES) is not None
-
     def check(self, samples: Samples) -> None:
-        """Raises RLMegatronError for routes [N, layers, top_k] that this rank's routers cannot replay."""
-        if (routes := dense_column(samples.extra, ROUTES)) is None:
-            return
+        """Raises RLMegatronError if this rank cannot replay the routes [N, layers, top_k] of the samples."""
+        routes = dense_column(samples.extra, ROUTES)
+        assert routes is not None
         self._refuse_fused()
         if tuple(routes.shape[1:]) != (len(self.layers), self._size[1]):
             raise RLMegatronError(
@@ -115,11 +111,9 @@ class Routing:
 
     @contextlib.contextmanager
     def replaying(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
-        """Makes the routers of ``chunk`` replay the micro-batch's routes, if any, in the forward pass within."""
+        """Makes the routers of ``chunk`` replay the micro-batch's routes in the forward pass within."""
         routes = dense_column(micro_batch.extra, ROUTES)
-        if routes is None:
-            yield
-            return
+        assert routes is not None
         own = own_tokens(len(routes))
         mine, real = routes[own].to(torch.int64), micro_batch.attention.real[own]
         for number, router in self._routers[chunk]:

@@ -53,7 +53,7 @@ from rl_megatron.learner.optimizer import (
 )
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.learner.parameters import adapters_of, global_parameters, is_adapter, swapped
-from rl_megatron.learner.routing import Routing, gather_recorded
+from rl_megatron.learner.routing import ROUTES, Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
 from rl_megatron.types import Culprit, Loss, LossInputs, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
@@ -145,7 +145,7 @@ class MegatronScorer:
         packed, records = self._pack(micro_batches), "routes" in want
         if records:
             packed = [self._routing.to_record(p) for p in packed]
-        around = self._routing.recording if records else self._routing.replaying
+        around = self._routing.recording if records else self._replaying
         with swapped(self._models, weights or {}), self._observers.unseen(), self._routing.unseen(), torch.no_grad():
             results = run_scores(self._chunks, packed, self._head, want, around)
             self._routing.finish()
@@ -163,7 +163,8 @@ class MegatronScorer:
     def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
         """This rank's share of each. Interleaved pipelines need a multiple of pp: masked copies of the last fill up."""
         for micro_batch in micro_batches:
-            self._routing.check(micro_batch)
+            if ROUTES in micro_batch.extra:
+                self._routing.check(micro_batch)
             longest = int(micro_batch.cu_seqlens.diff().max())
             if self._shape.indexer is not None and (too_long := length_problem(self._shape, "a sequence", longest)):
                 raise RLMegatronError(too_long)
@@ -183,6 +184,10 @@ class MegatronScorer:
             sizes=self._padding.sizes,
             sequences=self._padding.sequences,
         )
+
+    def _replaying(self, chunk: Any, micro_batch: PackedMicroBatch) -> AbstractContextManager[None]:
+        """Around a chunk's forward pass of a micro-batch, which may have routes to replay."""
+        return self._routing.replaying(chunk, micro_batch) if ROUTES in micro_batch.extra else contextlib.nullcontext()
 
     def _restore(self, scores: Tensor, packed: PackedMicroBatch, samples: Samples) -> Tensor:
         """Scatters this rank's [t] to the samples' positions [N], and sums over CP."""
@@ -412,7 +417,7 @@ class MegatronLearner(MegatronScorer):
         """Metrics of the passes, which it resets."""
         self._optimizer_of_all.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
-        replayed = any(self._routing.replays(m) for micro_batches, _ in added for m in micro_batches)
+        replayed = any(ROUTES in m.extra for micro_batches, _ in added for m in micro_batches)
         of_features = {name: metric for hooks in self._hooks for name, metric in hooks.read().items()}
         return self._observers.read() | of_features | (self._routing.read() if replayed else {})
 
@@ -467,7 +472,7 @@ class MegatronLearner(MegatronScorer):
 
     def _routed(self, chunk: Any, micro_batch: PackedMicroBatch, *, num_tokens: int) -> AbstractContextManager[None]:
         around = (hooks.around_forward(chunk, micro_batch, num_tokens) for hooks in self._hooks)
-        return _together([self._routing.replaying(chunk, micro_batch), *around])
+        return _together([self._replaying(chunk, micro_batch), *around])
 
     @contextlib.contextmanager
     def _held_back(self) -> Iterator[None]:
