@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rl_megatron.algorithms.ratios import masked, required
+from rl_megatron.algorithms.objectives import masked, required
 from rl_megatron.config.sections.algorithm import PreferenceSection
 from rl_megatron.types import LossInputs, LossOutput, Metric
 from rl_megatron.user_code import load_named

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.kl import k3
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
+from rl_megatron.algorithms.objectives import LOG_RATIO_BOUND, mean_per_sequence
 from rl_megatron.config.sections.algorithm import CorrectionSection
 from rl_megatron.types import LossInputs
 

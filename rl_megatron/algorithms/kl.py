@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, required
+from rl_megatron.algorithms.objectives import LOG_RATIO_BOUND, required
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.types import LossInputs

@@ -1,7 +1,7 @@
 """The learner's losses: pure, picklable functions of one micro-batch (``rl_megatron.types.Loss``).
 
 A policy-gradient algorithm is a row of choices (docs/algorithms.md), the ``algorithm`` section of the configuration;
-the functions behind each choice are in ratios.py and objectives.py, and those of its aggregation here.
+the functions behind each choice are in objectives.py, and those of its aggregation here.
 T positions, S sequences, N positions of all of them.
 
 An aggregation makes one number of the losses of tokens: each choice gives the weights [T] of the tokens in the global
@@ -22,8 +22,14 @@ from torch import Tensor
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.kl import absolute, k3, kl_term
-from rl_megatron.algorithms.objectives import demonstrated_losses, objective_of
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked, required
+from rl_megatron.algorithms.objectives import (
+    LOG_RATIO_BOUND,
+    RATIO_LEVELS,
+    demonstrated_losses,
+    masked,
+    objective_of,
+    required,
+)
 from rl_megatron.algorithms.segments import dense, segment_sum, sequence_ids
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput, Metric, Samples

@@ -1,7 +1,11 @@
-"""Policy objectives: the loss of one token before aggregation, which may depend on the token's whole sequence.
+"""Importance ratios, and policy objectives: the loss of one token before aggregation, which may depend on the token's
+whole sequence.
 
-Each takes the clamped log-ratio [T], the micro-batch after ``ratios.masked``, the trained tokens of each sequence [S]
-and the row with its limits. It returns each token's loss [T], and whether a limit changed it, [T] bool
+Computes the log of the importance ratio pi / pi_old of each token [T], at token, turn or sequence level. ``inputs``
+come from ``masked``, so they are finite outside the mask. Letters: T positions, S sequences.
+
+Each objective takes the clamped log-ratio [T], the micro-batch after ``masked``, the trained tokens of each sequence
+[S] and the row with its limits. It returns each token's loss [T], and whether a limit changed it, [T] bool
 (``clip_fraction``).
 """
 
@@ -11,12 +15,12 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence, required
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs, Metric
 from rl_megatron.user_code import load_named
@@ -25,6 +29,94 @@ TokenLosses = tuple[Tensor, Tensor]
 _LEAST_REST = 1e-8  # probability of all tokens but one: below it a float32 1 - p is 0
 _RAISED_BY = 0.05  # the paper's delta_1
 Objective = Callable[[Tensor, LossInputs, Tensor, AlgorithmSection], TokenLosses]
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to ± this before ``exp`` (e^20 is 4.9e8): values stay finite in float32, and a token beyond
+it has no gradient through its ratio."""
+
+LogRatio = Callable[[LossInputs, Tensor], Tensor]
+
+
+_VALUES = (
+    "logprobs",
+    "entropy",
+    "old_logprobs",
+    "rollout_logprobs",
+    "advantages",
+    "values",
+    "ref_logprobs",
+    "ref_top",
+    "top_logprobs",
+    "old_values",
+    "returns",
+    "proximal_share",
+    "nll_weights",
+    "old_kl_weights",
+    "token_weight",
+)
+
+
+def masked(inputs: LossInputs) -> LossInputs:
+    """The same micro-batch with zeros at every position outside the mask, so that inf or NaN there change nothing.
+
+    ``torch.where`` selects before any arithmetic: a product with 0 would keep NaN, in value and in gradient. Converts
+    lower precision to float32, because sums over many tokens follow.
+    """
+    given = {name: x for name in _VALUES if (x := getattr(inputs, name)) is not None}
+    wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in given.items()}
+    cut: dict[str, Any] = {
+        name: torch.where(inputs.mask.view(-1, *[1] * (x.dim() - 1)), x, 0.0) for name, x in wide.items()
+    }
+    return replace(inputs, **cut)
+
+
+def required(column: Tensor | None, name: str) -> Tensor:
+    """The column. Raises ValueError if the batch has none."""
+    if column is None:
+        raise ValueError(f"this loss needs the samples' {name}, and the batch was made without them")
+    return column
+
+
+def mean_per_sequence(values: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Mean of ``values`` [T] over the masked-in tokens of each token's sequence, [T], detached."""
+    return (inputs.segment_sum(values.detach()) / lengths.clamp(min=1))[inputs.segment_ids]
+
+
+def token_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """log pi - log pi_old of each token, [T]."""
+    return inputs.logprobs - inputs.old_logprobs
+
+
+def sequence_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Mean log-ratio of the token's sequence, [T]; its gradient is that of this token's own log-prob.
+
+    The token form of GSPO (arXiv:2507.18071, eq. 14): the mean is detached, so no autograd crosses context-parallel
+    ranks. With one advantage per sequence, the mean over tokens has the value and the gradient of the sequence form.
+    """
+    mean = mean_per_sequence(inputs.logprobs - inputs.old_logprobs, inputs, lengths)
+    return mean + (inputs.logprobs - inputs.logprobs.detach())
+
+
+def turn_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Mean log-ratio of the token's turn, [T]; else as ``sequence_log_ratio`` (arXiv:2511.20718, arXiv:2605.13217)."""
+    if inputs.turn_sum is None:
+        raise ValueError("this loss needs the samples' turn_of, and the batch was made without it")
+    tokens = inputs.turn_sum(inputs.mask.to(inputs.logprobs.dtype))
+    mean = inputs.turn_sum((inputs.logprobs - inputs.old_logprobs).detach()) / tokens.clamp(min=1)
+    return mean + (inputs.logprobs - inputs.logprobs.detach())
+
+
+def sequence_sum_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Log-ratio of the whole sequence, not length-normalised, [T], detached: TOPR's weight of a trajectory."""
+    return inputs.segment_sum((inputs.logprobs - inputs.old_logprobs).detach())[inputs.segment_ids]
+
+
+RATIO_LEVELS: Mapping[str, LogRatio] = {
+    "token": token_log_ratio,
+    "sequence": sequence_log_ratio,
+    "turn": turn_log_ratio,
+    "sequence_sum": sequence_sum_log_ratio,
+}
 
 
 def _untouched(values: Tensor) -> Tensor:

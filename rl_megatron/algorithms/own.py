@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
 from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, pair_loss_of, with_slopes
-from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
-from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
+from rl_megatron.algorithms.objectives import OBJECTIVES, RATIO_LEVELS, Objective, masked, objective_of
 from rl_megatron.algorithms.segments import segment_sum
 from rl_megatron.config.reads import problems_of_own_objective
 from rl_megatron.config.sections.algorithm import AlgorithmSection, PreferenceSection

@@ -22,8 +22,7 @@ from rl_megatron.algorithms.advantages import LEVELS
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.kl import ESTIMATORS
 from rl_megatron.algorithms.losses import AGGREGATIONS, loss_of
-from rl_megatron.algorithms.objectives import OBJECTIVES
-from rl_megatron.algorithms.ratios import RATIO_LEVELS
+from rl_megatron.algorithms.objectives import OBJECTIVES, RATIO_LEVELS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection, CorrectionSection, KLSection
