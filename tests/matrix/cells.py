@@ -173,13 +173,11 @@ def with_features(model: str, layout: str, first: Sequence[str], missing: set[fr
     """The features ``first`` and those that add most of the pairs that are ``missing``."""
     chosen = list(first)
     while len(chosen) < MOST:
-        gains = {
-            name: len(missing & pairs_of(model, layout, [*chosen, name]))
-            for name in FEATURES
-            if name not in chosen and not refused(model, layout, frozenset([*chosen, name]))
-        }
-        best = max(gains, key=lambda name: gains[name], default=None)
-        if best is None or gains[best] <= len(missing & pairs_of(model, layout, chosen)):
+        had = len(missing & pairs_of(model, layout, chosen))
+        gains = {name: len(missing & pairs_of(model, layout, [*chosen, name])) - had for name in FEATURES}
+        order = sorted((name for name in gains if gains[name] > 0), key=gains.__getitem__, reverse=True)
+        best = next((name for name in order if not refused(model, layout, frozenset([*chosen, name]))), None)
+        if best is None:
             break
         chosen.append(best)
     return tuple(chosen)
