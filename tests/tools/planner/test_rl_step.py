@@ -18,7 +18,6 @@ from tools.planner.hardware import FITTED, GPUS, MEMORY
 from tools.planner.layouts import SLOTS, Wanted, placements, with_keys
 from tools.planner.memory import weights_served
 from tools.planner.rl_step import (
-    Sampled,
     ServerShape,
     cache_bytes,
     forward_seconds,
@@ -323,10 +322,8 @@ def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
     even, tail = (1000.0,) * 64, lengths_of(1000, 8000)
     of = {"replicas": 1, "completions": 64, "group": 64, "prompt": 0.0, "slots": 64}
     flat, long = (sampled(SHAPE, SERVER, H100, lengths=lengths, **of) for lengths in (even, tail))
-    assert isinstance(flat, Sampled)
     assert long.alone > 1.5 * flat.alone
     assert long.steady == pytest.approx(flat.steady, rel=1e-6)
-    assert replace(flat, alone=0.0) != flat
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ HF = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE)
 MEGATRON = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(tp=2, ep=2))
 
 
-def save_with_transformers(folder: Path, tie: bool = False, max_shard_size: str = "4KB") -> Qwen3MoeForCausalLM:
+def save_with_transformers(folder: Path, max_shard_size: str = "4KB") -> Qwen3MoeForCausalLM:
     """A random model of SMALL_MOE, written by transformers itself, with a tokenizer and a chat template."""
     config = Qwen3MoeConfig(
         vocab_size=SMALL_MOE.vocab_size,
@@ -58,7 +57,6 @@ def save_with_transformers(folder: Path, tie: bool = False, max_shard_size: str 
         num_experts_per_tok=SMALL_MOE.experts_per_token,
         moe_intermediate_size=SMALL_MOE.expert_width,
         max_position_embeddings=SMALL_MOE.max_positions,
-        tie_word_embeddings=tie,
     )
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
@@ -94,16 +92,6 @@ def file_tensors(folder: Path) -> dict[str, Tensor]:
 
 def rank_tensors(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in layout.local_shapes(rank).items()}
-
-
-def test_the_hf_table_is_what_transformers_writes(folder: Path) -> None:
-    assert HFFolder(folder).shapes() == HF.local_shapes(0)
-
-
-def test_a_tied_checkpoint_has_no_head(tmp_path: Path) -> None:
-    save_with_transformers(tmp_path, tie=True)
-    tied = Layout(table=HF_QWEN3_MOE, shape=replace(SMALL_MOE, tie_embeddings=True))
-    assert HFFolder(tmp_path).shapes() == tied.local_shapes(0)
 
 
 @pytest.mark.parametrize("max_shard_size", ["4KB", "1GB"])
