@@ -187,10 +187,6 @@ class Learner(FrozenModel, Protocol):
         """Drop the gradients since the last ``step``; neither weights nor the optimizer change."""
         ...
 
-    async def reset_moments(self) -> None:
-        """Make the optimizer one that has made no step; weights stay."""
-        ...
-
     async def lead(self, rate: float) -> None:
         """Make the reference on the policy's ranks (1 - ``rate``) of itself and ``rate`` of the policy's weights."""
         ...

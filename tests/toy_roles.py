@@ -131,9 +131,6 @@ class Toy:
         self.gradient = None
         self.heard.append(("drop",))
 
-    async def reset_moments(self) -> None:
-        self.heard.append(("reset moments",))
-
     async def lead(self, rate: float) -> None:
         self.heard.append(("lead", rate))
 

@@ -225,7 +225,7 @@ def written_job(
     stops, ends, size = data.stop_token_ids, data.end_token_ids, shape.vocab_size
     rows = LearnedRows(tokenizer=data.tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
     units_of = rows.units(config)
-    steps = OptimizerSteps(name="policy", most=config.train.most_skipped)
+    steps = OptimizerSteps(name="policy")
     return WrittenJob(
         config=config,
         roles=roles,

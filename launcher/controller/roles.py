@@ -265,10 +265,6 @@ class LearnerGroup(Learner):
         await self._group.each("drop", self.role)
 
     @override
-    async def reset_moments(self) -> None:
-        await self._group.each("reset_moments", self.role)
-
-    @override
     async def lead(self, rate: float) -> None:
         await self._group.each("lead", rate)
 

@@ -567,7 +567,7 @@ def _delivery(
 
 T = TypeVar("T")
 
-COMPUTING = ("score", "start_from", "backward", "step", "drop", "reset_moments", "lead", "load")
+COMPUTING = ("score", "start_from", "backward", "step", "drop", "lead", "load")
 """The calls of models before which servers release their memory."""
 
 

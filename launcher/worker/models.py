@@ -101,7 +101,7 @@ class RankModels:
 
     CALLS: tuple[str, ...] = (
         *("start_from", "release", "score", "column_layers", "backward", "forget", "step", "drop"),
-        *("reset_moments", "lead"),
+        "lead",
         *("save", "written", "durable", "verify", "load", "begin_kernels", "end_kernels", "close"),
     )
 
@@ -328,10 +328,6 @@ class RankModels:
     def drop(self, role: str) -> None:
         """Drop the accumulated gradients. Raises RLMegatronError if there are none."""
         self._learner(role).drop()
-
-    def reset_moments(self, role: str) -> None:
-        """Make the moments of the role's optimizer, and its counts of steps, 0."""
-        self._learner(role).reset_moments()
 
     def lead(self, rate: float) -> None:
         """Make the reference on the policy's ranks (1 - ``rate``) of itself and ``rate`` of the policy's weights, with

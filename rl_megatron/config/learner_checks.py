@@ -39,9 +39,8 @@ _ROWS: Sequence[Rule] = (
         ((On("learner.ep", 1), On("learner.dims.etp", 1, "learner.etp")), "no token leaves its rank", _OUT)),
     *excluded(On("learner.deterministic", True),
         (_KERNELS, "its kernels have no deterministic mode", "set learner.dispatcher=alltoall")),
-    *excluded(On("learner.fusion.router", True), (_ON_CPU, "its kernels need GPUs", _OUT)),
     *(Excludes(one=one, other=_NO_EXPERTS, where="shape", why="the model has no experts", fix=_OUT)
-      for one in (_KERNELS, On("learner.fusion.router", True), On("learner.router.frozen", True))),
+      for one in (_KERNELS, On("learner.router.frozen", True))),
     Excludes(one=On("learner.gradient_dtype", "bfloat16"), other=On("learner.dtype", "float32"),
              why="gradients are as precise as parameters, or more", fix="set learner.dtype=bfloat16, or leave it out"),
     Excludes(one=On("learner.layers", "transformer_engine"), other=(On("learner.cp", Above(1)),

@@ -54,6 +54,7 @@ _BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
 _DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
 _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
 _CRITICS = Removed("the critic is trained by the policy's optimizer, learner.optimizer; leave it out to have that")
+_FUSION = Removed("TransformerEngine's layers sort tokens by kernels, and routers choose experts without one")
 _NODES_ALIKE = Removed("the nodes of a job are alike, and a role has as many as its ranks fill")
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
@@ -75,6 +76,7 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.entropy_step": Removed("the weight of the entropy bonus is fixed", fixed=(0.005,)),
     "algorithm.entropy_target": Removed("the weight of the entropy bonus is fixed; set entropy_coefficient"),
     "algorithm.kl.horizon": Removed("the weight of the KL is fixed", fixed=(10000,)),
+    "algorithm.kl.reset_moments": Removed("the policy's optimizer keeps its moments"),
     "algorithm.kl.target": Removed("the weight of the KL is fixed; set kl.coefficient"),
     "algorithm.kl.teachers.*.concurrency": Removed("64 sequences are in flight", fixed=(64,)),
     "algorithm.kl.teachers.*.retries": Removed("a sequence is retried five times", fixed=(5,)),
@@ -143,8 +145,10 @@ REMOVED: Mapping[str, Removed] = {
     "eval.sets.*.reward.http.retries": _RETRIES,
     "eval.sets.*.reward.model.batch_size": _BATCH_SIZE,
     "eval.sets.*.reward.model.dtype": _DTYPE,
+    "learner.draft.learning_rate_factor": Removed("a draft layer has the policy's learning rate", fixed=(1.0,)),
     "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
-    "learner.fusion.permute": Removed("tokens are sorted by kernels with TransformerEngine's layers", fixed=(None,)),
+    "learner.fusion.permute": replace(_FUSION, fixed=(None,)),
+    "learner.fusion": _FUSION,
     "learner.last_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
     "learner.logprob_chunk_tokens": Removed("logits of at most 1024 positions are in float32 at once", fixed=(1024,)),
     **_entries("learner.offload.activations", "learner.offload.activations", "attention", "mlp", "moe"),
@@ -216,6 +220,7 @@ REMOVED: Mapping[str, Removed] = {
     },
     "slurm.speeds.step_seconds": Removed("set slurm.speeds.gpu, by which a step is predicted"),
     "slurm.speeds.tflops": Removed("set slurm.speeds.gpu, whose peak is known", fixed=(989.0,)),
+    "train.on_nonfinite": Removed("at most 3 optimizer steps in a row are skipped", fixed=("skip:3",)),
     "train.stream_micro_batches": Removed(
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"
     ),

@@ -398,7 +398,7 @@ def _reads() -> Iterator[Rule]:
           On("algorithm.old_logprobs", Not("learner")), On("algorithm.tokens.choose", Not("kl_cov"))))
     yield _read("no pairs are trained on", "algorithm.preference", any_of=PAIRS)
     yield _read("no reference is loaded", *(f"algorithm.kl.{key}" for key in ("reference", "follow_rate",
-          "follow_every", "reset_moments")), any_of=(On("algorithm.kl.coefficient", Above(0)),
+          "follow_every")), any_of=(On("algorithm.kl.coefficient", Above(0)),
           On("algorithm.needs_reference", True, "algorithm.preference.reference_free")))
     yield _read("turns are not compared", "algorithm.turn_baseline", "algorithm.turn_compared",
           any_of=(On("algorithm.advantage_mean", Not("none")), On("algorithm.advantage_std", Not("none"))))

@@ -129,15 +129,6 @@ class TrainSection(Section):
     max_staleness: NonNegative = 0
     """Most pushes of weights between the first token of a completion and the step that trains on it. Sampling may be so
     many batches ahead of training, and a step waits for groups that would get older; 0 is synchronous."""
-    on_nonfinite: Annotated[str, Field(pattern=r"^(fail|skip:[1-9][0-9]{0,5})$")] = "skip:3"
-    """What to do with a gradient that has NaN or infinity. skip:n: skip that optimizer step, and end the run at more
-    than n skipped steps in a row, so that one strange batch costs a step, and broken weights or data end the run soon;
-    fail: end the run at the first. No bit of weights or optimizer state changes either way."""
-
-    @property
-    def most_skipped(self) -> int:
-        """Most optimizer steps in a row that the run may skip."""
-        return int(self.on_nonfinite.removeprefix("skip:").replace("fail", "0"))
 
 
 class RunConfig(Section):

@@ -126,22 +126,17 @@ def _of_recompute(learner: LearnerSection, shape: ModelShape) -> dict[str, objec
 
 def _of_experts(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
     """The dispatcher, for dense models too, since megatron-core checks it against ``variable_seq_lengths``; and of
-    routers, which choose experts in float32, what is fused.
+    routers, which choose experts in float32.
 
     Nothing of megatron-core's own balances load: it multiplies losses by a number of tokens that nothing divides out
     again, counts padding, takes a packed micro-batch as one sequence, and moves biases in steps that are skipped.
-    Raises ConfigError if the package of the dispatcher is missing, or TransformerEngine for a fused router.
+    Raises ConfigError if the package of the dispatcher is missing.
     """
     model = _of_dispatcher(learner.dispatcher)
     if not shape.num_experts:
         return model
-    if learner.fusion.router and importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(
-            "learner.fusion.router=true: TransformerEngine is not installed here; install it, or leave it out"
-        )
     model |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
     model |= {"moe_router_bias_update_rate": 0.0} if shape.router.selection_bias else {}
-    model |= {"moe_router_fusion": True} if learner.fusion.router else {}
     return {**model, "moe_permute_fusion": uses_transformer_engine(learner, shape)}
 
 

@@ -168,17 +168,6 @@ def state_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def reset_moments(optimizer: MegatronOptimizer) -> None:
-    """Make the moments and the counts of steps 0, as those of an optimizer that has made no step; weights stay."""
-    for adam in _adams(optimizer):
-        for name, value in (one for state in adam.state.values() for one in state.items()):
-            if name != "master_param":
-                value.zero_()
-        for group in adam.param_groups:
-            if "step" in group:
-                group["step"] = group["step"] * 0  # an integer, or a tensor
-
-
 def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
     """The optimizers that hold state; one whose parts are on host and GPU before these."""
     for part in inner_optimizers(optimizer):

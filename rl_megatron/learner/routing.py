@@ -82,7 +82,6 @@ class Routing:
                 if layer.is_moe_layer:
                     layer.mlp.router.router_replay = replay = _Replay(device)
                     self._routers[chunk].append((column[layer.layer_number - 1], replay))
-        self._fused = bool(models) and models[0].config.moe_router_fusion
         self._num_experts, self._device = shape.num_experts, device
         self._dtype = getattr(torch, shape.route_dtype)
         self._size = (len(column), shape.experts_per_token)
@@ -93,7 +92,6 @@ class Routing:
         """Raises RLMegatronError if this rank cannot replay the routes [N, layers, top_k] of the samples."""
         routes = dense_column(samples.extra, ROUTES)
         assert routes is not None
-        self._refuse_fused()
         if tuple(routes.shape[1:]) != (len(self.layers), self._size[1]):
             raise RLMegatronError(
                 f"routes to replay have {routes.shape[1]} MoE layers and {routes.shape[2]} experts a token, but this "
@@ -127,7 +125,6 @@ class Routing:
     @contextlib.contextmanager
     def recording(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
         """Records the experts that the routers of ``chunk`` choose within into the micro-batch (`to_record`)."""
-        self._refuse_fused()
         routes = dense_column(micro_batch.extra, ROUTES)
         assert routes is not None
         for _, router in self._routers[chunk]:
@@ -136,14 +133,6 @@ class Routing:
         own = routes[own_tokens(len(routes))]
         for column, router in self._routers[chunk]:
             own[:, column] = router.get_recorded_indices().to(routes.dtype)
-
-    def _refuse_fused(self) -> None:
-        """Raises RLMegatronError if a fused kernel chooses experts, without asking `_Replay`."""
-        if self._fused:
-            raise RLMegatronError(
-                "routes of a learner with learner.fusion.router=true can be neither replayed nor read, because its "
-                "kernel chooses experts by itself; set it to false"
-            )
 
     def finish(self) -> None:
         """End replay and recording. Raises RLMegatronError if routes queued for a recompute were not used."""

@@ -46,7 +46,6 @@ from rl_megatron.learner.optimizer import (
     inner_optimizers,
     make_optimizer,
     norm_of,
-    reset_moments,
     state_of,
     step,
     wait_for_gradients,
@@ -392,11 +391,6 @@ class MegatronLearner(MegatronScorer):
         Raises as ``step``.
         """
         self._observed(self._reduced())
-
-    def reset_moments(self) -> None:
-        """Make the optimizer, with those of features, one that has made no step: the next is that of a new one."""
-        self.unpark()
-        reset_moments(self._optimizer_of_all)
 
     def _reduced(self) -> list[Added]:
         """Reduce the gradients since the last step, which ends what the last pass may have begun of that; what was

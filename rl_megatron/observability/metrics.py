@@ -138,7 +138,7 @@ LEARNING: MetricTuples = (
      Curve("Optimization", "Loss")),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches",
      Curve("Optimization", "Gradient norm")),
-    ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite (train.on_nonfinite)",
+    ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite",
      Curve("Optimization", "Optimizer steps left out", hide_constant=True)),
     ("steps/made", "steps", "optimizer steps of the policy, of which algorithm.old_kl_limit may leave some out; only "
      "with it", Curve("Policy", "Optimizer steps of a step")),

@@ -108,12 +108,15 @@ class TooFar:
     kl: float
 
 
+_MOST = 3  # steps skipped in a row; more end the run
+
+
 @dataclass(slots=True, kw_only=True)
 class OptimizerSteps:
-    """The optimizer steps of the model ``name``, of which at most ``most`` in a row may be skipped."""
+    """The optimizer steps of the model ``name``. One whose gradient has NaN or infinity is skipped, so that a strange
+    batch costs a step; no bit of weights or of the optimizer's state changes by it."""
 
     name: str
-    most: int
     in_a_row: int = 0
 
     async def step(
@@ -121,7 +124,7 @@ class OptimizerSteps:
     ) -> Made | None:
         """Make one optimizer step of ``learner`` on the whole batch; ``prompts`` name sequences in messages.
 
-        Logs a skipped step and returns None. Raises RLMegatronError if more than ``most`` in a row were skipped.
+        Logs a skipped step and returns None. Raises RLMegatronError if more than three in a row were.
         """
         said = await learner.backward(batch, loss)
         return self._judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
@@ -160,13 +163,12 @@ class OptimizerSteps:
             return Made(of_loss, result)
         self.in_a_row += 1
         told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, micro_batches, prompts)}"
-        if self.in_a_row > self.most:
+        if self.in_a_row > _MOST:
             raise RLMegatronError(
-                f"{told}. The weights did not change, but {self.in_a_row} optimizer steps in a row failed like this, "
-                f"and train.on_nonfinite={f'skip:{self.most}' if self.most else 'fail'}: fix or remove these prompts "
-                "and their rewards, or lower the learning rate, then resume from the last checkpoint"
+                f"{told}. The weights did not change, but {self.in_a_row} optimizer steps in a row failed like this: "
+                "fix these prompts and rewards, or lower the learning rate, then resume from the last checkpoint"
             )
-        logger.warning("%s. This optimizer step is skipped, %d of at most %d in a row", told, self.in_a_row, self.most)
+        logger.warning("%s. This optimizer step is skipped, %d of at most %d in a row", told, self.in_a_row, _MOST)
         return None
 
 

@@ -186,9 +186,7 @@ class Update:
         self.hooks = step_hooks(self.config, self.roles)
         unit = 2 if self.config.algorithm.pairs else 1  # neighbouring sequences that are packed together
         self.packers = Packers(config=self.config, attention_cost=self.attention_cost, unit=unit)
-        self.policy_steps, self.critic_steps = (
-            OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
-        )
+        self.policy_steps, self.critic_steps = (OptimizerSteps(name=name) for name in ("policy", "critic"))
 
     @property
     def of_models(self) -> tuple[OptimizerSteps, OptimizerSteps]:

@@ -22,7 +22,7 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.activations import freed, halves
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.learner import FusionSection, LearnerSection, RecomputeSection
+from rl_megatron.config.sections.learner import LearnerSection, RecomputeSection
 from rl_megatron.learner import heads
 from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
 from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
@@ -487,8 +487,7 @@ def test_dense_layers_over_tp_hold_the_gathered_gradient_of_their_output(tmp_pat
 def dry_latent(_: int, folder: Path) -> None:
     from tests.recipes.fake_step import dry_run
 
-    kernels = {"fp8": "tensorwise", "fusion": FusionSection(router=True)}  # not torch's layers'
-    learner = latent_learner().model_copy(update=kernels)
+    learner = latent_learner().model_copy(update={"fp8": "tensorwise"})  # not torch's layers'
     (folder / "passes").write_text(str(dry_run(LATENT, learner, 0, sequence=LONG).passes))
 
 

@@ -256,7 +256,6 @@ def followed(folder: Path, model: Path, samples: Samples, shards: Path, *keys: s
             await roles.weights.push(number)
             await roles.weights.export(folder / f"of_step_{number}")
             if number == SAVED and not goes_on:
-                await roles.policy.reset_moments()
                 await (await roles.policy.save(shards)).durable()
         packers = Packers(config=config, attention_cost=0.0)
         found = await measured(config, roles, packers, samples, 1, Stopwatch())

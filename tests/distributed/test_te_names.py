@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -91,42 +91,6 @@ def invariant_main(rank: int, root: Path) -> None:
         "kernels": {name: os.environ[f"NVTE_{name}_ATTN"] for name in _KERNELS},
     }
     (root / "invariant.json").write_text(json.dumps(seen))
-    world.leave()
-
-
-def fused_main(rank: int, root: Path) -> None:
-    """Route tokens of a learner of ``learner.fusion`` up to the kernel, and write what this is asked."""
-    import transformer_engine_torch as kernels
-
-    from rl_megatron.errors import RLMegatronError
-    from rl_megatron.learner import world
-    from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.layouts.families import read_shape
-
-    keys = {"device": "cuda", "dtype": "bfloat16", "fusion": {"router": True}}
-    learner, asked = LearnerSection.model_validate(keys), []
-    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-fused", seed=1)
-    shape = read_shape(root / "qwen3_moe")
-    policy = make_policy(shape, learner, device, temperature=1.0)
-    layer = policy._models[0].decoder.layers[0].mlp
-
-    def kernel(logits: torch.Tensor, *given: object) -> None:
-        asked.extend([list(logits.shape), str(logits.dtype), *given])
-        raise NotImplementedError
-
-    kernels.fused_topk_with_score_function_fwd = kernel
-    routes, said = torch.zeros(5, 2, shape.experts_per_token, dtype=torch.int64), []
-    for call in (
-        lambda: layer.router.routing(torch.zeros(5, 1, shape.num_experts, device=device)),
-        lambda: policy._routing.check(cast(Any, SimpleNamespace(extra={"routes": routes}))),
-        lambda: policy._routing.recording(policy._chunks[0], None).__enter__(),
-    ):
-        try:
-            call()
-        except (NotImplementedError, RLMegatronError) as error:
-            said.append(str(error))
-    fused = layer.token_dispatcher.config.moe_permute_fusion
-    (root / "fused.json").write_text(json.dumps({"asked": asked, "said": said, "permute": fused}))
     world.leave()
 
 
@@ -228,7 +192,7 @@ def where(part: Any) -> tuple[object, ...]:
     return tuple(getattr(part, name, None) for name in ("global_shape", "global_offset", "replica_id"))
 
 
-ALONE = (invariant_main, fused_main, fp8_main)
+ALONE = (invariant_main, fp8_main)
 pytestmark = pytest.mark.skipif(not (te.FOLDER / ".installed").exists(), reason="needs `make .venv/te/.installed`")
 
 
@@ -251,7 +215,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     run_worlds(worlds, before=te.load)
     sizes["counting"] = 2
     paths = {layout: sorted(Path(root).glob(f"{layout}-[01].json")) for layout in sizes}
-    paths |= {name: [root / f"{name}.json"] for name in ("invariant", "fused", "fp8")}
+    paths |= {name: [root / f"{name}.json"] for name in ("invariant", "fp8")}
     return {layout: [json.loads(path.read_text()) for path in found] for layout, found in paths.items()}
 
 
@@ -282,16 +246,6 @@ def test_a_batch_invariant_learner_has_megatrons_products_and_attention_in_one_s
     (rank,) = seen["invariant"]
     kernels = {"FLASH": "1", "FUSED": "0", "UNFUSED": "0"}
     assert rank == {"products": ["_te_general_gemm_patched"] * 2, "splits": 1, "kernels": kernels}
-
-
-def test_a_fused_router_asks_the_kernel_alone_and_its_routes_are_refused(seen: Any) -> None:
-    (rank,) = seen["fused"]
-    assert rank["asked"] == [[5, 4], "torch.float32", 2, True, None, None, None, "softmax", None]  # of qwen3_moe
-    assert rank["permute"]
-    assert rank["said"][0] == ""
-    assert ["learner.fusion.router=true can be neither replayed nor read" in said for said in rank["said"][1:]] == [
-        True
-    ] * 2
 
 
 def test_a_resume_counts_the_steps_of_experts_though_the_first_stage_has_none(seen: Any) -> None:

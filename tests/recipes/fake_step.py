@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_megatron.config.activations import multiplies_at_once
-from rl_megatron.config.sections.learner import FusionSection, LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import LossInputs, LossOutput, Samples
@@ -47,7 +47,7 @@ from rl_megatron.learner.model.delta import cut_into_chunks  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
 
-_WITHOUT = {"fp8": None, "batch_invariant": False, "fusion": FusionSection()}
+_WITHOUT = {"fp8": None, "batch_invariant": False}
 """Keys of kernels that TransformerEngine alone has, as a learner of torch's layers has them."""
 
 

@@ -201,10 +201,6 @@ def test_a_policy_that_is_its_own_critic_is_refused_beside_what_would_not_fit(ke
             "router_noise=0.1 with rollout.engine=sglang: servers compute routers in kernels of their own, to which "
             "nothing can be added; set rollout.engine=local",
         ),
-        (
-            ["learner.fusion.router=true", "train.route_flips=true"],
-            "learner.fusion.router=true with train.route_flips=true: the fused kernel chooses experts by itself",
-        ),
         (["rollout.router_noise=-1"], "rollout.router_noise=-1"),
     ],
 )

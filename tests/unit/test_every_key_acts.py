@@ -80,7 +80,6 @@ ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "reward.timeout_seconds": "tests/unit/rollout/test_rollout_sampler.py",
     "roles.critic": "tests/unit/launcher/test_memory.py",
     "roles.reference": "tests/unit/launcher/test_memory.py",
-    "train.on_nonfinite": "tests/unit/training/test_bad_steps.py",
     "rollout.max_prompt_tokens": "tests/unit/data/test_prompts.py",
     "rollout.on_long_prompt": "tests/unit/data/test_prompts.py",
     "rollout.interrupt": "tests/unit/rollout/test_rollout_sampler.py",

@@ -193,9 +193,6 @@ class KLSection(Section):
     that it is a moving average; 1 puts the policy in its place. null: it is frozen."""
     follow_every: Positive = 1
     """Steps from one to the next."""
-    reset_moments: bool = False
-    """follow_rate=1: whether the policy's optimizer begins again, moments and counts of steps at 0, each time the
-    policy takes the reference's place (ProRL)."""
     teachers: Mapping[EntryName, TeacherSection] = Field(default_factory=dict)
 
     @property

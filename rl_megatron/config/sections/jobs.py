@@ -41,7 +41,7 @@ class JobKind:
 _WRITTEN = (
     *("job", "seed", "run", "model", "data", "learner", "slurm"),
     *("train.steps", "train.learning_rate", "train.lr_warmup_steps", "train.lr_decay", "train.lr_min"),
-    *("train.on_nonfinite", "eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.async_save"),
+    *("eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.async_save"),
     *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
     *("profile.steps", "profile.ranks", "profile.memory"),
 )

@@ -102,14 +102,6 @@ class OptimizerSection(Section):
     their 8 bytes a parameter. Steps are still computed in float32. How training fares is not measured."""
 
 
-class FusionSection(Section):
-    """Kernels of TransformerEngine for what happens between layers of experts, on GPUs. Not measured."""
-
-    router: bool = False
-    """Whether one kernel computes scores, the best experts and their weights (TransformerEngine 2.7 or later). Routes
-    can be neither replayed nor read then."""
-
-
 class PaddingSection(Section):
     """Sizes to which micro-batches are padded. Padding counts nowhere: not in losses, metrics, or experts' balance."""
 
@@ -259,7 +251,6 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
     """Time limit for all ranks to join a collective."""
     router: RouterSection = RouterSection()
     optimizer: OptimizerSection = OptimizerSection()
-    fusion: FusionSection = FusionSection()
     padding: PaddingSection = PaddingSection()
     offload: OffloadSection = OffloadSection()
     deterministic: bool = False

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.activations import kept
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Curve, Feature, Serving
-from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, ReadIf, Rule, excluded
-from rl_megatron.section import NonNegative, PositiveFloat, Section
+from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, Rule, excluded
+from rl_megatron.section import NonNegative, Section
 from rl_megatron.types import BYTES
 
 if TYPE_CHECKING:
@@ -28,11 +28,9 @@ class DraftSection(Section):
 
     train: bool = False
     """Train the draft layer beside the policy, on detached hidden states, embedding and output matrix, so that no
-    gradient of the policy changes. It is pushed, saved and exported with the policy. false: it stays as it was in
+    gradient of the policy changes. It has an optimizer of its own, at the policy's learning rate, and its gradient is
+    clipped by its own norm. It is pushed, saved and exported with the policy. false: it stays as it was in
     model.path, whose draft layer exports have."""
-    learning_rate_factor: PositiveFloat = 1.0
-    """The draft layer's learning rate over the policy's. It has an optimizer of its own, and its gradient is clipped by
-    its own norm."""
 
 
 class DraftKeys(Section):
@@ -115,7 +113,6 @@ _LEARNER_RULES: Sequence[Rule] = (
         (On("shape.draft_layers", Not(1)), "exactly one draft layer is trained", "leave it out"),
         (On("shape.indexer", SET, "shape.family"), "its draft layer has an indexer of its own, which is not held while "
          "it trains", "leave it out, and exports have the layer as it was"), where="shape"),
-    ReadIf(keys=("learner.draft.learning_rate_factor",), any_of=(_TRAINS,), why="no draft layer is trained"),
 )
 _RULES: Sequence[Rule] = (
     Excludes(one=_TRAINS, other=On("kind.rows", OneOf(("pairs", "labels")), shown="job"),

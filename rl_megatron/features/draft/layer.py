@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from rl_megatron.config.sections.learner import FusionSection, LearnerSection, RecomputeSection, RouterSection
+from rl_megatron.config.sections.learner import LearnerSection, RecomputeSection, RouterSection
 from rl_megatron.learner.model.attention import DecoderConfig
 from rl_megatron.learner.model.build import make_config, prepare_chunk
 from rl_megatron.learner.model.latent import latent_attention_spec
@@ -102,7 +102,6 @@ def _config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         "layers": "torch",
         "recompute": RecomputeSection(),
         "router": RouterSection(),
-        "fusion": FusionSection(),
         "batch_invariant": False,
     }
     config = make_config(shape, learner.model_copy(update=plain))

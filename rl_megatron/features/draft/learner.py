@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.feature import Built, LearnerHooks
-from rl_megatron.features.draft.feature import FEATURE, of_learner
+from rl_megatron.features.draft.feature import FEATURE
 from rl_megatron.features.draft.layer import DraftModel, embedded
 from rl_megatron.learner.heads import VocabHead, head_logprobs
 from rl_megatron.learner.keywords import keywords
@@ -66,7 +66,7 @@ class Drafting(LearnerHooks):
         self.chunks = [DistributedDataParallel(config, ddp, self.model.to(built.device))]
         self.optimizers = [make_optimizer(self.chunks, given)]
         self._policy, self._head, self._gather = models, head, built.gather
-        self._factor, self._norm = of_learner(learner).learning_rate_factor, 0.0
+        self._norm = 0.0
         self._embedding = self._room(shape)
         self._stale, self._seen = True, list[Tensor]()
         self._watches = False
@@ -125,7 +125,7 @@ class Drafting(LearnerHooks):
 
     @override
     def step(self, learning_rate: float) -> Mapping[str, Metric[float]]:
-        step(self.optimizers[0], learning_rate * self._factor, self._norm)
+        step(self.optimizers[0], learning_rate, self._norm)
         return {"draft/grad_norm": Metric(value=self._norm)}
 
     @override

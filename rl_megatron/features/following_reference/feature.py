@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from rl_megatron.feature import Feature, StepHooks
-from rl_megatron.rules import Below, Excludes, On
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
 
 FEATURE = Feature(
     name="following_reference",
-    rules=(
-        Excludes(one=On("algorithm.kl.reset_moments", True), other=On("algorithm.kl.follow_rate", Below(1)),
-                 why="the reference is a moving average, which no step resets",
-                 fix="set follow_rate=1, or leave it out"),
-    ),
     step="rl_megatron.features.following_reference.feature:make_hooks",
 )  # fmt: skip
 
@@ -33,23 +27,19 @@ def make_hooks(config: RunConfig, roles: Roles) -> Following | None:
     kl = config.algorithm.kl
     if not reference_follows(config) or kl.follow_rate is None:
         return None
-    return Following(policy=roles.policy, rate=kl.follow_rate, every=kl.follow_every, reset_moments=kl.reset_moments)
+    return Following(policy=roles.policy, rate=kl.follow_rate, every=kl.follow_every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Following(StepHooks):
-    """Every ``every`` steps the reference takes the share ``rate`` of the policy's weights; with ``reset_moments`` the
-    optimizer begins again."""
+    """Every ``every`` steps the reference takes the share ``rate`` of the policy's weights."""
 
     policy: Learner
     rate: float
     every: int
-    reset_moments: bool
 
     @override
     async def stepped(self, step: int, watch: Stopwatch) -> None:
         if step % self.every == 0:
             with watch("reference"):
                 await self.policy.lead(self.rate)
-                if self.reset_moments:
-                    await self.policy.reset_moments()

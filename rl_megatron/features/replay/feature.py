@@ -83,9 +83,6 @@ _RULES: Sequence[Rule] = (
     Excludes(one=On("training_environments@function"), other=_ROUTES,
              why="engines return the routes of one request, and a turn's last token gets its own with the next request "
              "alone", fix="leave it out"),
-    Excludes(one=On("learner.fusion.router", True), other=_REPLAYS,
-             why="the fused kernel chooses experts by itself, and takes and tells none",
-             fix="set one of them to its default"),
     Excludes(one=_REPLAYS, other=On("shape.num_experts", 0, shown="shape.family"), where="shape",
              why="it has no experts, so there is no routing", fix="set algorithm.routing_replay=off"),
 )

@@ -49,9 +49,6 @@ FEATURE = Feature(
     keys={"train": RouteFlipsKeys},
     may_change=frozenset({"train.route_flips"}),
     rules=(
-        Excludes(one=On("learner.fusion.router", True), other=_FLIPS,
-                 why="the fused kernel chooses experts by itself, and takes and tells none",
-                 fix="set one of them to its default"),
         Excludes(one=_FLIPS, other=On("shape.num_experts", 0, shown="shape.family"), where="shape",
                  why="it has no experts, so there is no routing", fix="leave it out"),
     ),

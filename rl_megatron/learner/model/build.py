@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -85,10 +84,6 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         **of_model,
         **with_dtypes(keywords(learner, shape).model),
     )
-    if learner.fusion.router and getattr(moe_utils, "fused_topk_with_score_function", None) is None:
-        raise ConfigError(
-            "learner.fusion.router=true: the TransformerEngine here has no such kernel; install 2.7 or later"
-        )
     if made.fp8:
         _check_generation(learner, made)
     return made

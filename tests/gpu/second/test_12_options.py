@@ -57,7 +57,6 @@ CASES: Mapping[str, Case] = {
     "TE beside torch": Case(keys={"layers": "transformer_engine"}, losses=5e-3),
     "TE, deterministic": Case(keys={"deterministic": True}, beside="TE"),
     "TE, deterministic again": Case(keys={}, beside="TE, deterministic", **EXACT),
-    "TE, router fused": Case(keys={"fusion": {"router": True}}, beside="TE"),
     "TE, norms and activation recomputed": Case(keys={"recompute": {"parts": ["layernorm", "moe_act"]}}, beside="TE"),
     "TE, parked optimizer": Case(keys={"offload": {"while_sampling": "optimizer"}}, beside="TE"),
     "TE, moments in bfloat16": Case(keys={"optimizer": {"moments_dtype": "bfloat16"}}, beside="TE", losses=0.01),

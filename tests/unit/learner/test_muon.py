@@ -18,7 +18,7 @@ import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.features.muon import learner
 from rl_megatron.features.muon.learner import WHOLE, Matrices, Muon, find_matrices, orthogonalised, share_out
 from rl_megatron.learner.model.experts import FusedExperts
-from rl_megatron.learner.optimizer import create_state, reset_moments, step
+from rl_megatron.learner.optimizer import create_state, step
 from rl_megatron.models.named import NAMED
 from rl_megatron.weights.layouts.families import hf_layout
 from tests.tools.planner.test_time import IDEAL, work
@@ -189,15 +189,3 @@ def test_steps_of_a_stage_without_parameters_are_counted(kind: Any, monkeypatch:
         assert [float(count["step"]) for count in counts] == [made]
         optimizer.load_state_dict(optimizer.state_dict())
         part.param_groups = optimizer.param_groups
-    reset_moments(part)
-    counts = optimizer.param_groups if kind is FusedAdam else optimizer.state.values()
-    assert [float(count["step"]) for count in counts] == [0]
-
-
-def test_a_reset_of_moments_keeps_the_weights_that_are_in_the_state() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = FusedAdam([weight], {"lr": 0.0})
-    optimizer.state[weight] = {name: torch.full((3,), 2.0) for name in ("exp_avg", "exp_avg_sq", "master_param")}
-    reset_moments(SimpleNamespace(optimizer=optimizer))  # type: ignore[arg-type]
-    expected = {"exp_avg": [0.0] * 3, "exp_avg_sq": [0.0] * 3, "master_param": [2.0] * 3}
-    assert {name: tensor.tolist() for name, tensor in optimizer.state[weight].items()} == expected

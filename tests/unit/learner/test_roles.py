@@ -148,30 +148,6 @@ def held_by(rank: RankModels) -> list[Tensor]:
     return [*learner.tensors.values(), *(p.detach() for p in main)]
 
 
-@pytest.mark.parametrize(
-    "keys", [(), ("learner.dtype=bfloat16",), ("learner.optimizer.name=muon",)], ids=["float32", "bfloat16", "muon"]
-)
-def test_after_a_reset_of_moments_steps_are_those_of_a_new_optimizer(keys: tuple[str, ...], tmp_path: Path) -> None:
-    """To the bit, also where a checkpoint is between them."""
-    policy, shards = make_tiny_model(TinySizes(num_layers=1), tmp_path, seed=0), tmp_path / "shards"
-    with rank_of(policy, tmp_path / "run", *keys) as rank:
-        stepped(rank)
-        weights = stepped(rank)
-        rank.reset_moments("policy")
-        assert all(torch.equal(one, other) for one, other in zip(held_by(rank), weights, strict=True))
-        save(rank, shards)
-        wanted = [stepped(rank), stepped(rank)]
-    for name in ("fresh", "resumed"):
-        with rank_of(policy, tmp_path / name, *keys) as rank:
-            if name == "resumed":
-                rank.load("policy", shards)
-            else:
-                for tensor, weight in zip(held_by(rank), weights, strict=True):
-                    tensor.copy_(weight)
-            for number, after in enumerate(wanted):
-                assert all(torch.equal(*pair) for pair in zip(stepped(rank), after, strict=True)), (name, number)
-
-
 def names_in(folder: Path) -> set[str]:
     with safe_open(folder / "model.safetensors", "pt") as file:
         return {*file.keys()}

@@ -136,8 +136,6 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "deterministic": {"deterministic": True},
     "batch-invariant": {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True},
     "batch-invariant on a CPU": {"batch_invariant": True, "tp": 4, "head_dtype": "float32", "layers": "torch"},
-    "fused": {"device": "cuda", "dtype": "bfloat16", "fusion": {"router": True}},
-    "fused on a CPU": {"fusion": {"router": True}},
     "fp8": {"device": "cuda", "dtype": "bfloat16", "fp8": "tensorwise"},
     "fp8, blocks": {
         "device": "cuda",
@@ -203,7 +201,7 @@ REFUSED = [  # over the default run's keys
     *("learner.recompute_layers=true", "learner.pp=2 learner.vpp=2 learner.stage_layers=1+3"),
     "learner.router.frozen=true learner.router.z_loss=0.001",
     "learner.deterministic=true learner.device=cuda learner.dispatcher=deepep learner.dtype=bfloat16 learner.ep=2",
-    *("learner.fusion.router=true learner.device=cuda algorithm.routing_replay=r2", "learner.fp8=delayed"),
+    "learner.fp8=delayed",
     "learner.vpp=2 learner.ep=3 learner.dp=2 learner.layers=transformer_engine learner.cp=2",
     *("learner.padding.tokens=4094,8192 learner.tp=2 learner.cp=2 learner.ep=1", "learner.padding.tokens=64,96"),
     "learner.cuda_graphs=true learner.padding.tokens=8192",
@@ -255,8 +253,6 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
         for kind in ("DecoderConfig", "LatentDecoderConfig"):
             patch.setattr(build, kind, record(kind))
         patch.setattr(build, "_check_generation", lambda *_: None)  # no GPU is here
-        if installed:
-            patch.setattr(build.moe_utils, "fused_topk_with_score_function", keywords, raising=False)
         patch.setattr(trained, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
         patch.setattr(optimizer, "OptimizerConfig", record("OptimizerConfig"))
         patch.setattr(optimizer, "overrides", stop)
@@ -329,8 +325,6 @@ def given() -> Iterator[tuple[str, str, bool]]:
         if shape != "tiny":
             yield from ((shape, "defaults", False), (shape, "cuda", True))
     yield from (("dense", learner, False) for learner in ("frozen routers", "moving biases", "balanced"))
-    yield from (("tiny", name, True) for name in ("fused",))
-    yield "dense", "fused", True
     yield from (("tiny", name, True) for name in ("fp8", "fp8, blocks"))
     yield from (("biases, windows, sinks", "fp8", True), ("dense", "fp8 and batches", True))
     yield "latent, no stretch", "fp8, blocks", True

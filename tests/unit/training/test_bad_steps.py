@@ -19,7 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.run import RunConfig, TrainSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.samples import WrittenRow, select
@@ -363,7 +363,7 @@ BATCH = packed((1, 2, 3, 4), (9, 9), (1, 2, 7))
 
 
 def test_the_micro_batch_its_ranks_and_its_prompts_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    steps = OptimizerSteps(name="policy", most=3)
+    steps = OptimizerSteps(name="policy")
     both = SkippedStep(grad_norm=math.inf, culprits=bad(0, 2).culprits + bad(0, rank=1).culprits)
     with caplog.at_level(logging.WARNING):
         assert made(steps, both) is None
@@ -377,16 +377,15 @@ def test_the_micro_batch_its_ranks_and_its_prompts_are_named(caplog: pytest.LogC
     ]
 
 
-@pytest.mark.parametrize(("key", "left_out"), [("fail", 0), ("skip:1", 1), ("skip:3", 3)])
-def test_too_many_in_a_row_end_the_run(key: str, left_out: int) -> None:
-    steps = OptimizerSteps(name="critic", most=TrainSection(on_nonfinite=key).most_skipped)
+def test_too_many_in_a_row_end_the_run() -> None:
+    steps = OptimizerSteps(name="critic")
     for _ in range(2):  # a step that is made ends the row
-        for _ in range(left_out):
+        for _ in range(3):
             assert made(steps, bad(1)) is None
         assert made(steps, MADE) is not None
-    for _ in range(left_out):
+    for _ in range(3):
         made(steps, bad(1))
-    with pytest.raises(RLMegatronError, match=rf"'other'\).*{left_out + 1} optimizer .*on_nonfinite={key}:"):
+    with pytest.raises(RLMegatronError, match=r"'other'\).*4 optimizer steps in a row"):
         made(steps, bad(1))
 
 
@@ -401,7 +400,7 @@ def test_rows_of_written_text_are_named_by_their_own_tokens(caplog: pytest.LogCa
         tokens = [np.full(3, int(one.id[-1]), np.int32) for one in some]
         return [(WrittenRow(id=one.id, token_ids=ids, turns=((1, 3),)),) for one, ids in zip(some, tokens, strict=True)]
 
-    learner, steps = Kept(bad(0, 1)), OptimizerSteps(name="policy", most=1)
+    learner, steps = Kept(bad(0, 1)), OptimizerSteps(name="policy")
     packer = Packer(dims=ParallelDims(), max_tokens=2, attention_cost=0.0)
     its = WrittenJob(
         config=RunConfig.model_validate({"job": "sft", "sft": {"batch_size": 4}, "train": {"steps": 1}}),
@@ -426,14 +425,14 @@ Started = tuple[WrittenJob | WarmStart | Reinforcement, OptimizerSteps]
 
 
 def written(folder: Path) -> Started:
-    prompts, steps = PromptStream(THREE_PROMPTS, seed=0), OptimizerSteps(name="policy", most=3)
+    prompts, steps = PromptStream(THREE_PROMPTS, seed=0), OptimizerSteps(name="policy")
     fields: dict[str, Any] = {"config": RunConfig(), "roles": NONE, "units_of": NONE, "objective": NONE}
     return WrittenJob(prompts=prompts, size=3, optimizer_steps=steps, name="", **fields), steps
 
 
 def warm(folder: Path) -> Started:
     prompts, learner = PromptStream(THREE_PROMPTS, seed=0), cast(Any, Steps())
-    steps = OptimizerSteps(name="policy", most=3)
+    steps = OptimizerSteps(name="policy")
     roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
     supervised = SupervisedSteps(learner=learner, packer=NONE, optimizer_steps=steps)
     fields: dict[str, Any] = {"config": RunConfig(), "tokenizer": NONE, "targets": NONE, "evaluation": NONE}

@@ -295,7 +295,7 @@ async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[
     rows = [await job.step(STARTED + number, Stopwatch()) for number in (1, 2)]
     await job.close()
     rig.recorder.close()
-    led = [call[-1] for call in policy.heard if call[0] in {"lead", "reset moments"}]
+    led = [call[-1] for call in policy.heard if call[0] == "lead"]
     started = [call for call in reference.heard if call[0] == "start from"]
     assert len(rows) == 2
     return led, started
@@ -306,11 +306,8 @@ async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[
     [
         ((), [0.25, 0.25]),
         (("algorithm.kl.follow_every=31",), [0.25]),  # after step 62
-        (("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=100", "algorithm.kl.reset_moments=true"), []),
-        (
-            ("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=31", "algorithm.kl.reset_moments=true"),
-            [1.0, "reset moments"],
-        ),
+        (("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=100"), []),
+        (("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=31"), [1.0]),
         (("algorithm.kl.follow_rate=null",), []),
     ],
 )
@@ -347,7 +344,7 @@ async def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_s
         loss=pair_loss(2.0, per_token=True, reference_free=True, target_margin=1.0),
         roles=Roles(learners={"policy": policy}, frozen={}, engine=NONE, weights=NONE),
         packer=Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0, unit=2),
-        optimizer_steps=OptimizerSteps(name="policy", most=0),
+        optimizer_steps=OptimizerSteps(name="policy"),
         parts=[samples],
         reference=None,
     )
@@ -407,7 +404,7 @@ async def test_answers_with_labels_are_learned_by_trls_kto(
             loss=KtoLoss(beta=0.7),
             roles=Roles(learners={"policy": policy}, frozen={"reference": reference}, engine=NONE, weights=NONE),
             packer=packer,
-            optimizer_steps=OptimizerSteps(name="policy", most=0),
+            optimizer_steps=OptimizerSteps(name="policy"),
             parts=[samples],
             reference=Reference(packer=packer, folder=tmp_path, start_folder=tmp_path),
             most=most,

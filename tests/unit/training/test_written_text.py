@@ -61,7 +61,7 @@ def job(
 ) -> WrittenJob:
     """Of three rows a step, with ``more`` keys of its section."""
     sft = {"batch_size": 3, "max_tokens": 10, "on_long": on_long, **more}
-    learner, optimizer_steps = Kept(MADE), OptimizerSteps(name="policy", most=0)
+    learner, optimizer_steps = Kept(MADE), OptimizerSteps(name="policy")
     packer = Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0)
     return WrittenJob(
         config=RunConfig.model_validate({"job": "sft", "sft": sft, "train": {"steps": steps}}),
@@ -440,7 +440,7 @@ def warm_start(data: Sequence[Prompt], targets: Targets = answers, *keys: str) -
         supervised=SupervisedSteps(
             learner=learner,
             packer=Packer(dims=ParallelDims(), max_tokens=31, attention_cost=0.0),
-            optimizer_steps=OptimizerSteps(name="policy", most=0),
+            optimizer_steps=OptimizerSteps(name="policy"),
         ),
     )
 
