@@ -230,10 +230,8 @@ class Roles:
     rank_metrics: Callable[[], Mapping[str, float]] = dict
     """What a row of metrics says of the ranks' speed since the last call; every step calls it once, at its end."""
 
-    record_kernels: Callable[[Collection[int], Path], AbstractAsyncContextManager[None]] = lambda ranks, folder: (
-        nullcontext()
-    )
-    """Records the kernels of these ranks of each role while its context is open, into a folder."""
+    record_kernels: Callable[[Path], AbstractAsyncContextManager[None]] = lambda folder: nullcontext()
+    """Records the kernels of the first rank of each role while its context is open, into a folder."""
 
     @property
     def policy(self) -> Learner:

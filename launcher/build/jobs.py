@@ -192,7 +192,7 @@ def _objective(
         )
     reference = Reference(
         packer=packer(unit=1 if section.is_unpaired else 2, role="reference"),
-        folder=section.reference,
+        folder=config.reference,
         start_folder=parts.folder / START_FOLDER,
     )
     if section.is_unpaired:
@@ -262,7 +262,7 @@ def loops_of(
     steps, run = config.profile.steps, parts.folder.resolve()
 
     def profiled(step: int) -> AbstractAsyncContextManager[None]:
-        return roles.record_kernels(config.profile.ranks, folder_of(run, step)) if step in steps else nullcontext()
+        return roles.record_kernels(folder_of(run, step)) if step in steps else nullcontext()
 
     if not config.kind.samples:
         return None, looped(

@@ -362,7 +362,7 @@ class Watchdog:
     def __init__(self, workers: Sequence[WorkerHandle], failure: Failure, config: RunConfig, folder: Path) -> None:
         self._workers, self._failure, self._folder = workers, failure, folder
         self._silence = config.learner.timeout_seconds / 2
-        self._limit, self._disk_limit = config.watchdog_seconds, config.run.watchdog_disk_seconds
+        self._limit, self._disk_limit = config.watchdog_seconds, config.watchdog_disk_seconds
 
     async def watch(self) -> None:
         """Wait until a rank sends no heartbeat, or makes no progress in a call, for too long; then end the run."""
@@ -395,9 +395,9 @@ class Watchdog:
             culprits = [w for ws in (quiet, behind) for w in ws if w.asked is not None and w.role == role]
             first = (culprits or sorted(stuck, key=lambda w: w.beats))[0]
             limit = self._limit_of(first.asked or "")
-            key = "watchdog_disk_seconds" if first.asked in _DISK else "watchdog_seconds"
+            key = "" if first.asked in _DISK else " (run.watchdog_seconds)"
             silence = f", and has sent no heartbeat for {quiet[first]} s" if first in quiet else ""
-            what = f"makes no progress for {limit:g} s (run.{key}){silence}"
+            what = f"makes no progress for {limit:g} s{key}{silence}"
         lines = [f"{what}; it was in {first.doing}", everybody or "no rank was ready to report its stack"]
         if found:
             lines.append(f"stacks of all processes: {self._folder}")
@@ -565,12 +565,12 @@ def _counted(answers: Sequence[asyncio.Future[Any]], role: str, tell: Callable[[
 
 
 @contextlib.asynccontextmanager
-async def record_kernels(groups: Collection[WorkerGroup], ranks: Collection[int], folder: Path) -> AsyncIterator[None]:
-    """Records the kernels of those of ``ranks`` that each group has, while the context is open, into ``folder``.
+async def record_kernels(groups: Collection[WorkerGroup], folder: Path) -> AsyncIterator[None]:
+    """Records the kernels of each group's first rank, while the context is open, into ``folder``.
 
     Raises WorkerDied. If an error ends the context, nothing is written.
     """
-    workers = [(group, [one for one in group.workers if one.rank in ranks]) for group in groups]
+    workers = [(group, [one for one in group.workers if one.rank == 0]) for group in groups]
     await asyncio.gather(*(group.ask("begin_kernels", {one.rank: () for one in its}) for group, its in workers))
     yield
     written = []

@@ -184,12 +184,12 @@ class LoopWatch:
     """Watches the event loop that makes it from a thread, because a call that blocks it stops everything.
 
     It ends the process, and with it the children, if the loop is blocked for ``run.watchdog_seconds``, or if any thread
-    waits for a file (`in_hand`) for ``run.watchdog_disk_seconds``. A call that holds Python's lock keeps the thread
+    waits for a file (`in_hand`) for an hour. A call that holds Python's lock keeps the thread
     from running, too: after so much processor time the kernel sends SIGPROF, at which C code writes the stacks.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        self._limit, self._disk_limit = config.watchdog_seconds, config.run.watchdog_disk_seconds
+        self._limit, self._disk_limit = config.watchdog_seconds, config.watchdog_disk_seconds
         folder.mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
         self._stacks = (folder / "controller.txt").open("a")  # now, as C code can open none
@@ -251,7 +251,7 @@ class LoopWatch:
             f"the controller's event loop has been blocked for {self._limit:g} s (run.watchdog_seconds): it is at "
             f"{of_thread(self._thread_of_loop).place}\n  no code on the event loop may block"
             if file is None
-            else f"the controller has waited for a file for {self._disk_limit:g} s (run.watchdog_disk_seconds)\n  the "
+            else f"the controller has waited for a file for {self._disk_limit:g} s\n  the "
             f"file system does not answer for {file.path}"
         )
         text += f"\n  stacks: {self._folder / 'controller.txt'}"

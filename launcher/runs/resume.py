@@ -76,7 +76,7 @@ def _check_reference(config: RunConfig, folder: Path) -> None:
             remedy += f", or copy model.path={path} there, which it is"
         raise CheckpointError(
             f"{error.args[0].partition(';')[0]}. It is the model that this run started from, its frozen reference "
-            f"({config.reference_key}=null); {remedy}, or begin another run.name"
+            f"(algorithm.kl.reference=null); {remedy}, or begin another run.name"
         ) from error
 
 

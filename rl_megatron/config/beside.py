@@ -61,7 +61,7 @@ def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
     """By the role of each frozen model that ranks hold: its Hugging Face folder, None for the model that training
     starts from, and the folder's key."""
     own: dict[str, tuple[Path | None, str]] = {role: (one.folder, one.key) for role, one in role_models(c).items()}
-    return {"reference": (c.reference, c.reference_key), **own} if c.needs_reference else own
+    return {"reference": (c.reference, "algorithm.kl.reference"), **own} if c.needs_reference else own
 
 
 def in_words_of(c: RunConfig, role: str, text: str) -> str:

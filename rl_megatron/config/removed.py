@@ -51,6 +51,9 @@ _CLOSE_SECONDS = Removed("an environment has 10 s to close", fixed=(10.0,))
 _RETRIES = Removed("a request is sent at most 3 times again", fixed=(3,))
 _BACKOFF = Removed("the waits before retries are 0.5, 1 and 2 s", fixed=(0.5,))
 _BATCH_SIZE = Removed("a forward pass has 32 completions", fixed=(32,))
+_DEVICE = Removed("a classifier in the controller is on the CPU; reward_models.<name> has one on ranks", fixed=("cpu",))
+_FALLOFF = Removed("a length outside the range gets 0")
+_IN_FLIGHT = Removed("at most 16 requests are in flight", fixed=(16,))
 _DTYPE = Removed("a model in the controller computes in float32", fixed=("float32",))
 _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not tied; give model.path for another")
 _CRITICS = Removed("the critic is trained by the policy's optimizer, learner.optimizer; leave it out to have that")
@@ -106,6 +109,7 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.whiten_std": Removed("advantages are whitened by the standard deviation of the batch", fixed=("batch",)),
     "checkpoint.in_flight": Removed("a checkpoint holds the tokens of completions in flight", fixed=("tokens",)),
     "checkpoint.keep_every": Removed("use checkpoint.keep and checkpoint.keep_best, or copy the folders to keep"),
+    "data.curriculum.decay": Removed("a pass rate is the mean of the one before and the new one", fixed=(0.5,)),
     "data.curriculum.highest": Removed("use retire_above or explore", fixed=(1,)),
     "data.curriculum.initial": Removed("pass rates are unknown at the start"),
     "data.curriculum.lowest": Removed("use retire_above or explore"),
@@ -115,8 +119,11 @@ REMOVED: Mapping[str, Removed] = {
     "data.sources.*.environment.on_bad_call": _ON_BAD_CALL,
     "data.sources.*.environment.spare": _SPARE,
     "data.sources.*.reward.http.backoff_seconds": _BACKOFF,
+    "data.sources.*.reward.http.concurrency": _IN_FLIGHT,
     "data.sources.*.reward.http.retries": _RETRIES,
     "data.sources.*.reward.model.batch_size": _BATCH_SIZE,
+    "data.sources.*.reward.length.falloff_tokens": _FALLOFF,
+    "data.sources.*.reward.model.device": _DEVICE,
     "data.sources.*.reward.model.dtype": _DTYPE,
     **{
         f"{section}.{name}_field": _renamed(f"{section}.fields.{name}")
@@ -133,6 +140,7 @@ REMOVED: Mapping[str, Removed] = {
             "tools",
         )
     },
+    "dpo.reference": _renamed("algorithm.kl.reference"),
     "environment.close_seconds": _CLOSE_SECONDS,
     "environment.on_bad_call": _ON_BAD_CALL,
     "environment.spare": _SPARE,
@@ -142,8 +150,11 @@ REMOVED: Mapping[str, Removed] = {
     "eval.sets.*.environment.on_bad_call": _ON_BAD_CALL,
     "eval.sets.*.environment.spare": _SPARE,
     "eval.sets.*.reward.http.backoff_seconds": _BACKOFF,
+    "eval.sets.*.reward.http.concurrency": _IN_FLIGHT,
     "eval.sets.*.reward.http.retries": _RETRIES,
     "eval.sets.*.reward.model.batch_size": _BATCH_SIZE,
+    "eval.sets.*.reward.length.falloff_tokens": _FALLOFF,
+    "eval.sets.*.reward.model.device": _DEVICE,
     "eval.sets.*.reward.model.dtype": _DTYPE,
     "learner.draft.learning_rate_factor": Removed("a draft layer has the policy's learning rate", fixed=(1.0,)),
     "learner.first_stage_layers": Removed("it is called learner.stage_layers, which has a number for each stage"),
@@ -169,10 +180,15 @@ REMOVED: Mapping[str, Removed] = {
     "model.tiny.tie_embeddings": _TINY,
     "profile.engines": Removed("the engines' own profilers record their kernels, see rollout.server.options"),
     "profile.nvtx": Removed("profile.steps records kernels, and rl-megatron report RUN --trace FILE shows them"),
+    "profile.ranks": Removed("the first rank of each role is profiled", fixed=([0],)),
     "reward.http.backoff_seconds": _BACKOFF,
+    "reward.http.concurrency": _IN_FLIGHT,
     "reward.http.retries": _RETRIES,
     "reward.model.batch_size": _BATCH_SIZE,
+    "reward.length.falloff_tokens": _FALLOFF,
+    "reward.model.device": _DEVICE,
     "reward.model.dtype": _DTYPE,
+    "rollout.interrupt.thinking_ends": Removed("thinking ends with </think>", fixed=("</think>",)),
     "rollout.max_refills": Removed("a step draws at most 8 batches of prompts", fixed=(8,)),
     "rollout.server.backoff_seconds": Removed("retries and restarts wait 0.5, 1, 2, ... seconds", fixed=(0.5,)),
     "rollout.server.health_seconds": Removed("a server has 60 s for three health checks", fixed=(60.0,)),
@@ -183,6 +199,7 @@ REMOVED: Mapping[str, Removed] = {
     "rollout.server.weights_dir": _renamed("weights.folder"),
     "run.slow_factor": Removed("ranks/slowest is the slowest rank, and log.txt names its node", fixed=(1.5, None)),
     "run.slow_steps": Removed("each row has ranks/slowest", fixed=(20,)),
+    "run.watchdog_disk_seconds": Removed("it is an hour; run.watchdog_seconds may be longer", fixed=(3600.0,)),
     "sandbox.backoff_seconds": Removed("retries wait 0.5, 1, 2, ... seconds", fixed=(0.5,)),
     "sandbox.concurrency": Removed("as many programs run at once as there are cores", fixed=(4,)),
     "sandbox.cpu_seconds": Removed("a program may take sandbox.seconds of processor time", fixed=(10.0,)),

@@ -333,7 +333,7 @@ def _of_jobs() -> Iterator[Rule]:
     yield Excludes(one=On("profile.memory", True), other=ON_CPU, why="it is for GPUs", fix="leave it out")
     yield Needs(when=On("sandbox.type", "remote"), all=On("sandbox.url"), why="programs are posted to a server",
           fix="give its address")
-    yield Excludes(one=On("dpo.reference_free", True), other=On("dpo.reference"), why="no frozen model is loaded",
+    yield Excludes(one=On("dpo.reference_free", True), other=On("algorithm.kl.reference"), why="no model is loaded",
           fix="keep one")
     yield from _excluded(On("dpo.loss", "kto"),
         (On("dpo.per_token", True), "it compares sums over an answer's tokens with an estimate of the KL", _LEAVE_IT),
@@ -378,7 +378,7 @@ def _reads() -> Iterator[Rule]:
     epochs = On("written_epochs", UNSET, "sft.epochs")
     yield _read("epochs say how many steps there are", "train.steps", any_of=epochs)
     yield _read("weights go by a file, and direct reads it", "weights.meeting_host", any_of=DIRECT)
-    yield _read("pass rates decide nothing", "data.curriculum.min_seen", "data.curriculum.decay",
+    yield _read("pass rates decide nothing", "data.curriculum.min_seen",
           any_of=(On("data.curriculum.retire_above"), On("data.curriculum.explore")))
     yield _read("programs run on this machine", "sandbox.url", "sandbox.token_file", any_of=On("sandbox.type",
           "remote"))
@@ -399,7 +399,8 @@ def _reads() -> Iterator[Rule]:
     yield _read("no pairs are trained on", "algorithm.preference", any_of=PAIRS)
     yield _read("no reference is loaded", *(f"algorithm.kl.{key}" for key in ("reference", "follow_rate",
           "follow_every")), any_of=(On("algorithm.kl.coefficient", Above(0)),
-          On("algorithm.needs_reference", True, "algorithm.preference.reference_free")))
+          On("algorithm.needs_reference", True, "algorithm.preference.reference_free"),
+          On("kind.reference", True, "job")))
     yield _read("turns are not compared", "algorithm.turn_baseline", "algorithm.turn_compared",
           any_of=(On("algorithm.advantage_mean", Not("none")), On("algorithm.advantage_std", Not("none"))))
     yield _read("the return from a turn on is its own reward", "algorithm.turn_compared",

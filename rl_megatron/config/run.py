@@ -46,6 +46,8 @@ from rl_megatron.config.sections.weights import FILE, PROCESS_GROUP, TransportKi
 from rl_megatron.feature import adapter_layouts, asked_columns, with_features
 from rl_megatron.section import EntryName, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
+DISK_SECONDS = 3600.0
+
 
 class RunSection(Section):
     """A run writes to ``<dir>/<name>/``. Without a name, it takes the config's name and a free number."""
@@ -59,10 +61,8 @@ class RunSection(Section):
     Ray actors on the nodes of the allocation, or on this machine if there is none."""
     watchdog_seconds: PositiveFloat | None = None
     """Time limit without progress for the controller and for a learner process that computes; null: 0.8 of
-    learner.timeout_seconds."""
-    watchdog_disk_seconds: PositiveFloat = 3600.0
-    """Time limit without progress while a learner process reads or writes a model or a checkpoint, or a thread of the
-    controller waits for one of its files."""
+    learner.timeout_seconds. It is an hour, or this if it is longer, while one reads or writes a model or a checkpoint,
+    or a thread of the controller waits for one of its files."""
 
 
 class TinyModelSection(Section):
@@ -199,6 +199,11 @@ class RunConfig(Section):
         return self.run.watchdog_seconds or 0.8 * self.learner.timeout_seconds
 
     @property
+    def watchdog_disk_seconds(self) -> float:
+        """The limit while a model or a checkpoint is read or written: an hour, or `watchdog_seconds` if longer."""
+        return max(DISK_SECONDS, self.watchdog_seconds)
+
+    @property
     def written(self) -> WrittenSection:
         """The section of a job that samples nothing, which has the job's name."""
         sections: Mapping[JobName, WrittenSection] = {
@@ -232,18 +237,13 @@ class RunConfig(Section):
     @property
     def reference(self) -> Path | None:
         """The Hugging Face folder of the reference; None: the model that training starts from."""
-        return self.dpo.reference if self.kind.reference else self.algorithm.kl.reference
+        return self.algorithm.kl.reference
 
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and so needs no weights of its own."""
         begins = self.reference is None and not self.algorithm.kl.follow_rate and not self.warm_start.steps
         return begins and "reference" not in self.roles.separate and adapter_layouts(self.learner) is not None
-
-    @property
-    def reference_key(self) -> str:
-        """The key of ``reference``, for messages."""
-        return f"{self.job}.reference" if self.kind.reference else "algorithm.kl.reference"
 
     @property
     def sources(self) -> Mapping[str, OneSource]:

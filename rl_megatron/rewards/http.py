@@ -15,12 +15,12 @@ from rl_megatron.types import Completion, Prompt, Scored
 
 MAX_ANSWER_BYTES = 1 << 20
 
-_RETRIES = 3
+_RETRIES, _SLOTS = 3, 16
 _WAIT = 0.5  # seconds, before the first retry
 
 
 class HttpReward:
-    """POSTs the completions of a prompt to ``url``; at most ``concurrency`` requests are in flight.
+    """POSTs the completions of a prompt to ``url``; at most 16 requests are in flight.
 
     It retries, after a wait that doubles, without a connection, without an answer in time, and on status 408, 429 and
     5xx. Any other status but 200 and an answer of another form is an error at once. It follows no redirects and uses
@@ -30,7 +30,7 @@ class HttpReward:
     def __init__(self, url: str, section: HttpSection, *, key: str) -> None:
         self._url, self._section = url, section
         _check(url, key)
-        self._slots = asyncio.Semaphore(section.concurrency)
+        self._slots = asyncio.Semaphore(_SLOTS)
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError that names the URL, the prompt and the answer."""

@@ -126,7 +126,7 @@ def format_reward(section: RewardSection) -> FormatReward:
 
 
 class LengthReward:
-    """1.0 from ``min_tokens`` to ``max_tokens``; d tokens outside, max(0, 1 - d / falloff_tokens).
+    """1.0 from ``min_tokens`` to ``max_tokens``, 0.0 outside.
 
     The stop token counts, as in the metric response/length_mean.
     """
@@ -139,12 +139,8 @@ class LengthReward:
         return [Scored(total=self._of(len(completion.token_ids))) for completion in completions]
 
     def _of(self, tokens: int) -> float:
-        section = self._section
-        above = tokens - section.max_tokens if section.max_tokens is not None else 0
-        outside = max(0, section.min_tokens - tokens, above)
-        if outside == 0:
-            return 1.0
-        return max(0.0, 1 - outside / section.falloff_tokens) if section.falloff_tokens else 0.0
+        least, most = self._section.min_tokens, self._section.max_tokens
+        return float(least <= tokens and (most is None or tokens <= most))
 
 
 def length_reward(section: RewardSection) -> LengthReward:

@@ -202,7 +202,7 @@ def learnt(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Mea
 
     async def run() -> tuple[Measured, Measured, list[float]]:
         async with LocalLauncher(model, folder).start(config) as roles:
-            async with roles.record_kernels([0], folder_of(folder, 1)):
+            async with roles.record_kernels(folder_of(folder, 1)):
                 found = await step(roles)
             assert len({event.process for event in read_kernels(folder)}) == (3 if keys else 1)
             return found

@@ -187,7 +187,7 @@ class KLSection(Section):
     """placement=loss: weight each token by pi / pi_rollout, so that the expected gradient of k1, k2 and k3 is that of
     the KL (docs/algorithms.md); false: all tokens weigh the same, as in DeepSeekMath's k3."""
     reference: Path | None = None
-    """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
+    """Hugging Face folder of the reference, also of job=dpo; null: the model that training starts from."""
     follow_rate: PositiveFraction | None = None
     """The reference follows the policy: after each ``follow_every`` steps this share of its weights is the policy's, so
     that it is a moving average; 1 puts the policy in its place. null: it is frozen."""

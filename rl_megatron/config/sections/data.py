@@ -177,8 +177,6 @@ class CurriculumSection(Section):
     often those that are solved half the time (SPO: 0.05); null: pass rates do not matter so."""
     min_seen: Positive = 1
     """Times that a prompt must be sampled before its pass rate counts."""
-    decay: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), NUMBER] = 0.5
-    """Weight of the pass rate before in the new one; 0: only the last time counts."""
 
     @property
     def is_on(self) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
 
 from rl_megatron.config.sections.algorithm import UNPAIRED, PreferenceSection
 from rl_megatron.section import LISTED, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
@@ -43,7 +43,7 @@ _WRITTEN = (
     *("train.steps", "train.learning_rate", "train.lr_warmup_steps", "train.lr_decay", "train.lr_min"),
     *("eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.async_save"),
     *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
-    *("profile.steps", "profile.ranks", "profile.memory"),
+    *("profile.steps", "profile.memory"),
 )
 _UNREAD = ("data.curriculum", "data.fields.demonstration", "slurm.engines")
 JOBS: Mapping[JobName, JobKind] = {
@@ -59,7 +59,7 @@ JOBS: Mapping[JobName, JobKind] = {
     "dpo": JobKind(
         rows="pairs",
         reference=True,
-        reads=(*_WRITTEN, "dpo", "roles.reference", "roles.layouts"),
+        reads=(*_WRITTEN, "dpo", "algorithm.kl.reference", "roles.reference", "roles.layouts"),
         unread=(*_UNREAD, "data.fields.margin"),
     ),
     "reward_model": JobKind(
@@ -96,7 +96,7 @@ class WrittenSection(Section):
     """Most tokens of a sequence, prompt and answers together."""
     on_long: Literal["fail", "drop", "cut"] = "fail"
     """What to do with a longer sequence: end the run and name it (fail), not train on its row (drop), or train on what
-    of it fits, without its end (cut). Metrics count the dropped and the cut ones."""
+    of it fits, without its end (cut; not of a pair). Metrics count the dropped and the cut ones."""
     on_refused: Literal["fail", "drop"] = "fail"
     """What to do with a row of which no sequence is made, as its messages have no known form, the chat template refuses
     them or no token ends a turn (docs/sft.md): end the run and name it (fail), or not train on it (drop), and count
@@ -110,9 +110,12 @@ class SftSection(WrittenSection):
 class PairsSection(WrittenSection):
     """What jobs on pairs of answers read."""
 
-    on_long: Literal["fail", "drop"] = "fail"
-    """What to do with a pair of which a sequence is longer: end the run and name it (fail), or not train on it (drop),
-    and count it."""
+    @field_validator("on_long")
+    @classmethod
+    def _whole(cls, given: str) -> str:
+        if given == "cut":
+            raise PydanticCustomError("whole", "Input should be 'fail' or 'drop'")
+        return given
 
 
 class DpoSection(PreferenceSection, PairsSection):
@@ -126,8 +129,6 @@ class DpoSection(PreferenceSection, PairsSection):
     """loss=kto: weight of rows with the label true."""
     undesirable_weight: PositiveFloat = 1.0
     """loss=kto: weight of rows with the label false."""
-    reference: Path | None = None
-    """Hugging Face folder of the frozen model to compare with; null: the model that training starts from."""
 
     @property
     def is_unpaired(self) -> bool:
@@ -185,8 +186,6 @@ class ProfileSection(Section):
     """Kernels and operators of chosen steps, by torch's profiler (docs/running.md)."""
 
     steps: Annotated[tuple[Positive, ...], LISTED] = ()
-    """Steps to profile, as a list or text as 3,4."""
-    ranks: Annotated[tuple[NonNegative, ...], LISTED, Field(min_length=1)] = (0,)
-    """Ranks of each role to profile."""
+    """Steps to profile, on the first rank of each role, as a list or text as 3,4."""
     memory: bool = False
     """Record where a rank's GPU memory was allocated, and write that as a snapshot where it runs out."""

@@ -54,15 +54,12 @@ class FormatSection(Section):
 
 
 class LengthSection(Section):
-    """Options of ``length``: 1 from ``min_tokens`` to ``max_tokens``, falling to 0 over ``falloff_tokens`` outside."""
+    """Options of ``length``: 1 from ``min_tokens`` to ``max_tokens``, 0 outside."""
 
     min_tokens: NonNegative = 0
     """Shortest completion that gets 1, stop token included."""
     max_tokens: Positive | None = None
     """Longest completion that gets 1; null: no limit."""
-    falloff_tokens: NonNegative = 0
-    """Number of tokens outside the range over which the reward falls linearly to 0; 0: a shorter or longer one gets 0.
-    """
 
 
 class HttpSection(Section):
@@ -70,8 +67,6 @@ class HttpSection(Section):
 
     timeout_seconds: PositiveFloat = 10.0
     """Time limit of one attempt."""
-    concurrency: Positive = 16
-    """Most requests in flight."""
 
 
 class RewardModelSection(Section):
@@ -86,8 +81,6 @@ class RewardModelSection(Section):
     """Whether prompt and completion are put into the classifier's chat template, as user and assistant."""
     max_tokens: Positive | None = None
     """The classifier reads at most this many tokens, the last ones; null: as many as it has positions for."""
-    device: str = "cpu"
-    """Device of the model, as torch names it."""
 
 
 RANKS = "ranks:"
@@ -133,7 +126,7 @@ class RewardSection(Section):
     completion with a number."""
     timeout_seconds: PositiveFloat = 60.0
     """Time limit of one call of the function. Its waits behind other groups for what they share do not count: for a
-    slot of a sandbox or of reward.http.concurrency, math-verify's processes, a thread, a reward model."""
+    slot of a sandbox or of the requests to a URL, math-verify's processes, a thread, a reward model."""
     format: FormatSection = FormatSection()
     length: LengthSection = LengthSection()
     tests: TestsSection = TestsSection()

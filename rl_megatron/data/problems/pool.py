@@ -412,7 +412,7 @@ class PromptTable:
         for name, share in seen:
             row = self._prompts.row_of(name)
             before = share if np.isnan(self.rates[row]) else self.rates[row]
-            self.rates[row] = s.decay * before + (1 - s.decay) * share
+            self.rates[row] = (before + share) / 2
             self.visits[row] += 1
             if s.retire_above is not None and self.visits[row] >= s.min_seen and self.rates[row] >= s.retire_above:
                 self.retired[row] = step

@@ -21,16 +21,14 @@ class InterruptSection(Section):
     goes on after it (ScaleRL). Completions to train on alone."""
 
     earliest: NonNegativeFloat = 0.0
-    """Sampled tokens after which a completion that goes on thinking is interrupted, or below 1, this share of
-    max_new_tokens; 0 is off. None is where no token would follow the text within max_new_tokens."""
+    """Sampled tokens after which a completion that goes on thinking (has no </think> yet) is interrupted, or below 1,
+    this share of max_new_tokens; 0 is off. None is where no token would follow the text within max_new_tokens."""
     latest: NonNegativeFloat | None = None
     """The place is drawn for each group, from ``earliest`` to this; null: it is ``earliest``."""
     text: Annotated[str, Field(min_length=1)] = (
         "\n\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n\n"
     )
     """What follows."""
-    thinking_ends: Annotated[str, Field(min_length=1)] = "</think>"
-    """The text that ends thinking: a completion that has it by then is not interrupted."""
 
     def between(self, max_new_tokens: int) -> tuple[int, int]:
         """The first and the last place, in sampled tokens."""

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+THINKING_ENDS = "</think>"
+"""The text that ends thinking."""
+
 
 def make_step_hooks(config: RunConfig, roles: Roles) -> Interrupted | None:
     """What counts interrupted completions; None without ``rollout.interrupt.earliest``."""
@@ -53,7 +56,7 @@ def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     section, most = interrupt_of(config.rollout), config.rollout.max_new_tokens
     if not section.earliest:
         return None
-    text, ends = (tokens_of_text(tokenizer, one) for one in (section.text, section.thinking_ends))
+    text, ends = (tokens_of_text(tokenizer, one) for one in (section.text, THINKING_ENDS))
     latest = section.between(most)[1]
     if latest + len(text) >= most:
         logger.warning(
@@ -191,4 +194,4 @@ class Interruption(SamplerHooks):
         count = len(self.ends)  # as one special token, which is not decoded
         if 0 < count <= len(sampled) and (sliding_window_view(sampled, count) == self.ends).all(1).any():
             return True
-        return self.section.thinking_ends in self.decode(sampled.tolist())
+        return THINKING_ENDS in self.decode(sampled.tolist())

@@ -104,7 +104,7 @@ class ClassifierReward:
             given = f"give the folder of a Hugging Face sequence classifier{of_the_hub(folder)}"
             raise ConfigError(f"{where}: it has no config.json; {given}")
         self._section = section
-        self._model = _load(folder, section, where)
+        self._model = _load(folder, where)
         self._pad: int | None = self._model.config.pad_token_id  # None: a text's last token is read, whichever it is
         self._label = _label(self._model.config, section.label, where)
         self._texts = classifier_texts(folder, section, self._model.config, where)
@@ -143,13 +143,13 @@ class ClassifierReward:
         pad = self._model.config.pad_token_id = _padding(rows) if self._pad is None else self._pad
         ids = [[*row, *[pad] * (longest - len(row))] for row in rows]
         attended = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
-        placed = [torch.tensor(one, device=self._section.device) for one in (ids, attended)]
+        placed = [torch.tensor(one) for one in (ids, attended)]
         logits: Tensor = self._model(input_ids=placed[0], attention_mask=placed[1]).logits.float()
-        return (logits[:, 0] if self._section.label is None else logits.softmax(-1)[:, self._label]).cpu()
+        return logits[:, 0] if self._section.label is None else logits.softmax(-1)[:, self._label]
 
 
-def _load(folder: Path, section: RewardModelSection, where: str) -> Any:
-    """The classifier in evaluation mode on its device."""
+def _load(folder: Path, where: str) -> Any:
+    """The classifier in evaluation mode."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -157,15 +157,14 @@ def _load(folder: Path, section: RewardModelSection, where: str) -> Any:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
         )
-        model = model.to(section.device).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a missing device
-        raise ConfigError(f"{where} on reward.model.device={section.device}: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"{where}: {error}") from error
     if loading["missing_keys"]:
         raise ConfigError(
             f"{where}: its files lack {', '.join(sorted(loading['missing_keys']))}, so these weights would be random; "
             "give a folder that was saved as a sequence classifier"
         )
-    return model
+    return model.eval()
 
 
 def _padding(rows: Sequence[Sequence[int]]) -> int:

@@ -262,10 +262,14 @@ def test_former_keys_that_were_off_stand_in_an_older_runs_config_and_change_noth
 @pytest.mark.parametrize(
     ("recipe", "keys", "said"),
     [
-        ("dpo_tiny", ["dpo.reference_free=true", "dpo.reference=/given"], "no frozen model is loaded; keep one"),
+        (
+            "dpo_tiny",
+            ["dpo.reference_free=true", "algorithm.kl.reference=/given"],
+            "no model is loaded; keep one",
+        ),
         ("dpo_tiny", ["dpo.reference_free=true", "roles.reference=separate"], "the algorithm has no reference"),
         ("tiny_cpu", ["algorithm=simpo", "roles.reference=separate"], "the algorithm has no reference"),
-        ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.reference=/given"], "reference_free=true no reference is"),
+        ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.reference=/given"], "and job=rl no reference is loaded"),
         ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.coefficient=0.1"], "set algorithm.kl.coefficient=0"),
         ("tiny_cpu", ["algorithm.preference.nll=0.1"], "with algorithm.preference.beta=null no pairs are trained on"),
     ],

@@ -51,7 +51,7 @@ def update(one: PromptStream, seen: Sequence[tuple[str, float]], step: int = 1) 
 
 
 def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
-    draw, ours = random.Random(0), stream(40, retire_above=0.75, min_seen=3, decay=0.25)
+    draw, ours = random.Random(0), stream(40, retire_above=0.75, min_seen=3)
     steps = [[(str(draw.randrange(40)), draw.randrange(5) / 4) for _ in range(16)] for _ in range(12)]
     seen: dict[str, list[float]] = {}
     rates: dict[str, float] = {}
@@ -59,7 +59,7 @@ def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
     for number, step in enumerate(steps, 1):
         update(ours, step, number)
         for name, share in step:
-            rates[name] = 0.25 * rates.get(name, share) + 0.75 * share
+            rates[name] = 0.5 * rates.get(name, share) + 0.5 * share
             seen.setdefault(name, []).append(share)
             if len(seen[name]) >= 3 and rates[name] >= 0.75:
                 retired[name] = number

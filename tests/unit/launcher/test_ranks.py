@@ -488,9 +488,9 @@ async def test_ranks_are_told_the_files_of_their_kernels_and_those_not_written_a
         return ["no room"] * len(arguments)
 
     ranks = [SimpleNamespace(role="critic", rank=rank) for rank in range(3)]
-    async with record_kernels([cast(Any, SimpleNamespace(workers=ranks, ask=ask))], [1], tmp_path):
-        assert asked == {"begin_kernels": {1: ()}}
-    assert asked["end_kernels"] == {1: (tmp_path / f"{file_stem('critic', 1)}.json.gz",)}
+    async with record_kernels([cast(Any, SimpleNamespace(workers=ranks, ask=ask))], tmp_path):
+        assert asked == {"begin_kernels": {0: ()}}
+    assert asked["end_kernels"] == {0: (tmp_path / f"{file_stem('critic', 0)}.json.gz",)}
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warned == ["kernels were not written: no room"]  # of a run log in force, INFO is heard too
 

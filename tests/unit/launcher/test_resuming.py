@@ -281,7 +281,7 @@ KL = ("tiny_cpu", "algorithm.kl.coefficient=0.1", "warm_start.steps=0")
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("dpo_tiny",), "(dpo.reference=null); put it back, or begin another run.name"),
+        (("dpo_tiny",), "(algorithm.kl.reference=null); put it back, or begin another run.name"),
         (("dpo_tiny", "model.path=/given"), "put it back, or copy model.path=/given there, which it is, or begin"),
         (KL, "(algorithm.kl.reference=null); put it back, or begin another run.name"),
         (("tiny_cpu", *KL[1:2], "warm_start.steps=1", "model.path=/given"), "; put it back, or begin another run.name"),

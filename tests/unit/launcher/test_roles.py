@@ -79,7 +79,6 @@ def resolved(path: Path, *keys: str) -> None:
         (JUDGE[1:], "reward_models.judge: no reward asks it; set reward.function=ranks:judge"),
         ((*JUDGE, "reward_models.other.path=tests"), "reward_models.other: no reward asks it"),
         ((*JUDGE, "reward.model.label=good"), "reward.model.label=good does nothing"),
-        ((*JUDGE, "reward.model.device=cuda"), "reward.model.device=cuda does nothing"),
         ((*JUDGE, "roles.layouts.reward_jugde.tp=2"), "has this role; allowed: reward_judge"),
         ((*JUDGE, "roles.layouts.reward_judge.vpp=2"), "vpp=2 with roles.layouts.reward_judge.pp=1: chunks need"),
         (

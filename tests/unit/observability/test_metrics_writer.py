@@ -318,7 +318,7 @@ def test_wandb_that_fails_is_warned_of_once_and_the_run_goes_on(
 def test_wandb_has_so_much_time_for_each_call_and_is_then_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hangs: str, why: str
 ) -> None:
-    """Else a row that never ends keeps the run waiting until `run.watchdog_disk_seconds` ends it."""
+    """Else a row that never ends keeps the run waiting until the time limit of disks ends it."""
     package, torn_down, calls = MagicMock(), threading.Event(), list[str]()
 
     def hang(*_: object, **__: object) -> None:

@@ -182,5 +182,3 @@ def test_what_is_no_reward_model_is_refused_at_the_start(tmp_path: Path) -> None
             score(folder, chat_template=True)
     with pytest.raises(ConfigError, match=r"reward\.model\.max_tokens=13: .* reads at most 12"):
         score(folder, max_tokens=13)
-    with pytest.raises(ConfigError, match=r"reward\.model\.device=nowhere"):
-        score(folder, device="nowhere")

@@ -197,7 +197,7 @@ def test_a_broken_answer_is_asked_for_again_and_a_server_named_after_all_attempt
             score(f"http://127.0.0.1:{held.getsockname()[1]}", "a")
 
 
-async def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:
+async def test_no_more_requests_are_in_flight_than_allowed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     together, most, full = 0, 0, threading.Barrier(3)
 
     def answer(body: dict[str, Any], number: int) -> Answer:
@@ -212,7 +212,8 @@ async def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> No
         return 200, b'{"rewards": [1]}'
 
     server.answer = answer
-    reward = resolve_reward(RewardSection(function=server.url, http={"concurrency": 3}))
+    monkeypatch.setattr("rl_megatron.rewards.http._SLOTS", 3)
+    reward = resolve_reward(server.url)
     assert (await asyncio.gather(*(reward(PROMPT, [DONE], ["a"]) for _ in range(9)))) == [[Scored(total=1.0)]] * 9
     assert most == 3
 

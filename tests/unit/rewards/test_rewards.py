@@ -253,10 +253,9 @@ def test_the_whole_completion_must_match_the_format() -> None:
     assert scores_of(over_lines, ["<a>\n</a>\n", "x<a></a>"]) == [1, 0]
 
 
-def test_the_length_preference_is_flat_inside_and_linear_outside() -> None:
-    section = RewardSection(function="length", length={"min_tokens": 4, "max_tokens": 6, "falloff_tokens": 4})
-    lengths = [0, 1, 3, 4, 6, 7, 9, 10, 99]
-    assert scores_of(section, [""] * 9, lengths) == [0.0, 0.25, 0.75, 1.0, 1.0, 0.75, 0.25, 0.0, 0.0]
+def test_the_length_preference_is_one_inside_and_none_outside() -> None:
+    section = RewardSection(function="length", length={"min_tokens": 4, "max_tokens": 6})
+    assert scores_of(section, [""] * 6, [0, 3, 4, 6, 7, 99]) == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert scores_of(RewardSection(function="length", length={"max_tokens": 6}), [""] * 3, [0, 6, 7]) == [1, 1, 0]
 
 

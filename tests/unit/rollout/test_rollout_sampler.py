@@ -403,7 +403,7 @@ TEXT, ENDS = (39, 40, 38), (37, 36)
 
 
 def interrupting(engine: LocalEngine, interrupt: dict[str, Any] | None, **options: Any) -> RolloutSampler:
-    section = InterruptSection.model_validate({"thinking_ends": "none", **(interrupt or {"earliest": 1})})
+    section = InterruptSection.model_validate(interrupt or {"earliest": 1})
     of = Interruption(section=section, token_ids=np.array(TEXT, np.int32), ends=np.array(ENDS, np.int32), decode=text)
     return RolloutSampler(
         engine=AsyncEngine(engine),
@@ -461,14 +461,17 @@ def test_a_text_follows_where_thinking_goes_on_and_only_what_was_sampled_is_trai
     assert make_step_hooks(load_config("tiny_cpu", []), cast(Roles, None)) is None
 
 
-def test_a_completion_whose_thinking_has_ended_goes_on_without_the_text(make_engine: MakeEngine) -> None:
+def test_a_completion_whose_thinking_has_ended_goes_on_without_the_text(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether the end is in the text, or is a token that is not decoded."""
     engine = make_engine(8)
     first = groups(interrupting(engine, {"earliest": 5}))[0].trajectories
     said = next(one for one in first if len(one.turns) == 2).chains[0].token_ids[2:7]
-    for change in ({"section": InterruptSection(earliest=5, thinking_ends=text(said[1:4]))}, {"ends": said[3:5]}):
+    for thinking, ends in ((text(said[1:4]), np.array(ENDS, np.int32)), ("none", said[3:5])):
+        monkeypatch.setattr("rl_megatron.features.interrupt.interruption.THINKING_ENDS", thinking)
         ours = interrupting(engine, {"earliest": 5})
-        ours = replace(ours, hooks=(replace(ours.hooks[0], **change),))
+        ours = replace(ours, hooks=(replace(ours.hooks[0], ends=ends),))
         found = [one for one in groups(ours)[0].trajectories if one.chains[0].token_ids[2:7].tolist() == said.tolist()]
         assert found
         for one in found:
