@@ -90,14 +90,15 @@ def ours(path: Path, draws: int, kind: str) -> dict[str, float]:
     from rl_megatron.config.sections.data import FileRunData
     from rl_megatron.data.problems.pool import PromptStream
     from rl_megatron.data.problems.prompts import load_prompts
+    from rl_megatron.data.problems.rendering import RowForm
     from rl_megatron.models.tiny import byte_tokenizer
 
     fields = {} if kind == "problems" else dict(zip(("messages", "rejected"), COLUMNS[kind], strict=False))
     keys = {"type": "files", "train": path, "eval": path.with_name("held_out.parquet"), "on_leak": "drop"}
     data = FileRunData.model_validate(keys | {"fields": fields})
-    tokenizer = byte_tokenizer()
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=256, on_long="fail")
     before, start = resident("VmRSS"), time.perf_counter()
-    train, _ = load_prompts(data, tokenizer, max_prompt_tokens=256, on_long_prompt="fail", seed=0, on_leak=data.on_leak)
+    train, _ = load_prompts(data, form, seed=0, on_leak=data.on_leak)
     loaded = time.perf_counter() - start
     if kind == "pairs":
         check_answers(train.conversations())

@@ -23,6 +23,7 @@ from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.data.samples import EndTokens, end_of_answers
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
@@ -100,33 +101,27 @@ def load_data(
     """Read tokenizer and data, and what ``teachers`` (by name) read in place of prompts to train on. The model has
     ``vocab_size`` tokens. Raises ConfigError, and DataError that names the row."""
     tokenizer = read_tokenizer(model_folder, config.model.template_variables)
+    form = RowForm(
+        tokenizer=tokenizer,
+        max_tokens=config.longest_prompt,
+        on_long=config.on_long_prompt,
+        keys=config.prompt_limit_keys,
+        vocab_size=vocab_size,
+    )
     train, held_out = load_prompts(
         config.data,
-        tokenizer,
-        max_prompt_tokens=config.longest_prompt,
-        on_long_prompt=config.on_long_prompt,
+        form,
         seed=config.seed,
         rows=config.kind.rows,
         samples=config.kind.samples,
-        limit_keys=config.prompt_limit_keys,
         on_leak=config.data.on_leak,
         sets=config.eval.data_of_sets,
         environments=config.environments_of_sources,
         rewards=config.rewards_of_sources,
         begun_by_messages=begun_by_messages(config),
         teachers=teachers,
-        vocab_size=vocab_size,
     )
-    load = partial(
-        load_held_out,
-        tokenizer=tokenizer,
-        max_prompt_tokens=config.longest_prompt,
-        on_long_prompt=config.on_long_prompt,
-        seed=config.seed,
-        rows=config.kind.rows,
-        limit_keys=config.prompt_limit_keys,
-        vocab_size=vocab_size,
-    )
+    load = partial(load_held_out, form=form, seed=config.seed, rows=config.kind.rows)
     stops = stop_token_ids(model_folder, tokenizer, vocab_size)
     return Data(
         tokenizer=tokenizer,

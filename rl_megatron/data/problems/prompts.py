@@ -44,9 +44,6 @@ from rl_megatron.data.problems.parquet import FileRows, read_records
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowsOfPrompts
 from rl_megatron.data.problems.rendering import (
     LABEL,
-    SAMPLED,
-    LimitKeys,
-    OnLongPrompt,
     Problem,
     RowForm,
     conversation,
@@ -102,40 +99,35 @@ def _unrank(index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 def load_prompts(
     data: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
+    form: RowForm,
     *,
-    max_prompt_tokens: int,
-    on_long_prompt: OnLongPrompt,
     seed: int,
     rows: RowsOf = "answers",
     samples: bool = True,
-    limit_keys: LimitKeys = SAMPLED,
     on_leak: OnLeak | None = None,
     sets: Mapping[str, OneSource] | None = None,
     environments: Mapping[str, EnvironmentSection] | None = None,
     rewards: Mapping[str, RewardSection] | None = None,
     begun_by_messages: Collection[str] = (),
     teachers: Mapping[str, TeacherSection] | None = None,
-    vocab_size: int = sys.maxsize,
 ) -> tuple[Pool, list[Prompt]]:
     """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
     follow each other, and their ids begin with its name.
 
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
     With ``rows`` of pairs generated problems have a wrong answer, too, as files have with ``fields.rejected``. A
-    prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
-    ``limit_keys``. Where nothing ``samples``, the long ones of parquet files stay: who draws one drops its row, so that
-    an epoch has each row once. ``on_leak`` says what to do with a problem to train on that is held out here or in
-    ``sets`` (by the key of their section), and of equal ones the first alone is trained on then; None: nobody trains on
-    them. Problems are equal if what the policy is asked is, and what their judges read: the answer, and the fields of
-    ``environments`` and ``rewards`` (by the source's key). Those of other judges are never equal; where nothing
-    ``samples``, nor are those with different answers or, of labels, different ones, for training alone.
-    ``begun_by_messages``: as of the function of this name. What is trained on has the prompts that its ``teachers`` (by
-    name) read in their place. The model's embedding has ``vocab_size`` rows. Raises DataError that names files and
-    lines.
+    prompt that is too long for ``form`` raises or is dropped, with a warning that counts these. Where nothing
+    ``samples``, the long ones of parquet files stay: who draws one drops its row, so that an epoch has each row once.
+    ``on_leak`` says what to do with a problem to train on that is held out here or in ``sets`` (by the key of their
+    section), and of equal ones the first alone is trained on then; None: nobody trains on them. Problems are equal if
+    what the policy is asked is, and what their judges read: the answer, and the fields of ``environments`` and
+    ``rewards`` (by the source's key). Those of other judges are never equal; where nothing ``samples``, nor are those
+    with different answers or, of labels, different ones, for training alone. ``begun_by_messages``: as of the function
+    of this name. What is trained on has the prompts that its ``teachers`` (by name) read in their place. Raises
+    DataError that names files and lines.
     """
     sources = data_sources(data)
-    given = {key: (key, source, tokenizer, seed) for key, source in {**sources, **(sets or {})}.items()}
+    given = {key: (key, source, form.tokenizer, seed) for key, source in {**sources, **(sets or {})}.items()}
     splits = {key: _problems(*given[key], rows=rows, lists=key in begun_by_messages) for key in sources}
     kept: dict[str, NDArray[np.bool_] | None] = dict.fromkeys(sources)
     if on_leak is not None:
@@ -145,8 +137,7 @@ def load_prompts(
         written = key_of_written(samples, rows)
         kept |= without_leaks(trained, held, on_leak, environments or {}, rewards or {}, written=written)
     pools, held_out = list[Pool](), list[Prompt]()
-    of_row = _row_form(tokenizer, max_prompt_tokens, on_long_prompt, limit_keys, vocab_size)
-    of_drawn = of_row if samples else replace(of_row, max_tokens=sys.maxsize)
+    of_drawn = form if samples else replace(form, max_tokens=sys.maxsize)
     for key, source in sources.items():
         name = name_of(key) if isinstance(data, MixtureData) else ""
         train, theirs = splits[key]
@@ -159,34 +150,18 @@ def load_prompts(
             pools.append(RowsOfPrompts(train, mask, replace(of_drawn, teachers=taught), source=name))
         else:
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
-            made = _named(formed(ours, source, replace(of_row, teachers=taught)), name)
+            made = _named(formed(ours, source, replace(form, teachers=taught)), name)
             pools.append(Listed(made, len(ours) - len(made)))
-        held_out += _named(formed(theirs, source, of_row), name)
+        held_out += _named(formed(theirs, source, form), name)
     return pools[0] if len(pools) == 1 else Joined(pools), held_out
 
 
 def load_held_out(
-    data: OneSource,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_tokens: int,
-    on_long_prompt: OnLongPrompt,
-    seed: int,
-    rows: RowsOf = "answers",
-    limit_keys: LimitKeys = SAMPLED,
-    lists: bool = False,
-    vocab_size: int = sys.maxsize,
+    data: OneSource, form: RowForm, *, seed: int, rows: RowsOf = "answers", lists: bool = False
 ) -> list[Prompt]:
     """The held-out prompts of `load_prompts`, without a look at what is trained on; ``lists``: they may be ones, with
     which an environment begins."""
-    form = _row_form(tokenizer, max_prompt_tokens, on_long_prompt, limit_keys, vocab_size)
-    return formed(_held_out("data", data, tokenizer, seed, rows=rows, lists=lists), data, form)
-
-
-def _row_form(
-    tokenizer: PreTrainedTokenizerBase, most: int, on_long: OnLongPrompt, keys: LimitKeys, vocab_size: int
-) -> RowForm:
-    return RowForm(tokenizer=tokenizer, max_tokens=most, on_long=on_long, keys=keys, vocab_size=vocab_size)
+    return formed(_held_out("data", data, form.tokenizer, seed, rows=rows, lists=lists), data, form)
 
 
 def taught_in(source: str, teachers: Mapping[str, TeacherSection] | None) -> dict[str, TeacherSection]:

@@ -308,7 +308,7 @@ class RowForm:
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     on_long: OnLongPrompt
-    keys: LimitKeys
+    keys: LimitKeys = SAMPLED
     vocab_size: int = sys.maxsize  # rows of the model's embedding
     teachers: Mapping[str, TeacherSection] = field(default_factory=dict)
 

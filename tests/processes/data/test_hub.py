@@ -28,17 +28,18 @@ READ = """
 import json, sys
 from rl_megatron.config.io import load_config
 from rl_megatron.data.problems.prompts import first_problem, load_held_out, load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import RLMegatronError
 from tests.unit.data.test_prompts import byte_tokenizer
 
-given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0}
+form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail")
 
 def read(config):
     sets = config.eval.data_of_sets
-    train, held_out = load_prompts(config.data, byte_tokenizer(), **given, on_leak="fail", sets=sets)
+    train, held_out = load_prompts(config.data, form, seed=0, on_leak="fail", sets=sets)
     said = [[one.text for one in train], [one.text for one in held_out], first_problem(config.data, "data").answer]
     for one in sets.values():
-        said.append([one.text for one in load_held_out(one, byte_tokenizer(), **given)])
+        said.append([one.text for one in load_held_out(one, form, seed=0)])
     return said
 
 for keys in json.loads(sys.argv[1]):

@@ -25,6 +25,7 @@ from rl_megatron.data.problems.leaks import OnLeak, ProblemTexts, leaked, listed
 from rl_megatron.data.problems.parquet import read_records
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.rollout.stream import Draw, LedgerState, PendingPrompt, StreamState
 from rl_megatron.training.checkpoints import TrainerState
@@ -133,8 +134,8 @@ def loaded(
 
 
 def load(config: RunConfig, sets: dict[str, OneSource] | None = None) -> Sequence[Prompt]:
-    given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": config.data.on_leak, "sets": sets}
-    return load_prompts(config.data, byte_tokenizer(), samples=config.kind.samples, **given)[0]  # type: ignore[arg-type]
+    form, leak = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail"), config.data.on_leak
+    return load_prompts(config.data, form, samples=config.kind.samples, seed=0, on_leak=leak, sets=sets)[0]
 
 
 def test_an_eval_problem_planted_in_train_with_other_spacing_is_named(tmp_path: Path) -> None:

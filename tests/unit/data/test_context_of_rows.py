@@ -24,6 +24,7 @@ from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.data.samples import Pair, WrittenRow, single_turns, to_samples, with_demonstrations
 from rl_megatron.environments.protocol import Observed
 from rl_megatron.errors import CheckpointError, DataError
@@ -58,10 +59,10 @@ def loaded(
     path = written(folder / f"train{suffix}", rows)
     held = written(folder / "held_out.jsonl", held_out) if held_out else path
     data = FileRunData(type="files", train=path, eval=held, **keys)
-    form: dict[str, Any] = {"max_prompt_tokens": 999, "on_long_prompt": "fail", "samples": samples}
-    form |= {"on_leak": "drop" if held_out else "keep", "begun_by_messages": ["data"] if begun else []}
+    form = RowForm(tokenizer=TOKENIZER, max_tokens=999, on_long="fail")
+    more: Any = {"on_leak": "drop" if held_out else "keep", "begun_by_messages": ["data"] if begun else []}
     taught = {} if teacher is None else {"t": TeacherSection(prompt=teacher, max_prompt_tokens=999)}
-    return load_prompts(data, TOKENIZER, seed=0, teachers=taught, **form)[0][:]
+    return load_prompts(data, form, seed=0, teachers=taught, samples=samples, **more)[0][:]
 
 
 def conversations() -> WrittenConversations:
@@ -305,7 +306,7 @@ def rows_shown(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> list[Pr
     held_out.write_text(json.dumps({"question": "9", "answer": "9"}))
     written(train, rows)
     data = FileRunData(type="files", train=train, eval=held_out, fields={"demonstration": "of.target"})
-    found, _ = load_prompts(data, BYTES, max_prompt_tokens=9, on_long_prompt="fail", seed=0)
+    found, _ = load_prompts(data, RowForm(tokenizer=BYTES, max_tokens=9, on_long="fail"), seed=0)
     return list(found[:])
 
 
@@ -384,8 +385,8 @@ def files(folder: Path, suffix: str, rows: list[dict[str, Any]], **keys: Any) ->
 
 def prompts_for(data: Any, teachers: Mapping[str, TeacherSection], long: Any = "fail", **keys: Any) -> Any:
     """The training and the held-out prompts."""
-    more = {"max_prompt_tokens": 40, "on_long_prompt": long, "seed": 0, "teachers": teachers, **keys}
-    return load_prompts(data, byte_tokenizer(), **more)
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=40, on_long=long)
+    return load_prompts(data, form, seed=0, teachers=teachers, **keys)
 
 
 def read_by_teachers(data: Any, teachers: Mapping[str, TeacherSection], long: Any = "fail") -> list[dict[str, str]]:

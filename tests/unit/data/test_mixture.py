@@ -20,6 +20,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.data.samples import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.rewards.registry import resolve_rewards
@@ -120,9 +121,8 @@ def loaded(path: Path, *overrides: str) -> RunConfig:
 
 def test_prompts_have_their_source_and_its_name_in_their_ids(yaml: Path) -> None:
     config = loaded(yaml)
-    train, held_out = load_prompts(
-        config.data, byte_tokenizer(), max_prompt_tokens=99, on_long_prompt="fail", seed=config.seed
-    )
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail")
+    train, held_out = load_prompts(config.data, form, seed=config.seed)
     assert [p.id for p in train[:2]] == ["math/math:1", "math/math:2"]
     assert {p.source for p in train[2:]} == {"sums"}
     assert all(p.id == f"sums/{p.text[:-1]}" for p in train[2:])

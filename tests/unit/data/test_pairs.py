@@ -20,7 +20,7 @@ from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.data.problems.mixture import OLDER_DIGESTS, DigestOf, digest_of_prompts
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts, wrong
-from rl_megatron.data.problems.rendering import Problem
+from rl_megatron.data.problems.rendering import Problem, RowForm
 from rl_megatron.data.samples import WrittenRow, answer_pairs, mismatched, scored_pairs, with_margins
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
@@ -325,8 +325,8 @@ def loaded(
         fields={"rejected": "bad", "margin": margin, **fields},  # type: ignore[dict-item]
         prompt_template=prompt_template,
     )
-    keys: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "on_leak": "fail"}
-    train, _ = load_prompts(data, TOKENIZER, seed=0, rows="pairs", samples=False, **keys)
+    form = RowForm(tokenizer=TOKENIZER, max_tokens=99, on_long="fail")
+    train, _ = load_prompts(data, form, seed=0, rows="pairs", samples=False, on_leak="fail")
     return train[:]
 
 

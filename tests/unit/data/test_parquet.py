@@ -23,6 +23,7 @@ from rl_megatron.data.problems import parquet, pool, rendering
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Pool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.data.problems.rows import as_json, values_of
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
@@ -52,8 +53,8 @@ def loaded(train: Path, held_out: Path, leak: str = "drop", limit: int = 99, lon
 
 def load(data: Any, limit: int = 99, long: Any = "fail") -> Pool:
     assert isinstance(data, RunKeys)
-    given = {"max_prompt_tokens": limit, "on_long_prompt": long, "seed": 0, "on_leak": data.on_leak}
-    return load_prompts(data, byte_tokenizer(), **given)[0]
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long=long)
+    return load_prompts(data, form, seed=0, on_leak=data.on_leak)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -429,7 +430,7 @@ def test_text_in_a_column_of_bytes_is_read_as_text(kind: str, tmp_path: Path) ->
     both = []
     for folder in (tmp_path / "bytes", tmp_path / "text"):
         data = FileRunData(type="files", train=folder / "t.parquet", eval=folder / "e.parquet")
-        both.append(load_prompts(data, byte_tokenizer(), max_prompt_tokens=99, on_long_prompt="fail", seed=0))
+        both.append(load_prompts(data, RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail"), seed=0))
     (ours, held), (theirs, held_text) = both
     assert list(ours) == list(theirs)
     assert held == held_text

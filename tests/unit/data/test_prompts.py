@@ -23,6 +23,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.data.problems.pool import Listed, Pool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Prompt
@@ -36,7 +37,7 @@ ROWS = [
 
 
 def load(data: ArithmeticData | FileData, *, limit: int = 100, long: str = "fail", seed: int = 0):
-    train, held_out = load_prompts(data, byte_tokenizer(), max_prompt_tokens=limit, on_long_prompt=long, seed=seed)
+    train, held_out = load_prompts(data, RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long=long), seed=seed)
     return list(train), held_out
 
 
@@ -96,7 +97,7 @@ def test_an_end_that_the_tokenizer_puts_behind_every_text_is_not_a_prompts(jsonl
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A <eos>" if front else "$A <eos>", special_tokens=[("<eos>", 257), ("<bos>", 258)]
     )
-    found, _ = load_prompts(files(jsonl), tokenizer, max_prompt_tokens=100, on_long_prompt="fail", seed=0)
+    found, _ = load_prompts(files(jsonl), RowForm(tokenizer=tokenizer, max_tokens=100, on_long="fail"), seed=0)
     assert [prompt.token_ids for prompt in found] == [front + prompt.token_ids for prompt in load(files(jsonl))[0]]
     begun, _ = PlainText(tokenizer).begin([{"role": "user", "content": "1+1="}], ())
     assert tuple(begun) == (*front, *b"1+1=")
@@ -114,8 +115,9 @@ def test_the_chat_template_is_applied(jsonl: Path) -> None:
 def test_a_chat_template_that_fails_is_named_with_its_row(template: str, jsonl: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
+    form = RowForm(tokenizer=tokenizer, max_tokens=100, on_long="fail")
     with pytest.raises(DataError, match=r"train\.jsonl:1: the tokenizer's chat template fails at it: \w+Error: "):
-        load_prompts(files(jsonl, chat_template=True), tokenizer, max_prompt_tokens=100, on_long_prompt="fail", seed=0)
+        load_prompts(files(jsonl, chat_template=True), form, seed=0)
 
 
 def test_every_bad_line_is_named(tmp_path: Path) -> None:
@@ -305,12 +307,12 @@ def test_a_prompt_of_too_many_characters_is_never_tokenized(tmp_path: Path, capl
             assert texts in (["fits"], "a")  # the second shows what it puts behind a text
             return byte_tokenizer()(texts, **options)
 
-    options = {"max_prompt_tokens": 10, "seed": 0}
-    train, _ = load_prompts(files(path, max_eval=1), Picky(), on_long_prompt="drop", **options)
+    form = RowForm(tokenizer=Picky(), max_tokens=10, on_long="drop")
+    train, _ = load_prompts(files(path, max_eval=1), form, seed=0)
     assert [p.text for p in train] == ["fits"]
     assert caplog.text.endswith(f"the first is {path}:2 with 1001 characters\n")
     with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has 1001 characters, rollout.max_prompt_tokens=10"):
-        load_prompts(files(path), Picky(), on_long_prompt="fail", **options)
+        load_prompts(files(path), replace(form, on_long="fail"), seed=0)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -319,11 +321,12 @@ def test_written_text_names_keys_of_long_prompts(tmp_path: Path, suffix: str, ca
     rows = [{"question": question, "answer": "a"} for question in ("fits", "x" * 30)]
     written(short, [{"question": "held out", "answer": "a"}])
     written(path, rows)
-    options = {"max_prompt_tokens": 10, "limit_keys": load_config("sft_tiny", []).prompt_limit_keys, "seed": 0}
+    keys = load_config("sft_tiny", []).prompt_limit_keys
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=10, on_long="fail", keys=keys)
     data = FileData(type="files", train=path, eval=short)
     with pytest.raises(DataError, match=r":2: the prompt has 30 tokens, sft.max_tokens=10.* set sft.on_long=drop"):
-        load_prompts(data, byte_tokenizer(), on_long_prompt="fail", **options)[0][:]
-    train, _ = load_prompts(data, byte_tokenizer(), on_long_prompt="drop", **options)
+        load_prompts(data, form, seed=0)[0][:]
+    train, _ = load_prompts(data, replace(form, on_long="drop"), seed=0)
     PromptStream(train, seed=0).take(2)
     assert "more tokens than sft.max_tokens=10" in caplog.text or "more than sft.max_tokens=10" in caplog.text
 
@@ -338,7 +341,8 @@ def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -
             sizes.extend([len(texts)] if isinstance(texts, list) else [])
             return byte_tokenizer()(texts, **options)
 
-    train, _ = load_prompts(files(path, max_eval=1), Counting(), max_prompt_tokens=99, on_long_prompt="fail", seed=0)
+    form = RowForm(tokenizer=Counting(), max_tokens=99, on_long="fail")
+    train, _ = load_prompts(files(path, max_eval=1), form, seed=0)
     assert sizes == [1000, 1000, 500, 1]
     assert [bytes(p.token_ids).decode() for p in train] == [f"q{i}" for i in range(2500)]
 
@@ -390,7 +394,7 @@ def dated(folder: Path, today: str) -> Pool:
     path.write_text("".join(json.dumps({"question": f"1+{i}?", "answer": "4"}) + "\n" for i in range(5)))
     tokenizer.chat_template = f"{today}: {{{{ messages[0].content }}}}"
     data = FileData(type="files", train=path, eval=path, chat_template=True)
-    return load_prompts(data, tokenizer, max_prompt_tokens=99, on_long_prompt="fail", seed=0)[0]
+    return load_prompts(data, RowForm(tokenizer=tokenizer, max_tokens=99, on_long="fail"), seed=0)[0]
 
 
 @pytest.mark.parametrize("weights", [None, {"": 1.0}])

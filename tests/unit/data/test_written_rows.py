@@ -22,6 +22,7 @@ from rl_megatron.data.problems.leaks import ANSWERED, digests_of, hashes_of, spa
 from rl_megatron.data.problems.parquet import FileRows, ParquetRows
 from rl_megatron.data.problems.pool import Pool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.data.samples import answer_pairs, supervised_rows
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
@@ -73,8 +74,8 @@ def loaded(form: str, train: Path, held_out: Path) -> Pool:
 
 
 def load(data: FileRunData | MixtureData, *, rows: RowsOf = "answers", limit: int = 99, long: str = "fail") -> Pool:
-    given: dict[str, Any] = {"max_prompt_tokens": limit, "on_long_prompt": long, "seed": 0, "on_leak": data.on_leak}
-    return load_prompts(data, byte_tokenizer(), **given, rows=rows, samples=False)[0]
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long=long)
+    return load_prompts(data, form, seed=0, on_leak=data.on_leak, rows=rows, samples=False)[0]
 
 
 @pytest.fixture(autouse=True)

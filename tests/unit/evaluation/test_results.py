@@ -14,6 +14,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileData
 from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import DataError
 from rl_megatron.evaluation.results import (
     Results,
@@ -40,7 +41,7 @@ def result(folder: Path, row: dict[str, str], template: str) -> SetResult:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     data = FileData(type="files", train=folder / "train.jsonl", eval=folder / "eval.jsonl", chat_template=True)
-    _, prompts = load_prompts(data, tokenizer, max_prompt_tokens=50, on_long_prompt="fail", seed=0)
+    _, prompts = load_prompts(data, RowForm(tokenizer=tokenizer, max_tokens=50, on_long="fail"), seed=0)
     measured = MeasuredSet(
         problems=tuple(one.id for one in prompts),
         samples=1,

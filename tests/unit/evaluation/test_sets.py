@@ -23,6 +23,7 @@ from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
+from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.evaluation.figures import chance_interval, rate_interval, share_interval
 from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
@@ -230,10 +231,10 @@ def test_of_a_sets_files_the_first_max_eval_rows_are_read_and_none_to_train_on(t
     (tmp_path / "e.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     keys = ["type=files", "train=none.jsonl", f"eval={tmp_path}/e.jsonl", "max_eval=1"]
     config = load_config("tiny_cpu", [f"eval.sets.a.data.{key}" for key in keys])
-    limits: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0}
-    (found,) = problem_sets(config, [], partial(load_held_out, tokenizer=byte_tokenizer(), **limits))
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail")
+    (found,) = problem_sets(config, [], partial(load_held_out, form=form, seed=0))
     assert [one.text for one in found.prompts] == ["short"]
-    load_prompts(config.data, byte_tokenizer(), **limits, on_leak="fail", sets=config.eval.data_of_sets)
+    load_prompts(config.data, form, seed=0, on_leak="fail", sets=config.eval.data_of_sets)
 
 
 def test_a_sets_files_need_no_train_and_a_saved_configuration_is_valid_again(tmp_path: Path) -> None:
