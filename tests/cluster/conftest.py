@@ -56,5 +56,4 @@ def _given(config: pytest.Config) -> str | None:
 
 
 def _cluster(config: pytest.Config) -> Cluster:
-    folder = config.stash[FOLDER]
-    return Cluster(folder=folder / "slurm", work=folder / "work")
+    return Cluster(folder=config.stash[FOLDER] / "slurm", work=config.stash[FOLDER] / "work")

@@ -18,7 +18,7 @@ import psutil
 
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics import deterministic
-from tests.e2e.processes import alive, eventually
+from tests.e2e.processes import Place, alive, eventually
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent
@@ -98,11 +98,11 @@ class Cluster:
         tag = (self.folder / "run" / "tag").read_text().strip()
         subprocess.run(["ip", "link", "set", f"{tag}-{node.removeprefix('node')}", how], check=True)
 
-    def call(self, *command: str, check: bool = True) -> str:
+    def call(self, *command: str) -> str:
         """Run a command as a user of the cluster; return its output."""
         environment = self.environment()
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.work, env=environment, timeout=LIMIT)
-        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
     def environment(self) -> dict[str, str]:
@@ -111,8 +111,10 @@ class Cluster:
         return {**os.environ, **own}
 
     def program(self, *arguments: str, check: bool = True) -> str:
-        """Run rl-megatron."""
-        return self.call(sys.executable, "-m", "launcher", *arguments, check=check)
+        """Run rl-megatron, in a fork of a process that has done its imports."""
+        run = Place(folder=self.work, cache=self.work, environment=self.environment()).call_in_fork(*arguments)
+        assert not check or run.end() == 0, f"{arguments}: {run.text()}"
+        return run.text()
 
     def local(self) -> Record:
         """The records of the same run on this machine, without Slurm; made once."""
@@ -124,8 +126,7 @@ class Cluster:
 
     def submit(self, name: str, *keys: str, hold: str = "") -> Job:
         """Submit a run with these keys. It waits in the step after each of ``hold`` until the test lets it go on."""
-        held = [f"slurm.environment.HOLD={hold}"] if hold else []
-        return self.submit_config("tiny_cpu", name, *TINY, *held, *keys)
+        return self.submit_config("tiny_cpu", name, *TINY, *([f"slurm.environment.HOLD={hold}"] if hold else ()), *keys)
 
     def submit_config(self, config: str, name: str, *keys: str) -> Job:
         """Submit a run of this configuration with these keys alone."""

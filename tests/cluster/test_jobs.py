@@ -217,7 +217,7 @@ DUO = ("slurm.nodes=2", "slurm.partition=trio", "slurm.memory_per_node=3000", "s
 
 
 def test_two_steps_are_made_killed_and_resumed_on_other_nodes(cluster: Cluster) -> None:
-    page = cluster.program("submit", "tiny_cpu", "--smoke", *TINY, *DUO)
+    page = cluster.call(sys.executable, "-m", "launcher", "submit", "tiny_cpu", "--smoke", *TINY, *DUO)
     assert page.splitlines()[-1] == "ok: no part failed"
     assert "resumed from the checkpoint of step " in page
     first, second = page.split("kill until the run has named a node: ")

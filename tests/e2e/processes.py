@@ -231,7 +231,7 @@ class Place:
         return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
 
     def _output(self) -> Path:
-        return self.folder / f"output-{len(self.runs)}.txt"
+        return self.folder / f"output-{os.getpid()}-{len(self.runs)}.txt"
 
     def _start(self, name: str, arguments: list[str]) -> Run:
         output = self._output()
