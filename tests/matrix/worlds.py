@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.forks import FORKS
@@ -20,7 +20,8 @@ class Worlds:
 
     def ask(self, size: int, function: Callable[..., Any], *arguments: Any) -> Callable[[], list[Any]]:
         """Asks ``size`` ranks for ``function(rank, *arguments)``, after what they were asked before. What is returned
-        waits for their answers, in the same order, and raises AssertionError with the traceback of a failed rank."""
+        waits for their answers, in the same order, and raises AssertionError with the traceback of the first rank that
+        failed: others wait for it."""
         for rank in range(len(self._ranks), size):
             ours, theirs = FORKS.Pipe()
             process = FORKS.Process(target=_serve, args=(rank, theirs), daemon=True)
@@ -30,19 +31,21 @@ class Worlds:
         asked = self._ranks[:size]
         for _, pipe in asked:
             pipe.send((function, arguments))
-        return lambda: [self._answer(rank, pipe) for rank, (_, pipe) in enumerate(asked)]
+        return lambda: self._answers({pipe: rank for rank, (_, pipe) in enumerate(asked)})
 
-    def _answer(self, rank: int, pipe: Connection) -> Any:
-        try:
-            assert pipe.poll(LIMIT), f"rank {rank} has not answered in {LIMIT:.0f} s"
-            answer, error = pipe.recv()
-        except (AssertionError, EOFError):
-            self.close()
-            raise
-        if error is not None:
-            self.close()
-        assert error is None, f"rank {rank}: {error}"
-        return answer
+    def _answers(self, ranks: Mapping[Any, int]) -> list[Any]:
+        found = dict[int, Any]()
+        while pipes := [pipe for pipe, rank in ranks.items() if rank not in found]:
+            try:
+                ready = wait(pipes, LIMIT)
+                assert ready, f"ranks {[ranks[pipe] for pipe in pipes]} have not answered in {LIMIT:.0f} s"
+                for pipe in ready:
+                    found[ranks[pipe]], error = pipe.recv()
+                    assert error is None, f"rank {ranks[pipe]}: {error}"
+            except (AssertionError, EOFError):
+                self.close()
+                raise
+        return [found[rank] for rank in ranks.values()]
 
     def close(self) -> None:
         """Ends the ranks."""
