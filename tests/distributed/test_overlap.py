@@ -1,13 +1,14 @@
-"""Communication that overlaps with computation, and dispatchers of tokens to experts: results are those without."""
+"""A push of weights whose gather overlaps the next pass, and dispatchers of tokens to experts; tests/matrix steps with
+overlap."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -26,37 +27,19 @@ from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.features.overlap.feature import Reducing
 from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.types import Batch, SkippedStep
+from rl_megatron.types import Batch
 from rl_megatron.weights.layouts.families import read_shape
-from tests.distributed.ranks import fill, ragged_samples, run_ranks, worlds
-from tests.family_models import save_model
+from tests.distributed.ranks import fill, ragged_samples, run_ranks
 from tests.rows import policy_loss
 from tests.samples import share_of
 
-STEPS, SEQUENCES, VOCABULARY, PUSHING = 3, 12, 61, 2
+STEPS, SEQUENCES, VOCABULARY = 3, 12, 61
 LOSS = policy_loss(objective="cispo", aggregation="token_mean")
-LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "ep2": {"ep": 2}, "pp2-vpp2-dp2": {"pp": 2, "vpp": 2, "dp": 2}}
-BUCKET = 3000  # parameters, where a case is to have several buckets
-SEVERAL_BUCKETS = ("gradients", "both")
-OVERLAPS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "gradients": {"overlap": {"gradients": True}},
-    "both, one bucket": {"overlap": {"gradients": True, "parameters": True}},
-    "both": {"overlap": {"gradients": True, "parameters": True}},  # the last: it goes on with the weights of none
-}
-HEAD = {"head_dtype": "float32", "dtype": "bfloat16", "gradient_dtype": "bfloat16"}
-
-
-def kinds(layout: str, **keys: Any) -> list[str]:
-    """The kinds of overlap of a case; all of them only for data-parallel experts."""
-    return list(OVERLAPS) if layout == "dp2" and not keys else ["none", "both"]
-
-
-def section(layout: str, **keys: Any) -> LearnerSection:
-    """Without clipping, which would multiply weights by a norm that buckets sum in another order."""
-    return LearnerSection.model_validate({**LAYOUTS[layout], "optimizer": {"clip_grad": 0.0}, **keys})
+BUCKET = 3000  # parameters: several buckets
+OVERLAPS: dict[str, dict[str, Any]] = {"none": {}, "both": {"overlap": {"gradients": True, "parameters": True}}}
 
 
 def make_batch(learner: LearnerSection) -> Batch:
@@ -76,122 +59,21 @@ def make(folder: Path, learner: LearnerSection, rank: int, device: torch.device)
     return policy
 
 
-@contextmanager
-def buckets_of(name: str) -> Iterator[None]:
-    """What is made inside has small buckets in the cases of several."""
-    from rl_megatron.learner import trained
-
-    size = BUCKET if name in SEVERAL_BUCKETS else None
-    made = partial(trained.DistributedDataParallelConfig, bucket_size=size)
-    with patch.object(trained, "DistributedDataParallelConfig", made):
-        yield
-
-
-def train(policy: Any, batch: Batch, dp: int, *, scored: bool) -> list[Any]:
-    """Loss, norm and, if ``scored``, log-probs after each step. The last step leaves weights to be gathered."""
+def train(policy: Any, batch: Batch, dp: int) -> list[Any]:
+    """Loss, norm and log-probs after each step."""
     seen: list[Any] = []
     counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     for _ in range(STEPS):
         said = policy.backward(batch.micro_batches[dp], LOSS, **counts)
         seen.append([said["loss"].value if said else None, policy.step(1e-2).grad_norm])
-        if scored:
-            found = policy.score(batch.micro_batches[dp], frozenset({"logprobs"}))
-            seen[-1].append([x.tolist() for x in found["logprobs"]] if found else None)
-    said = policy.backward(batch.micro_batches[dp], LOSS, **counts)
-    seen.append([said["loss"].value if said else None, policy.step(1e-2).grad_norm])
+        found = policy.score(batch.micro_batches[dp], frozenset({"logprobs"}))
+        seen[-1].append([x.tolist() for x in found["logprobs"]] if found else None)
     return seen
 
 
-def differing(policy: Any, other: Any) -> int:
-    theirs = other.tensors
-    return sum(not torch.equal(tensor, theirs[name]) for name, tensor in policy.tensors.items())
-
-
-def compare(
-    model: Path, layout: str, keys: dict[str, Any], rank: int, device: torch.device, to: Path | None = None
-) -> Any:
-    """What each kind of overlap says of the same steps, and how its weights differ from those without; with a folder
-    ``to`` to save in, what `after` says."""
-    found: dict[str, Any] = {}
-    plain: Any = None
-    for name, overlap in OVERLAPS.items():
-        if name not in kinds(layout, **keys):
-            continue
-        learner = section(layout, **keys, **overlap)
-        with buckets_of(name):
-            batch, policy = make_batch(learner), make(model, learner, rank, device)
-        groups = [g for c in policy._trained for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)]
-        gathers = [counted(group, "start_param_sync") for group in groups]
-        scored = name in ("none", "both, one bucket")
-        one: dict[str, Any] = {"steps": train(policy, batch, learner.dims.dp_rank(rank), scored=scored)}
-        plain = plain or policy
-        one |= {"buckets": len(groups), "gathers": [len(calls) for calls in gathers]}
-        one["differ before"] = differing(policy, plain)
-        policy.gather()
-        one["differ"] = differing(policy, plain)
-        if name == "both" and to is not None:
-            one |= after(policy, plain, batch, learner.dims.dp_rank(rank), to)
-        found[name] = one
-    return found
-
-
-def counted(owner: Any, name: str) -> list[int]:
-    """Gets an entry at each call of the owner's method."""
-    original, calls = getattr(owner, name), list[int]()
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        calls.append(len(calls))
-        return original(*arguments, **named)
-
-    setattr(owner, name, call)
-    return calls
-
-
-def after(policy: Any, plain: Any, batch: Batch, dp: int, to: Path) -> dict[str, Any]:
-    """A checkpoint right after a step, which the other loads; a skipped step; a pass whose gradients are dropped while
-    they may still be reduced; two passes in a step."""
-    row, counts = batch.micro_batches[dp], {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
-    for one in (policy, plain):
-        one.backward(row, LOSS, **counts)
-        one.step(1e-2)
-    policy.save(to)
-    wanted = {name: tensor.clone() for name, tensor in plain.tensors.items()}
-    plain.load(to)
-    held = plain.tensors
-    loaded = sum(not torch.equal(tensor, held[name]) for name, tensor in wanted.items())
-    bad = [replace(m, advantages=torch.full_like(m.advantages, torch.inf)) if not n else m for n, m in enumerate(row)]
-    culprits = []
-    for one in (policy, plain):
-        one.backward(bad if dp == 0 else row, LOSS, **counts)
-        skipped = one.step(1e-2)
-        assert isinstance(skipped, SkippedStep)
-        culprits.append([(c.data_rank, c.micro_batch) for c in skipped.culprits])
-    dropped = []
-    for one in (policy, plain):
-        one.gather()
-        kept = {name: tensor.clone() for name, tensor in one.tensors.items()}
-        one.backward(row, LOSS, **counts)
-        one.drop()
-        one.gather()
-        dropped.append(sum(not torch.equal(tensor, kept[name]) for name, tensor in one.tensors.items()))
-    for one in (policy, plain):
-        one.backward(row, LOSS, **counts)
-    with pytest.raises(RLMegatronError, match="a step takes one backward pass"):
-        policy.backward(row, LOSS, **counts)
-    norms = [one.step(1e-2).grad_norm for one in (policy, plain)]
-    policy.gather()
-    later = {"norms": norms, "differ later": differing(policy, plain)}
-    return {"loaded": loaded, "culprits": culprits, "dropped": dropped, **later}
-
-
-def rank_main(rank: int, root: Path) -> None:
-    for layout, _, device in worlds(rank, root, {layout: section(layout) for layout in LAYOUTS}):
-        found = {"experts": compare(root / "experts", layout, {}, rank, device, root / f"saved-{layout}")}
-        if layout == "dp2":
-            for model in ("tied", "untied"):
-                found[model] = compare(root / model, layout, HEAD, rank, device)
-        (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
-    for name in ("none", "both") if rank < PUSHING else ():
+def pushes_main(rank: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    for name in OVERLAPS:
         (root / f"pushed-{name}-{rank}.json").write_text(json.dumps(pushed(root, name, rank)))
 
 
@@ -199,8 +81,10 @@ def pushed(root: Path, name: str, rank: int) -> dict[str, int]:
     """Checksums of what the in-process engine of a rank holds after a push right after the third step."""
     from launcher.wire import Setup
     from launcher.worker.learner_rank import Worker
+    from rl_megatron.learner import trained
 
-    learner = section("dp2", **OVERLAPS[name])
+    # without clipping, which would multiply weights by a norm that buckets sum in another order
+    learner = LearnerSection.model_validate({"dp": 2, "optimizer": {"clip_grad": 0.0}, **OVERLAPS[name]})
     config = load_config("tiny_cpu", ["rollout.slots=8"]).model_copy(update={"learner": learner})
     setup = Setup(
         config=config,
@@ -208,7 +92,8 @@ def pushed(root: Path, name: str, rank: int) -> dict[str, int]:
         run_folder=root / f"run-{name}",
         rendezvous=f"file://{root}/rendezvous-{name}",
     )
-    with buckets_of(name):
+    small = partial(trained.DistributedDataParallelConfig, bucket_size=BUCKET)
+    with patch.object(trained, "DistributedDataParallelConfig", small):
         worker, batch = Worker(setup, rank, None), make_batch(learner)
     for _ in range(STEPS):
         row = batch.micro_batches[learner.dims.dp_rank(rank)]
@@ -222,74 +107,14 @@ def pushed(root: Path, name: str, rank: int) -> dict[str, int]:
     return sums
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What every rank of a layout says of every model."""
-    root = tmp_path_factory.mktemp("overlap")
-    (root / "made").mkdir()
-    made = make_tiny_model(TinySizes(num_layers=4), root / "made", seed=3)
-    made.rename(root / "experts")
-    save_model("qwen2", root / "tied")
-    save_model("qwen3", root / "untied")
-    for layout in LAYOUTS:
-        (root / f"saved-{layout}").mkdir()
-    run_ranks(rank_main, 4, root)
-    layouts = [*LAYOUTS, "pushed-none", "pushed-both"]
-    return {layout: [json.loads(p.read_text()) for p in sorted(root.glob(f"{layout}-?.json"))] for layout in layouts}
-
-
-CASES = [(layout, "experts", name) for layout in LAYOUTS for name in kinds(layout) if name != "none"]
-CASES += [("dp2", model, "both") for model in ("tied", "untied")]
-
-
-@pytest.mark.parametrize(("layout", "model", "name"), CASES)
-def test_it_changes_no_bit(layout: str, model: str, name: str, seen: Any) -> None:
-    for rank in seen[layout]:
-        plain, ours = rank[model]["none"], rank[model][name]
-        for (loss, norm, *scores), (wanted, wanted_norm, *wanted_scores) in zip(
-            ours["steps"], plain["steps"], strict=True
-        ):
-            assert loss == wanted
-            assert scores in ([], wanted_scores)
-            assert norm == pytest.approx(wanted_norm, rel=1e-5)
-        assert ours["differ"] == 0
-
-
-def test_buckets_end_where_they_are_told_to(seen: Any) -> None:
-    for rank in seen["dp2"]:
-        counts = {name: one["buckets"] for name, one in rank["experts"].items()}
-        assert counts["none"] == counts["both, one bucket"] == 2  # of experts and of the others
-        assert counts["both"] == counts["gradients"] > 20
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_overlap_a_step_gathers_each_bucket_once(layout: str, seen: Any) -> None:
-    """Dense parameters and experts have an optimizer each, and in megatron both gather all buckets."""
-    for rank in seen[layout]:
-        gathers = rank["experts"]["none"]["gathers"]
-        assert len(gathers) > 1
-        assert set(gathers) == {STEPS + 1}
-
-
-def test_weights_wait_for_the_next_pass_or_a_push(seen: Any) -> None:
-    for rank in seen["dp2"]:
-        assert rank["experts"]["gradients"]["differ before"] == 0
-        assert rank["experts"]["both"]["differ before"] > 20
-    assert seen["pushed-both"] == seen["pushed-none"]
-    assert seen["pushed-both"][0] == seen["pushed-both"][1] != {}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoints_and_skipped_and_dropped_steps_are_those_without_it(layout: str, seen: Any) -> None:
-    """A checkpoint of many buckets is loaded into one."""
-    for number, rank in enumerate(seen[layout]):
-        one = rank["experts"]["both"]
-        assert one["loaded"] == one["differ later"] == 0
-        assert one["dropped"] == [0, 0]
-        assert one["norms"][0] == pytest.approx(one["norms"][1], rel=1e-5)
-        assert one["culprits"][0] == one["culprits"][1], number
-    blamed = [place for rank in seen[layout] for place in rank["experts"]["both"]["culprits"][0]]
-    assert [0, 0] in blamed
+def test_weights_that_wait_for_the_next_pass_are_in_a_push(tmp_path: Path) -> None:
+    make_tiny_model(TinySizes(num_layers=2), tmp_path, seed=3).rename(tmp_path / "experts")
+    run_ranks(pushes_main, 2, tmp_path)
+    both, none = (
+        [json.loads((tmp_path / f"pushed-{name}-{r}.json").read_text()) for r in (0, 1)] for name in ("both", "none")
+    )
+    assert both == none
+    assert both[0] == both[1] != {}
 
 
 def test_gradients_that_are_being_reduced_are_waited_for_and_the_step_can_wait_again() -> None:
@@ -308,6 +133,24 @@ def test_gradients_that_are_being_reduced_are_waited_for_and_the_step_can_wait_a
     assert [one.grad_reduce_handle is not None for one in (*dense, *experts)] == [True, False, True]
 
 
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    """megatron would wait for it for ever."""
+    module = torch.nn.ModuleDict({"dense": torch.nn.Linear(1, 1, bias=False), "expert": torch.nn.Linear(1, 1)})
+    dense, *experts = module.parameters()
+    groups = [SimpleNamespace(params={p}, per_param_grad_ready_counts={}) for p in (dense, *experts)]
+    groups[0].per_param_grad_ready_counts[dense] = 1
+    config = SimpleNamespace()
+    chunk = SimpleNamespace(config=config, no_sync=None, module=module, bucket_groups=groups[:1])
+    chunk.expert_parallel_bucket_groups = groups[1:]
+    hooks = Reducing(cast(Any, SimpleNamespace(chunks=[chunk])))
+    config.no_sync_func = contextlib.nullcontext
+    with (
+        pytest.raises(RLMegatronError, match=r"2 parameters got no .* \(expert.weight, expert.bias\)"),
+        hooks.around_pass(),
+    ):
+        pass
+
+
 # Sending tokens to experts; DeepEP and HybridEP need GPUs, so the package ``deep_ep`` here sends for them over gloo.
 # Shapes and meanings are those of its ``Buffer`` (https://github.com/deepseek-ai/DeepEP, deep_ep/buffer.py).
 GPUS = {"device": "cuda", "dtype": "bfloat16", "ep": 2}
@@ -320,7 +163,7 @@ def steps(folder: Path, learner: LearnerSection, rank: int, device: torch.device
     used = [m.token_dispatcher for m in policy._models[0].modules() if hasattr(m, "token_dispatcher")]
     used += [d._comm_manager for d in used if hasattr(d, "_comm_manager")]
     kinds = {type(part).__name__ for part in used}
-    return {"steps": train(policy, batch, learner.dims.dp_rank(rank), scored=True), "kinds": sorted(kinds)}
+    return {"steps": train(policy, batch, learner.dims.dp_rank(rank)), "kinds": sorted(kinds)}
 
 
 def dispatch_main(rank: int, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""The sizes that micro-batches are padded to, and CUDA graphs of decoder layers; tests/matrix compares padded steps."""
+"""CUDA graphs of decoder layers, whose micro-batches are padded to few sizes; tests/matrix compares padded steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import Batch
 from rl_megatron.weights.layouts.learner import Elements
-from tests.distributed.ranks import ragged_samples, run_ranks, worlds
+from tests.distributed.ranks import ragged_samples, run_ranks
 from tests.distributed.test_kept import rank_of
 from tests.distributed.test_overlap import make
 from tests.family_models import save_model
@@ -31,14 +31,7 @@ from tests.rows import policy_loss
 from tools.planner.terms import memory
 
 SEQUENCES, VOCABULARY, MOST = 14, 61, 5
-PADDING: dict[str, Any] = {"tokens": "64,96,120", "sequences": MOST}
 LOSS = policy_loss(objective="cispo", aggregation="seq_mean_token_mean")
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense, tp2": ("qwen3", {"tp": 2}),
-    "dense, cp2": ("qwen3", {"cp": 2}),
-    "experts, tp2-ep2": ("deepseek_v3", {"tp": 2, "ep": 2}),
-    "experts, cp2": ("glm4_moe", {"cp": 2}),
-}
 
 
 def make_batch(learner: LearnerSection) -> Batch:
@@ -48,47 +41,6 @@ def make_batch(learner: LearnerSection) -> Batch:
     ids, targets = samples.input_ids % VOCABULARY, samples.targets % VOCABULARY
     samples = replace(samples, input_ids=ids, targets=targets, advantages=advantages)
     return Packer(dims=learner.dims, max_tokens=120, padding=PaddingSection(sequences=MOST)).pack(samples)
-
-
-def seen_by(folder: Path, keys: dict[str, Any], rank: int, device: torch.device) -> dict[str, Any]:
-    """The shapes that its kernels see."""
-    learner = LearnerSection.model_validate({"max_tokens_per_micro_batch": 120, **keys})
-    assert list(problems(learner)) == []
-    policy, batch = make(folder, learner, rank, device), make_batch(learner)
-    row = batch.micro_batches[learner.dims.dp_rank(rank)]
-    packed = policy._pack(row)
-    return {
-        "shapes": {(len(m.input_ids), len(m.attention.cu_seqlens_q), m.num_segments) for m in packed},
-        "padding": [int((m.source < 0).sum()) for m in packed],
-    }
-
-
-def rank_main(rank: int, root: Path) -> None:
-    layouts = {name: LearnerSection.model_validate(keys) for name, (_, keys) in LAYOUTS.items()}
-    for layout, _, device in worlds(rank, root, layouts):
-        family, keys = LAYOUTS[layout]
-        found = [seen_by(root / family, {**keys, **more}, rank, device) for more in ({}, {"padding": PADDING})]
-        torch.save(found, root / f"{layout} {rank}.pt")
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[dict[str, Any]]]]:
-    """Of each layout what each rank says without padding and with it."""
-    root = tmp_path_factory.mktemp("padding")
-    for family in sorted({family for family, _ in LAYOUTS.values()}):
-        save_model(family, root / family)
-    run_ranks(rank_main, 2, root)
-    return {name: [torch.load(root / f"{name} {rank}.pt", weights_only=False) for rank in range(2)] for name in LAYOUTS}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_see_few_shapes(layout: str, seen: Any) -> None:
-    cp = LAYOUTS[layout][1].get("cp", 1)
-    for plain, padded in seen[layout]:
-        assert len(plain["shapes"]) >= 3  # of few micro-batches
-        assert {tokens * cp for tokens, *_ in padded["shapes"]} <= {64, 96, 120}
-        assert {tuple(counts) for _, *counts in padded["shapes"]} == {(MOST + 2, MOST + 1)}
-        assert sum(padded["padding"]) > sum(plain["padding"]) + 10
 
 
 # CUDA graphs of decoder layers, on a CPU, over ``torch.cuda``'s graphs below: equal to the bit to the learner without.

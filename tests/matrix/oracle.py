@@ -24,7 +24,6 @@ from tests.family_models import write_model
 from tests.matrix.cells import BALANCE, Cell, named
 from tests.matrix.probes import (
     LOSS,
-    RATE,
     TEMPERATURE,
     Drawn,
     layouts_of,
@@ -32,6 +31,7 @@ from tests.matrix.probes import (
     of_adapters,
     packed,
     prompt_of,
+    rate,
     texts,
 )
 from tests.samples import values
@@ -204,7 +204,7 @@ def adamw(named: Mapping[str, Tensor], learner: LearnerSection) -> torch.optim.A
         for kind in (True, False)
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], RATE, (section.beta1, section.beta2), section.eps
+        [group for group in groups if group["params"]], rate(learner), (section.beta1, section.beta2), section.eps
     )
 
 
@@ -217,7 +217,9 @@ class Muon:
         self._views = [(views, p) for name, p in named.items() if (views := parts[name])]
         self._stepped = [[torch.nn.Parameter(view.flatten(0, -2)) for view in views] for views, _ in self._views]
         each, section = [p for parts in self._stepped for p in parts], learner.optimizer
-        self._muon = torch.optim.Muon(each, RATE, weight_decay=section.weight_decay, adjust_lr_fn=section.muon.scale)
+        self._muon = torch.optim.Muon(
+            each, rate(learner), weight_decay=section.weight_decay, adjust_lr_fn=section.muon.scale
+        )
         self._named, self._shape = {id(p): name for name, p in named.items()}, shape
 
     def zero_grad(self) -> None:
@@ -285,6 +287,15 @@ def loss_of(logits: Sequence[Tensor], samples: Samples, batch: Batch) -> tuple[T
     return output.loss, values(output)
 
 
+def as_held(tensor: Tensor, learner: LearnerSection) -> Tensor:
+    """Weights as the learner starts from them."""
+    return tensor if learner.dtype == "float32" else rounded(tensor)
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16().float()
+
+
 def clipped(tensors: Sequence[Tensor], most: float) -> float:
     return float(torch.nn.utils.clip_grad_norm_([t for t in tensors if t.grad is not None], most))
 
@@ -294,6 +305,9 @@ def wanted(cell: Cell, folder: Path, model: Any, to: Path, last: LearnerSection)
     how the second one is packed."""
     learner, shape, found = cell.learner, read_shape(folder), Wanted()
     samples = make_samples(shape, cell.features)
+    start = {name: as_held(tensor, learner) for name, tensor in load_file(folder / "model.safetensors").items()}
+    for p in model.parameters():
+        p.data = as_held(p.data, learner)
     routers = Routers(model, folder, samples)
     adapters = Adapters(folder, learner) if learner.lora.rank is not None else None
     draft = Draft(folder, learner) if learner.draft.train else None
@@ -303,7 +317,7 @@ def wanted(cell: Cell, folder: Path, model: Any, to: Path, last: LearnerSection)
     beside = {**(adapters.held if adapters else {}), **(draft.held if draft else {})}
     muon = learner.optimizer.name == "muon"
     optimizer = Muon(trained, learner, shape) if muon else adamw(trained, learner)
-    found.start = load_file(folder / "model.safetensors") | {n: t.detach().clone() for n, t in beside.items()}
+    found.start = start | {n: t.detach().clone() for n, t in beside.items()}
     for batch in (packed(samples, learner), packed(samples, last)):
         given = as_modules(adapters.merged(), model) if adapters else {}
         logits = routers.pass_over(lambda ids, given=given: torch.func.functional_call(model, given, (ids,)).logits[0])

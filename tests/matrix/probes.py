@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -23,14 +25,15 @@ from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from tests.matrix.cells import MAX_TOKENS, Cell
+from tests.matrix.cells import MAX_TOKENS, SEQUENCES, Cell
 from tests.rows import policy_loss
 from tests.samples import sequences_of, train_step
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner
 
-VOCABULARY, TEMPERATURE, RATE = 61, 0.7, 5e-3
+VOCABULARY, TEMPERATURE = 61, 0.7
+BUCKET = 3000  # parameters of one, where their communication overlaps: so there are several
 BAD = 7  # a text whose advantages are infinite in a step that is skipped
 LOSS = policy_loss(objective="cispo", aggregation="token_mean", entropy_coefficient=0.1)
 ASKED: frozenset[Want] = frozenset({"logits", "logprobs", "entropy"})
@@ -42,6 +45,11 @@ def texts() -> Sequence[Tensor]:
     g = torch.Generator().manual_seed(5)
     lengths = torch.randint(6, 40, (12,), generator=g).tolist()
     return [torch.randint(0, VOCABULARY, (length,), generator=g) for length in lengths]
+
+
+def rate(learner: LearnerSection) -> float:
+    """The learning rate. It moves weights in bfloat16 further than they are rounded."""
+    return 5e-3 if learner.dtype == "float32" else 5e-2
 
 
 def prompt_of(number: int) -> int:
@@ -93,10 +101,14 @@ def of_adapters(ranks: Layout, hf: Layout, learner: LearnerSection) -> tuple[Lay
 
 def made(folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> MegatronLearner:
     """A policy with the folder's weights, read by the tables; what they forget is not a number."""
+    from rl_megatron.learner import trained
     from rl_megatron.learner.megatron import make_policy
 
     ranks, hf = layouts_of(folder, learner)
-    policy = make_policy(hf.shape, learner, device, temperature=TEMPERATURE)
+    small = partial(trained.DistributedDataParallelConfig, bucket_size=BUCKET)
+    overlaps = overlap_of(learner).gradients
+    with patch.object(trained, "DistributedDataParallelConfig", small) if overlaps else nullcontext():
+        policy = make_policy(hf.shape, learner, device, temperature=TEMPERATURE)
     tensors = dict(policy.tensors)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == ranks.local_shapes(rank)
     for tensor in (*tensors.values(), *policy.adapters.values()):
@@ -131,6 +143,7 @@ def of_step(result: Any) -> dict[str, Any] | None:
 def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     """Scores, a skipped step, a step in parts, a checkpoint and a step after it; in another layout that step again."""
     from rl_megatron.learner import world
+    from rl_megatron.learner.optimizer import bucket_groups
 
     learner = cell.learner
     device = world.join(learner, rank=rank, rendezvous=f"file://{to}/rendezvous", seed=1)
@@ -144,10 +157,20 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"dp": learner.dims.dp_rank(rank), "scores": policy.score(row, asked)}
     seen["culprits"] = skipped(policy, row, batch, learner, rank)
     assert differing(policy, before) == [], "a skipped step moved weights"
+    if learner.padding.sizes:
+        has_few_shapes(policy, row, learner)
+    groups = bucket_groups(policy._trained)
+    for group in groups:
+        group.start_param_sync = Mock(wraps=group.start_param_sync)
     seen["first"] = of_step(in_parts(policy, row, batch, learner))
     policy.save(to / "saved")
     seen["saved"] = held(policy)
-    seen["second"] = of_step(one_step(policy, row, batch))
+    seen["second"] = of_step(one_step(policy, row, batch, learner))
+    seen["buckets"], gathers = len(groups), {group.start_param_sync.call_count for group in groups}
+    if overlap_of(learner).parameters:
+        waits_for_weights(policy, row)
+    elif learner.optimizer.name == "adamw":
+        assert gathers == {2}, f"two steps gathered buckets of weights {gathers} times"
     seen["tensors"], seen["bytes"] = held(policy), held_bytes(policy)
     with policy.merged():
         seen["merged"] = dict(held(policy)) if learner.lora.rank is not None else {}
@@ -159,19 +182,38 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
 
 def held_bytes(policy: Any) -> dict[str, int]:
     """Of this rank, by what the plan of memory calls them; megatron pads gradients for their reduction."""
-    from rl_megatron.learner.optimizer import inner_optimizers
+    from rl_megatron.learner.optimizer import state_of
 
     chunks = policy._chunks
     held_by = [p for chunk in chunks for p in chunk.parameters()]
     held_by += [tensor for name, tensor in policy.tensors.items() if ".indexer." in name]  # which is not trained
     buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    states = [s for part in inner_optimizers(policy._optimizer) for s in part.optimizer.state.values()]
-    moments = [tensor for state in states for name, tensor in state.items() if name != "step"]
+    stepped = {p.untyped_storage().data_ptr() for p in held_by}  # the weights themselves in float32
+    state = [
+        one for one in state_of(policy._optimizer) if one.untyped_storage().data_ptr() not in stepped and one.dim()
+    ]
     return {
         "parameters": sum(p.nbytes for p in held_by),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-        "optimizer": sum(tensor.nbytes for tensor in moments),
+        "optimizer": sum(tensor.nbytes for tensor in state),
     }
+
+
+def has_few_shapes(policy: Any, row: Sequence[Samples], learner: LearnerSection) -> None:
+    """Asserts that kernels see few shapes, though texts have many lengths."""
+    shapes = {(len(m.input_ids), len(m.attention.cu_seqlens_q), m.num_segments) for m in policy._pack(row)}
+    assert len({len(m.input_ids) for m in row}) > 1
+    assert {tokens * learner.cp for tokens, *_ in shapes} <= {*learner.padding.sizes}
+    assert {tuple(counts) for _, *counts in shapes} == {(SEQUENCES + 2, SEQUENCES + 1)}
+
+
+def waits_for_weights(policy: MegatronLearner, row: Sequence[Samples]) -> None:
+    """Asserts that a step leaves other ranks' weights to the next pass, which has them all."""
+    stale = {name: tensor.clone() for name, tensor in policy.tensors.items()}
+    first = policy.score(row, frozenset({"logprobs"}))
+    assert differing(policy, stale), "no weight waits for the next pass"
+    again = policy.score(row, frozenset({"logprobs"}))
+    assert first is None or all(map(torch.equal, first["logprobs"], again["logprobs"])), "a pass had weights of before"
 
 
 def refuses_longer(policy: MegatronLearner, samples: Samples, most: int) -> None:
@@ -191,7 +233,7 @@ def resumed(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     policy = made(folder, learner, rank, device)
     policy.load(to / "saved")
     batch, row = mine(policy, cell, learner, rank, folder)
-    seen = {"second": of_step(one_step(policy, row, batch)), "tensors": held(policy)}
+    seen = {"second": of_step(one_step(policy, row, batch, learner)), "tensors": held(policy)}
     world.leave()
     return seen
 
@@ -212,8 +254,8 @@ def counts_of(batch: Batch) -> dict[str, int]:
     return {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
 
 
-def one_step(policy: MegatronLearner, row: Sequence[Samples], batch: Batch) -> Any:
-    return train_step(policy, row, LOSS, RATE, **counts_of(batch))
+def one_step(policy: MegatronLearner, row: Sequence[Samples], batch: Batch, learner: LearnerSection) -> Any:
+    return train_step(policy, row, LOSS, rate(learner), **counts_of(batch))
 
 
 def skipped(
@@ -225,21 +267,27 @@ def skipped(
         replace(m, advantages=torch.full_like(m.advantages, math.inf)) if BAD in ids else m
         for m, ids in zip(row, sequences, strict=True)
     ]
-    result = train_step(policy, bad, LOSS, RATE, **counts_of(batch))
+    result = train_step(policy, bad, LOSS, rate(learner), **counts_of(batch))
     assert isinstance(result, SkippedStep)
     return [(one.data_rank, one.micro_batch) for one in result.culprits]
 
 
 def in_parts(policy: MegatronLearner, row: Sequence[Samples], batch: Batch, learner: LearnerSection) -> Any:
     """A step of two passes, with a score between them and a dropped pass before, where the layout allows that."""
+    counts = counts_of(batch)
+    if overlap_of(learner).gradients:
+        policy.backward(row, LOSS, **counts)
+        with pytest.raises(RLMegatronError, match="a step takes one backward pass"):
+            policy.backward(row, LOSS, **counts)
+        policy.drop()
     half = len(row) // 2 if learner.vpp == 1 and not overlap_of(learner).gradients else 0
     if half == 0:
-        return one_step(policy, row, batch)
-    policy.backward(row[half:], LOSS, **counts_of(batch))
+        return one_step(policy, row, batch, learner)
+    policy.backward(row[half:], LOSS, **counts)
     policy.drop()
-    first = policy.backward(row[:half], LOSS, **counts_of(batch))
+    first = policy.backward(row[:half], LOSS, **counts)
     policy.score(row[:half], frozenset({"logprobs"}))
-    result = train_step(policy, row[half:], LOSS, RATE, **counts_of(batch))
+    result = train_step(policy, row[half:], LOSS, rate(learner), **counts)
     if first is None:
         return result
     loss = replace(result.of_loss["loss"], value=result.of_loss["loss"].value + first["loss"].value)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, WeightError
 from rl_megatron.features.lora.feature import LoraSection
-from rl_megatron.features.lora.learner import LoraHooks
+from rl_megatron.features.lora.learner import LoraHooks, MergedPasses
 from rl_megatron.learner import world
 from rl_megatron.learner.checkpoint import loading
 from rl_megatron.learner.megatron import make_critic, make_policy
@@ -313,6 +314,16 @@ def test_adapters_are_not_resumed_beside_another_model(hf: Path, tmp_path: Path)
         learner.load(saved)
     hooks._base = None  # random weights
     learner.load(saved)
+
+
+def test_a_pass_that_fails_leaves_no_merged_weight() -> None:
+    module = torch.nn.Linear(2, 2)
+    linear: Any = SimpleNamespace(module=module, names=("weight",), merge=lambda: [torch.zeros(2, 2)])
+    MergedPasses(module, [linear])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        module(torch.ones(1, 3))
+    assert "weight" not in vars(module)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 @pytest.mark.parametrize(("rank", "room"), [(None, 100_000), (2, 1)])  # the second: no room for lora.json
