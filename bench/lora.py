@@ -22,10 +22,11 @@ from bench.learner import GSPO, SIZES, VOCABULARY, make_samples, seconds
 from bench.results import parse, write
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
+from rl_megatron.features.lora.merging import Untrained
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, Untrained, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 
 if TYPE_CHECKING:

@@ -301,6 +301,8 @@ class AdapterLayouts(Hashable, Protocol):
 
     section: ClassVar[str]
     """Its keys: of their rank, of experts' (expert_rank), and of whose matrices have some (targets)."""
+    untrained: ClassVar[str]
+    """``package.module:Class`` of the `MadeUp` of their values before the first step."""
 
     @property
     def given(self) -> str:
@@ -503,7 +505,9 @@ class Built:
 
 class ChunkAdapters(Protocol):
     """What a feature sets as ``adapters`` of a chunk of the model to which it has added parameters, whose names have
-    ``lora_A`` and ``lora_B`` in place of a weight's. The chunk's own are frozen."""
+    ``mark``, and in place of a weight's end with _A or _B. The chunk's own are frozen."""
+
+    mark: ClassVar[str]
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

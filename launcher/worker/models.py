@@ -30,7 +30,7 @@ from rl_megatron.data.samples import as_seen
 from rl_megatron.digests import Digest, Written
 from rl_megatron.entries import PLANNER, load_own
 from rl_megatron.errors import GB, RLMegatronError, WeightError
-from rl_megatron.feature import adapter_layouts
+from rl_megatron.feature import adapter_layouts, load_side
 from rl_megatron.files import make_inside, naming
 from rl_megatron.interfaces import Pass
 from rl_megatron.learner.keywords import SLAB
@@ -41,7 +41,7 @@ from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Wa
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.checkpoints.megatron import is_megatron
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, TensorSource, Untrained, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, TensorSource, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
 
@@ -243,7 +243,7 @@ class RankModels:
         if adapters is None or not tensors:
             return
         hf, layout = adapters.in_files(self._layout, self._hf), adapters.on_ranks(self._layout)
-        source = Untrained(self._model_folder, hf.local_shapes(0), self._config.seed)
+        source = load_side(adapters.untrained)(self._model_folder, hf.local_shapes(0), self._config.seed)
         read_boxes(source, hf, layout, self._rank, tensors)
 
     def _layouts_of(self, role: str, folder: Path) -> tuple[Layout, Layout]:

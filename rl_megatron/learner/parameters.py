@@ -20,7 +20,7 @@ from rl_megatron.feature import ChunkAdapters
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _DRAFT = "mtp.layers.0."
 _HELD = (".router.expert_bias", ".indexer.")  # parts of the names of buffers that layouts have
-_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|lora_[AB]))(\d+)$")
+_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|\w+_[AB]))(\d+)$")
 _OF_THE_RUN = {"params", "step"}  # all else in a group is a setting
 
 
@@ -38,15 +38,16 @@ def global_name(chunk: Any, name: str) -> str:
     return name
 
 
-def is_adapter(name: str) -> bool:
-    """Whether the parameter is one of a `ChunkAdapters`."""
-    return ".lora_" in name
-
-
 def adapters_of(model: MegatronModule) -> ChunkAdapters | None:
     """The parameters that a feature has added to a chunk of the model."""
     found: ChunkAdapters | None = getattr(model, "adapters", None)
     return found
+
+
+def is_adapter(model: MegatronModule, name: str) -> bool:
+    """Whether the parameter that a chunk of the model calls ``name`` is one of its `ChunkAdapters`."""
+    found = adapters_of(model)
+    return found is not None and found.mark in name
 
 
 def global_parameters(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:

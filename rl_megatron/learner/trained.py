@@ -51,7 +51,7 @@ from rl_megatron.learner.optimizer import (
     wait_for_gradients,
 )
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
-from rl_megatron.learner.parameters import adapters_of, global_parameters, is_adapter, swapped
+from rl_megatron.learner.parameters import adapters_of, global_parameters, swapped
 from rl_megatron.learner.routing import ROUTES, Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
@@ -88,6 +88,7 @@ class MegatronScorer:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
         self._chunks, self._rows, self._padding = chunks, learner.float8_rows, learner.padding
         self._adapters = [found for model in models if (found := adapters_of(model)) is not None]
+        self._adapter_names = self.adapters.keys()
         keep_buffers_float32(models)
         self._shape = shape
         self._observers = Observers(models, shape, device)
@@ -98,7 +99,7 @@ class MegatronScorer:
         """This rank's parameters under global names, without a critic's value layer and without `adapters`. After
         writing into them call ``adopt``."""
         found = {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
-        return {name: tensor for name, tensor in found.items() if not is_adapter(name)}
+        return {name: tensor for name, tensor in found.items() if name not in self._adapter_names}
 
     @property
     def value_weight(self) -> Mapping[str, Tensor]:

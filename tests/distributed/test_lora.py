@@ -23,14 +23,15 @@ from rl_megatron.algorithms.losses import CrossEntropy, LossInputs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.features.lora import merging
 from rl_megatron.features.lora.files import adapters_to_peft
-from rl_megatron.features.lora.merging import merge_adapters
+from rl_megatron.features.lora.merging import Untrained, merge_adapters
 from rl_megatron.features.lora.push import ADAPTERS, adapters_folder
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.training.optimizer_steps import Made
 from rl_megatron.types import LossOutput, Samples
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, Untrained, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, read_boxes
 from rl_megatron.weights.formats.hf_folder import PREFIX
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -266,10 +267,9 @@ def config_of(root: Path) -> RunConfig:
 
 def folders_main(rank: int, root: Path) -> None:
     from launcher.wire import Setup
-    from launcher.worker import models
     from launcher.worker.learner_rank import Worker
 
-    models.Untrained = Drawn  # type: ignore[misc]
+    merging.Untrained = Drawn  # type: ignore[misc]
     setup = Setup(
         config=config_of(root), model_folder=root / "model", run_folder=root, rendezvous=f"file://{root}/rendezvous"
     )

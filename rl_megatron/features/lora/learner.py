@@ -96,6 +96,8 @@ def _mask(one: Adapted, layout: Layout, chunk: int) -> Tensor | None:
 class Adapters(ChunkAdapters):
     """The adapters of one chunk of the model, on one rank."""
 
+    mark = ".lora_"
+
     def __init__(
         self, model: GPTModel, rows: Mapping[str, Adapted], masks: Mapping[str, Tensor | None], lora: LoraSection
     ) -> None:
@@ -173,7 +175,7 @@ class Adapters(ChunkAdapters):
         return out
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        return ((name, p) for name, p in self._model.named_parameters() if ".lora_" in name)
+        return ((name, p) for name, p in self._model.named_parameters() if self.mark in name)
 
 
 def _with_gradient(_module: object, _inputs: object, out: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""Merges the adapters of a run's checkpoint into the model that they stand beside, tensor by tensor.
+"""Adapters before the first step, and merged after the last: those of a run's checkpoint into the model beside which
+they stand, tensor by tensor.
 
 That model is told from others of its sizes by a sample of its numbers.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -12,20 +14,33 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.features.lora.files import adapter_copies, held_lora, raise_other_base
 from rl_megatron.features.lora.rows import hf_adapter_name
+from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.bytes.bits import as_dtype, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
+from rl_megatron.weights.checkpoints.safetensors_io import STD, MadeUp
 from rl_megatron.weights.checkpoints.streaming import Copy, OnProgress, Share, Sliceable, fingerprint
 from rl_megatron.weights.formats.hf_folder import config_text, is_draft
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 
 _SAMPLED = 4096  # numbers of a tensor
+
+
+class Untrained(MadeUp):
+    """Adapters by peft's names before the first step, as peft draws them: A uniform up to 1 / sqrt(in), B 0."""
+
+    @override
+    def read(self, name: str, box: Box) -> Tensor:
+        if ".lora_B." in name:
+            return torch.zeros([stop - start for start, stop in box])
+        return super().read(name, box).mul_(1 / (STD * math.sqrt(3 * self.shapes()[name][-1])))
 
 
 def base_digest(folder: Path, family: str | None = None) -> str:

@@ -60,6 +60,7 @@ class LoraLayouts(AdapterLayouts):
 
     lora: LoraSection
     section = "learner.lora"
+    untrained = "rl_megatron.features.lora.merging:Untrained"
 
     @override
     def __hash__(self) -> int:

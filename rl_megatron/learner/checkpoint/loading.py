@@ -71,8 +71,9 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
             _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}", adapters=False, without=without)
-            for name, parameter in inner(chunk).named_parameters():
-                if not is_left_out(name, without) and not is_adapter(name) and not all_numbers(parameter):
+            model = inner(chunk)
+            for name, parameter in model.named_parameters():
+                if not is_left_out(name, without) and not is_adapter(model, name) and not all_numbers(parameter):
                     raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
 
 
@@ -104,8 +105,9 @@ def _of_chunk(state: dict[str, Any], index: int, chunks: Sequence[DistributedDat
 def _fill(chunk: Any, state: dict[str, Any], where: str, *, adapters: bool, without: str | None = None) -> None:
     """Load ``state``, of the ``adapters`` or of all else, into the chunk. Raises CheckpointError if one has a tensor
     that the other lacks."""
-    keys = inner(chunk).load_state_dict(state, strict=False)
-    missing = [n for n in keys.missing_keys if not is_left_out(n, without) and is_adapter(n) == adapters]
+    model = inner(chunk)
+    keys = model.load_state_dict(state, strict=False)
+    missing = [n for n in keys.missing_keys if not is_left_out(n, without) and is_adapter(model, n) == adapters]
     if missing or keys.unexpected_keys:
         raise CheckpointError(
             f"{where} does not fit the model: the checkpoint lacks {missing[:_NAMED]}, and the model lacks "

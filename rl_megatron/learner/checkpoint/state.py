@@ -232,8 +232,9 @@ def trained(chunk: Any) -> dict[str, Any]:
 
 def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
     """The parameters and buffers of a chunk's model, except adapters and names that begin with ``without``."""
-    found = inner(chunk).sharded_state_dict(metadata=dict(METADATA)).items()
-    return {name: part for name, part in found if not is_left_out(name, without) and not is_adapter(name)}
+    model = inner(chunk)
+    found = model.sharded_state_dict(metadata=dict(METADATA)).items()
+    return {name: part for name, part in found if not is_left_out(name, without) and not is_adapter(model, name)}
 
 
 def is_left_out(name: str, without: str | None) -> bool:

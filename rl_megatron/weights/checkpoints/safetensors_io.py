@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from typing_extensions import override
 
 from rl_megatron.chat_templates import TemplateValue
 from rl_megatron.errors import CheckpointError, WeightError
@@ -269,16 +268,6 @@ class MadeUp:
         for size, edge in zip(self._shapes[name][:-1], box[:-1], strict=True):
             rows = (rows[:, None] * size + torch.arange(*edge)).view(-1)
         return rows
-
-
-class Untrained(MadeUp):
-    """Adapters by peft's names before the first step, as peft draws them: A uniform up to 1 / sqrt(in), B 0."""
-
-    @override
-    def read(self, name: str, box: Box) -> Tensor:
-        if ".lora_B." in name:
-            return torch.zeros([stop - start for start, stop in box])
-        return super().read(name, box).mul_(1 / (STD * math.sqrt(3 * self.shapes()[name][-1])))
 
 
 def _uniform(places: Tensor, key: int) -> Tensor:
