@@ -536,7 +536,7 @@ class TwoRanks:
         self.calls: list[tuple[str, int]] = []
         self._corrupted = corrupted
 
-    async def each(self, name: str, version: int) -> list[Any]:
+    async def each(self, name: str, version: int, beside: bool = False) -> list[Any]:
         self.calls.append((name, version))
         if name == "send":
             sent = WeightUpdate(version=version, num_bytes=3, seconds=2.0)
