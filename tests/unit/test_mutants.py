@@ -65,6 +65,6 @@ def test_functions_get_the_code_of_a_mutant_and_a_constant_must_be_imported() ->
 
 def test_every_planted_fault_has_its_old_text_once_and_a_test() -> None:
     faults = planted_faults()
-    assert len({fault.name for fault in faults}) == len(faults) == 25
+    assert len({fault.name for fault in faults}) == len(faults) == 30
     assert [problem for fault in faults if (problem := fault.problem())] == []
     assert all(fault.old != fault.new for fault in faults)
