@@ -535,6 +535,8 @@ class LearnerHooks:
     """Modules of the feature's own. They are pushed, saved, cleared and reduced with the model's chunks."""
     optimizers: Sequence[MegatronOptimizer] = ()
     """The optimizers of ``chunks``. They are saved and cleared with the model's."""
+    says: frozenset[Want] = frozenset()
+    """The scores of positions that `scored` returns."""
 
     def started(self, folder: Path, family: str | None) -> None:
         """Runs before the policy takes the weights of ``folder``, of either kind; not where a seed makes them.
@@ -571,6 +573,19 @@ class LearnerHooks:
         """Makes a context for the forward pass of a micro-batch through one of `Built.chunks`. ``num_tokens``: the
         trained tokens of the whole minibatch."""
         return nullcontext()
+
+    def around_scored(
+        self, chunk: DistributedDataParallel, micro_batch: PackedMicroBatch, want: frozenset[Want]
+    ) -> AbstractContextManager[None]:
+        """As `around_forward`, in a pass for the scores in ``want``."""
+        return nullcontext()
+
+    def scored(
+        self, want: frozenset[Want], packed: Sequence[PackedMicroBatch], micro_batches: Sequence[Samples]
+    ) -> Mapping[Want, list[Tensor]]:
+        """Runs after a pass for the scores in ``want``, and returns those of them that are its own for each of
+        ``micro_batches``, on the CPU. ``packed`` has copies at its end where a pipeline needs more."""
+        return {}
 
     def after_loss(self, micro_batch: PackedMicroBatch, num_tokens: int) -> Mapping[str, Metric[torch.Tensor]]:
         """Runs after the loss of a micro-batch, on the last pipeline stage alone. May accumulate gradients of

@@ -9,8 +9,8 @@ Reduces ranks' shares of a loss and its metrics to global values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,16 @@ from rl_megatron.types import Loss, LossInputs, LossOutput, Metric, Over, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
-"""Makes a context manager around a chunk's forward pass of a micro-batch (`learner.routing`)."""
+"""Makes a context around a chunk's forward pass of a micro-batch."""
+
+
+@contextmanager
+def nested(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """Enters all of them around what is within."""
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
 
 
 def run_scores(
@@ -40,13 +49,14 @@ def run_scores(
     micro_batches: Sequence[PackedMicroBatch],
     head: Head,
     want: frozenset[Want],
-    around: AroundForward,
+    hooks: Sequence[LearnerHooks],
 ) -> list[dict[Want, Tensor]]:
     """``head.scores`` per micro-batch on the last pipeline stage, an empty list elsewhere. Every rank calls it."""
 
     def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[Want, Tensor]]:
         return output.new_zeros(()), _zero_tokens(output), head.scores(output, micro_batch, want)
 
+    around = [partial(one.around_scored, want=want) for one in hooks]
     with torch.no_grad():
         results: list[dict[Want, Tensor]] = _schedule(chunks, micro_batches, closure, around, forward_only=True)
     return results
@@ -57,7 +67,6 @@ def run_loss(
     micro_batches: Sequence[PackedMicroBatch],
     head: Head,
     loss: Loss,
-    around: AroundForward,
     *,
     num_tokens: int,
     num_sequences: int,
@@ -65,7 +74,7 @@ def run_loss(
 ) -> list[LossOutput]:
     """Accumulates this rank's unreduced gradients in the chunks' buffers. Returns loss shares on the last stage.
 
-    Every rank calls it. ``hooks`` add to the metrics, and to nothing else.
+    Every rank calls it. ``hooks`` act around each forward pass, and add to the metrics.
     """
 
     def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
@@ -83,6 +92,7 @@ def run_loss(
         more = {name: metric for one in hooks for name, metric in one.after_loss(micro_batch, num_tokens).items()}
         return _viewless(share.loss), _zero_tokens(output), _without_graph(share, more)
 
+    around = [partial(one.around_forward, num_tokens=num_tokens) for one in hooks]
     results: list[LossOutput] = _schedule(chunks, micro_batches, closure, around, forward_only=False)
     return results
 
@@ -91,7 +101,7 @@ def _schedule(
     chunks: Sequence[MegatronModule],
     micro_batches: Sequence[PackedMicroBatch],
     closure: Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
-    around: AroundForward,
+    around: Sequence[AroundForward],
     *,
     forward_only: bool,
 ) -> list[Any]:
@@ -105,7 +115,7 @@ def _schedule(
         micro_batch = next(iterator)
         activity.part("forward", places[id(micro_batch)])
         half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
-        with around(model, micro_batch):
+        with nested(make(model, micro_batch) for make in around):
             output = model(
                 micro_batch.input_ids[None],
                 micro_batch.attention.positions[None],

@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +20,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
-from typing_extensions import override
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.rows import OwnLayers
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.feature import Built, declared_columns, learner_hooks
+from rl_megatron.feature import Built, LearnerHooks, declared_columns, learner_hooks
 from rl_megatron.learner.checkpoint import loading, saving
 from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
 from rl_megatron.learner.checkpoint.state import Companions
 from rl_megatron.learner.cpu import Heap
-from rl_megatron.learner.forward import reduce_outputs, run_loss, run_scores
+from rl_megatron.learner.forward import nested, reduce_outputs, run_loss, run_scores
 from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, ValueParameter
 from rl_megatron.learner.keywords import SLAB, keywords
 from rl_megatron.learner.model.attention import DecoderConfig
@@ -52,22 +50,12 @@ from rl_megatron.learner.optimizer import (
 )
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.learner.parameters import adapters_of, global_parameters, swapped
-from rl_megatron.learner.routing import ROUTES, Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
 from rl_megatron.types import Culprit, Loss, LossInputs, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.bytes.parked import Parked, Staged
 from rl_megatron.weights.checkpoints.megatron import VALUES, raise_other_model
 from rl_megatron.weights.checkpoints.torch_dist import read_index
-
-
-@contextlib.contextmanager
-def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """Enters all of them around what is within."""
-    with contextlib.ExitStack() as stack:
-        for one in contexts:
-            stack.enter_context(one)
-        yield
 
 
 class MegatronScorer:
@@ -92,7 +80,7 @@ class MegatronScorer:
         keep_buffers_float32(models)
         self._shape = shape
         self._observers = Observers(models, shape, device)
-        self._routing = Routing(chunks, models, shape, device)
+        self._hooks: Sequence[LearnerHooks] = ()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -114,11 +102,11 @@ class MegatronScorer:
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Score with the weights that the adapters stand beside."""
-        return _together(one.off() for one in self._adapters)
+        return nested(one.off() for one in self._adapters)
 
     def merged(self) -> AbstractContextManager[None]:
         """Have ``tensors`` hold the weights that passes compute with, adapters merged; then again the frozen ones."""
-        return _together(one.merged() for one in self._adapters)
+        return nested(one.merged() for one in self._adapters)
 
     @property
     def column_layers(self) -> OwnLayers:
@@ -140,21 +128,16 @@ class MegatronScorer:
         None except on TP/CP rank 0 of the last stage. The pass uses ``weights`` in place of the model's ``tensors``.
         Raises RLMegatronError for a score that the model cannot compute.
         """
-        if strange := want - self._head.says - {"routes"}:
+        if strange := want.difference(self._head.says, *(hooks.says for hooks in self._hooks)):
             raise RLMegatronError(f"this model computes {sorted(self._head.says)} of a position, not {sorted(strange)}")
-        packed, records = self._pack(micro_batches), "routes" in want
-        if records:
-            packed = [self._routing.to_record(p) for p in packed]
-        around = self._routing.recording if records else self._replaying
-        with swapped(self._models, weights or {}), self._observers.unseen(), self._routing.unseen(), torch.no_grad():
-            results = run_scores(self._chunks, packed, self._head, want, around)
-            self._routing.finish()
-        found: dict[Want, list[Tensor]] = {}
-        if records:
-            found["routes"] = gather_recorded(packed, [len(m.input_ids) for m in micro_batches])
+        packed, found = self._pack(micro_batches), dict[Want, list[Tensor]]()
+        with swapped(self._models, weights or {}), self._observers.unseen(), torch.no_grad():
+            results = run_scores(self._chunks, packed, self._head, want, self._hooks)
+        for hooks in self._hooks:
+            found |= hooks.scored(want, packed, micro_batches)
         if not parallel_state.is_pipeline_last_stage():
             return None
-        for name in want - {"routes"}:
+        for name in want - found.keys():
             restore = self._restore_masked_in if name == "logits" else self._restore
             found[name] = [restore(r[name], p, m) for r, p, m in zip(results, packed, micro_batches, strict=False)]
         first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
@@ -163,8 +146,6 @@ class MegatronScorer:
     def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
         """This rank's share of each. Interleaved pipelines need a multiple of pp: masked copies of the last fill up."""
         for micro_batch in micro_batches:
-            if ROUTES in micro_batch.extra:
-                self._routing.check(micro_batch)
             longest = int(micro_batch.cu_seqlens.diff().max())
             if self._shape.indexer is not None and (too_long := length_problem(self._shape, "a sequence", longest)):
                 raise RLMegatronError(too_long)
@@ -173,7 +154,7 @@ class MegatronScorer:
         return [self._packed(samples, copy=samples is masked) for samples in (*micro_batches, *[masked] * missing)]
 
     def _packed(self, samples: Samples, *, copy: bool) -> PackedMicroBatch:
-        return pack_micro_batch(
+        packed = pack_micro_batch(
             samples,
             tp=self._dims.tp,
             cp=self._dims.cp,
@@ -184,10 +165,9 @@ class MegatronScorer:
             sizes=self._padding.sizes,
             sequences=self._padding.sequences,
         )
-
-    def _replaying(self, chunk: Any, micro_batch: PackedMicroBatch) -> AbstractContextManager[None]:
-        """Around a chunk's forward pass of a micro-batch, which may have routes to replay."""
-        return self._routing.replaying(chunk, micro_batch) if ROUTES in micro_batch.extra else contextlib.nullcontext()
+        for hooks in self._hooks:
+            packed = hooks.pack(packed, samples)
+        return packed
 
     def _restore(self, scores: Tensor, packed: PackedMicroBatch, samples: Samples) -> Tensor:
         """Scatters this rank's [t] to the samples' positions [N], and sums over CP."""
@@ -350,7 +330,7 @@ class MegatronLearner(MegatronScorer):
         """Scores as `MegatronScorer.score`, with the weights back in the GPU's memory."""
         self._parked.back("weights")
         self._warm_up()
-        with _together(hooks.around_score(micro_batches, weights) for hooks in self._hooks):
+        with nested(hooks.around_score(micro_batches, weights) for hooks in self._hooks):
             return super().score(micro_batches, want, weights)
 
     def backward(
@@ -381,7 +361,7 @@ class MegatronLearner(MegatronScorer):
         finite, more = math.isfinite(total), dict[str, Metric[float]]()
         if finite:
             more = self._step(learning_rate, grad_norm)
-        observed = self._observed(added)
+        observed = self._observed()
         if not finite:
             return SkippedStep(grad_norm=total, culprits=self._culprits(added))
         return StepResult(grad_norm=grad_norm, metrics=observed | more)
@@ -391,7 +371,8 @@ class MegatronLearner(MegatronScorer):
 
         Raises as ``step``.
         """
-        self._observed(self._reduced())
+        self._reduced()
+        self._observed()
 
     def _reduced(self) -> list[Added]:
         """Reduce the gradients since the last step, which ends what the last pass may have begun of that; what was
@@ -408,13 +389,14 @@ class MegatronLearner(MegatronScorer):
                 finalize_model_grads(list(hooks.chunks))
         return added
 
-    def _observed(self, added: Sequence[Added]) -> dict[str, Metric[float]]:
+    def _observed(self) -> dict[str, Metric[float]]:
         """Metrics of the passes, which it resets."""
         self._optimizer_of_all.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
-        replayed = any(ROUTES in m.extra for micro_batches, _ in added for m in micro_batches)
-        of_features = {name: metric for hooks in self._hooks for name, metric in hooks.read().items()}
-        return self._observers.read() | of_features | (self._routing.read() if replayed else {})
+        found = self._observers.read()
+        for hooks in reversed(self._hooks):  # the order in rows
+            found |= hooks.read()
+        return found
 
     def _step(self, learning_rate: float, grad_norm: float) -> dict[str, Metric[float]]:
         """All optimizers step, or none: they count as many steps. Returns metrics of features."""
@@ -424,13 +406,6 @@ class MegatronLearner(MegatronScorer):
             metrics |= hooks.step(learning_rate)
         self._changed()
         return metrics
-
-    @override
-    def _packed(self, samples: Samples, *, copy: bool) -> PackedMicroBatch:
-        packed = super()._packed(samples, copy=copy)
-        for hooks in self._hooks:
-            packed = hooks.pack(packed, samples)
-        return packed
 
     def _warm_up(self) -> None:
         """Make, before the first pass, those that features ask for; nothing of them counts."""
@@ -451,23 +426,16 @@ class MegatronLearner(MegatronScorer):
     def _add(
         self, packed: Sequence[PackedMicroBatch], *, loss: Loss, num_tokens: int, num_sequences: int
     ) -> list[LossOutput]:
-        with _together([self._activations.passing(), *(hooks.around_pass() for hooks in self._hooks)]):
-            outputs = run_loss(
+        with nested([self._activations.passing(), *(hooks.around_pass() for hooks in self._hooks)]):
+            return run_loss(
                 self._trained,
                 packed,
                 self._head,
                 loss,
-                partial(self._routed, num_tokens=num_tokens),
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
                 hooks=self._hooks,
             )
-        self._routing.finish()
-        return outputs
-
-    def _routed(self, chunk: Any, micro_batch: PackedMicroBatch, *, num_tokens: int) -> AbstractContextManager[None]:
-        around = (hooks.around_forward(chunk, micro_batch, num_tokens) for hooks in self._hooks)
-        return _together([self._replaying(chunk, micro_batch), *around])
 
     @contextlib.contextmanager
     def _held_back(self) -> Iterator[None]:
@@ -475,7 +443,7 @@ class MegatronLearner(MegatronScorer):
         config = self._trained[0].config
         scheduled, config.no_sync_func = config.no_sync_func, None
         try:
-            with _together(chunk.no_sync() for chunk in self._trained):
+            with nested(chunk.no_sync() for chunk in self._trained):
                 yield
         finally:
             config.no_sync_func = scheduled
@@ -490,7 +458,7 @@ class MegatronLearner(MegatronScorer):
         for number, (micro_batch, add) in enumerate(each):
             activity.part(f"the gradient is not finite: micro-batch {number + 1} of {len(each)} by itself")
             self._clear()
-            with self._held_back(), self._observers.unseen(), self._routing.unseen():
+            with self._held_back(), self._observers.unseen():
                 add(self._pack([micro_batch]))
             buffers = [buffer for chunk in self._chunks_of_all for buffer in chunk.buffers]
             if self._dims.ep == 1:

@@ -90,6 +90,7 @@ _RULES: Sequence[Rule] = (
 
 FEATURE = Feature(
     name="replay",
+    active=lambda _: True,  # it acts where samples have routes, or are asked for them
     keys={"algorithm": ReplayKeys},
     rules=_RULES,
     columns=(
@@ -111,6 +112,7 @@ FEATURE = Feature(
         misfit="{given} needs routes, but it returns none; start it with --enable-return-routed-experts, or leave it "
         "out",
     ),
+    learner="rl_megatron.features.replay.learner:Routing",
     step="rl_megatron.features.replay.feature:make_hooks",
     metrics=(
         ("moe/rerouted_fraction", "", "share of (token, layer) whose router would choose other experts than the "

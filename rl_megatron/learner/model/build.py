@@ -125,7 +125,7 @@ def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
         "moe_router_pre_softmax": router.score == "softmax" and (alone or not shape.normalize_top_k),
         "moe_router_score_function": router.score,
         "moe_grouped_gemm": True,
-        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`learner.routing`)
+        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`features.replay`)
     }
     if shape.dense_layers:  # makes megatron name layers one by one in checkpoints
         out["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
