@@ -261,6 +261,8 @@ class Feature:
     """By the name of a column: the key and value for which engines return it; None: they need not."""
     wants: Callable[[RunConfig], frozenset[Want]] = lambda _: frozenset()
     """Scores that it needs of the policy at the start of each step."""
+    moves_reference: Callable[[RunConfig], bool] = lambda _: False
+    """True if its side in a run's steps moves the weights of the reference, if there is one."""
     roles: Callable[[RunConfig], Mapping[str, RoleModel]] = lambda _: {}
     """Its models on ranks of their own, by their roles."""
     serving: Serving | None = None

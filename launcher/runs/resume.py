@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import rl_megatron
-from rl_megatron.config.beside import reference_follows
 from rl_megatron.config.errors import has_gone
 from rl_megatron.config.removed import is_off, is_removed, removed_key, renamed
 from rl_megatron.config.resume import FREE_BEFORE, changes_no_step, defaults, fixed, flat, is_free
@@ -54,7 +53,7 @@ def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
             f"train.steps={steps}, but {latest} is of step {made}; give train.steps={made} or more, or another run.name"
         )
     begun = found.state.warm_start_step is None
-    kept = config.needs_reference and not config.reference_is_base and not reference_follows(config)
+    kept = config.needs_reference and not config.reference_is_base and not config.reference_moves
     if begun and kept and config.reference is None:
         _check_reference(config, run_folder / START_FOLDER)
     return found

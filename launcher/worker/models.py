@@ -23,7 +23,7 @@ import torch
 
 from launcher.wire import Setup
 from rl_megatron import digests
-from rl_megatron.config.beside import frozen_folders, reference_follows, separate
+from rl_megatron.config.beside import frozen_folders, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.rows import HeldRows
 from rl_megatron.data.samples import as_seen
@@ -230,7 +230,7 @@ class RankModels:
         if not self._reference:
             names = layout.local_shapes(self._rank)
             like = {name: tensor for name, tensor in self._scorer("reference").tensors.items() if name in names}
-            if reference_follows(self._config):
+            if self._config.reference_moves:
                 self._average = MovingAverage(like)
                 self._reference = self._average.tensors
             else:
@@ -374,7 +374,7 @@ class RankModels:
         """Load a saved state. Raises CheckpointError."""
         from rl_megatron.learner.checkpoint.state import holds_beside
 
-        if role == "policy" and reference_follows(self._config) and holds_beside(folder):  # a warm start's holds none
+        if role == "policy" and self._config.reference_moves and holds_beside(folder):  # a warm start's holds none
             self._hold_reference(self._layouts_of("reference", self._model_folder)[1])
         self._learner(role).load(folder, self._beside(role))
 

@@ -22,11 +22,6 @@ def taught_by_policy(c: RunConfig) -> dict[str, TeacherSection]:
     return {teacher_role(name): one for name, one in teachers.items() if one.path is None}
 
 
-def reference_follows(c: RunConfig) -> bool:
-    """Whether the reference is a moving average of the policy."""
-    return c.needs_reference and c.kind.samples and c.algorithm.kl.follow_rate is not None
-
-
 def with_own_prompt(c: RunConfig) -> dict[str, TeacherSection]:
     """The teachers that read a prompt of their own, by their names."""
     teachers = c.algorithm.kl.teachers if c.kind.samples else {}

@@ -108,7 +108,6 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "balance.share": {OFF: (), ON: ("balance.high", "balance.low")},
     "kl.coefficient": {OFF: (), ON: _KL},
     "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
-    "kl.follow_rate": {OFF: (), ON: ("kl.follow_every",)},
     "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))
     | {"top_k": ("kl.top_k", "kl.beta")},
     "critic.backbone": {

@@ -313,9 +313,6 @@ def _of_jobs() -> Iterator[Rule]:
           why="the algorithm has no critic", fix=separate.format("critic"))
     yield Excludes(one=On("roles.reference", "separate"), other=On("needs_reference", False,
           "algorithm.kl.coefficient"), why="the algorithm has no reference", fix=separate.format("reference"))
-    yield Excludes(one=On("algorithm.kl.follow_rate"), other=(On("roles.reference", "separate"),
-          SAMPLES, On("needs_reference", True, "job")), why="a reference that follows the policy takes its weights "
-          "from the same ranks", fix="set roles.reference=learner, or leave follow_rate out")
     best, every = On("checkpoint.keep_best", Above(0)), On("checkpoint.every", Above(0))
     yield from _excluded(best,
         (On("checkpoint.every", 0), "only the last step's checkpoint is written", "set checkpoint.every"),
@@ -397,8 +394,7 @@ def _reads() -> Iterator[Rule]:
           "algorithm.tokens", any_of=(On("train.epochs", Above(1)), On("train.minibatches", Above(1)),
           On("algorithm.old_logprobs", Not("learner")), On("algorithm.tokens.choose", Not("kl_cov"))))
     yield _read("no pairs are trained on", "algorithm.preference", any_of=PAIRS)
-    yield _read("no reference is loaded", *(f"algorithm.kl.{key}" for key in ("reference", "follow_rate",
-          "follow_every")), any_of=(On("algorithm.kl.coefficient", Above(0)),
+    yield _read("no reference is loaded", "algorithm.kl.reference", any_of=(On("algorithm.kl.coefficient", Above(0)),
           On("algorithm.needs_reference", True, "algorithm.preference.reference_free"),
           On("kind.reference", True, "job")))
     yield _read("turns are not compared", "algorithm.turn_baseline", "algorithm.turn_compared",

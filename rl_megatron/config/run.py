@@ -43,7 +43,7 @@ from rl_megatron.config.sections.reward import EnvironmentSection, RankedModelSe
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import FILE, PROCESS_GROUP, TransportKind, WeightsSection
-from rl_megatron.feature import adapter_layouts, asked_columns, with_features
+from rl_megatron.feature import adapter_layouts, asked_columns, features, with_features
 from rl_megatron.section import EntryName, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 DISK_SECONDS = 3600.0
@@ -228,11 +228,23 @@ class RunConfig(Section):
         return self.model_copy(update={"learner": self.learner_of(role)})
 
     @property
+    def taught_by_average(self) -> bool:
+        """Whether a teacher is the reference, which a feature moves, and which reads another prompt."""
+        moves = any(one.moves_reference(self) for one in features().values())
+        return moves and any(one.path is None for one in self.algorithm.kl.teachers.values())
+
+    @property
     def needs_reference(self) -> bool:
         """Whether ranks hold a model, frozen or the policy's average, that scores what is trained on."""
-        own = self.algorithm.taught_by_average or not self.algorithm.kl.teachers
+        own = self.taught_by_average or not self.algorithm.kl.teachers
         sampled = self.kind.samples and self.algorithm.needs_reference and own
         return (self.kind.reference and not self.dpo.reference_free) or sampled
+
+    @property
+    def reference_moves(self) -> bool:
+        """Whether a feature moves the reference's weights, which are then kept in float32 and saved."""
+        moves = any(one.moves_reference(self) for one in features().values())
+        return moves and self.needs_reference and self.kind.samples
 
     @property
     def reference(self) -> Path | None:
@@ -242,7 +254,7 @@ class RunConfig(Section):
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and so needs no weights of its own."""
-        begins = self.reference is None and not self.algorithm.kl.follow_rate and not self.warm_start.steps
+        begins = self.reference is None and not self.reference_moves and not self.warm_start.steps
         return begins and "reference" not in self.roles.separate and adapter_layouts(self.learner) is not None
 
     @property

@@ -280,7 +280,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ([*own("a", 9), FOLLOWS, "roles.reference=separate"], "takes its weights from the same ranks; set roles.ref"),
         ([FOLLOWS, "roles.reference=separate"], "follow_rate=0.1 with roles.reference=separate and job=rl: a"),
         ([FOLLOWS, "algorithm=grpo"], "follow_rate=0.1 does nothing: with algorithm.kl.coefficient=0 and"),
-        (["algorithm.kl.follow_every=2"], "follow_every=2 does nothing: algorithm.kl.follow_rate=null does not read"),
+        (["algorithm.kl.follow_every=2"], "follow_every=2 does nothing: with algorithm.kl.follow_rate=null the refe"),
         ([*teacher("a"), *teacher("b"), "algorithm=gkd"], "a, b judge the same prompts, and estimator=top_k"),
         (teacher("a", Path("tests"), "sources=[sums]"), f"{KEY}.a.sources names 'sums'; data.sources has none"),
         ([f"{KEY}.a.weight=2"], "no path: without one it is the policy itself, which judges by another prompt"),

@@ -27,7 +27,6 @@ from rl_megatron.config.beside import (
     frozen_folders,
     in_words_of,
     nodes_of_role,
-    reference_follows,
     scoring_roles,
     separate,
 )
@@ -327,7 +326,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         terms["critic"] = sum(critic.values())
     if "reference" in here:
         terms["reference"] = 0.0 if config.reference_is_base else own["parameters"]
-        if reference_follows(config):
+        if config.reference_moves:
             terms["reference"] *= BYTES["float32"] / BYTES[learner.dtype]
     terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way
     if not config.fills_files:
@@ -438,7 +437,7 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> 
     muon = config.learner.optimizer.name == "muon"
     of_stages = trained_elements(config, layout)
     whole_by = elements_by_stage(layout)
-    beside = BYTES["float32"] if role == LEARNER and reference_follows(config) else 0
+    beside = BYTES["float32"] if role == LEARNER and config.reference_moves else 0
     held_by = whole_by if adapter_layouts(config.learner) is None else of_stages
     spared_of = trained_matrices(config, layout) if muon else [Elements(dense=0, experts=0)] * d.pp
     out: dict[int, int] = {}

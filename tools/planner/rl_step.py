@@ -497,7 +497,7 @@ def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: 
     """Of all models beside the policy, by their roles. A teacher's own prompt is as much longer than the policy's
     ``prompt`` as its limit is. Reward models read all that is compared."""
     found, judges = {}, scoring_roles(config)
-    of_teacher = {"reference"} if config.algorithm.taught_by_average else set()  # of the same model
+    of_teacher = {"reference"} if config.taught_by_average else set()  # of the same model
     frozen = [role for role in frozen_folders(config) if role not in of_teacher]
     for role in ("critic", *frozen, *taught_by_policy(config)):
         theirs = config.of_role(role)

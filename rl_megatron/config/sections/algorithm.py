@@ -168,6 +168,7 @@ class ObjectiveKeys(Section):
     none."""
 
 
+@with_features("algorithm.kl")
 class KLSection(Section):
     """KL of the policy to a reference; ``coefficient=0`` is off and loads no reference."""
 
@@ -188,11 +189,6 @@ class KLSection(Section):
     the KL (docs/algorithms.md); false: all tokens weigh the same, as in DeepSeekMath's k3."""
     reference: Path | None = None
     """Hugging Face folder of the reference, also of job=dpo; null: the model that training starts from."""
-    follow_rate: PositiveFraction | None = None
-    """The reference follows the policy: after each ``follow_every`` steps this share of its weights is the policy's, so
-    that it is a moving average; 1 puts the policy in its place. null: it is frozen."""
-    follow_every: Positive = 1
-    """Steps from one to the next."""
     teachers: Mapping[EntryName, TeacherSection] = Field(default_factory=dict)
 
     @property
@@ -375,11 +371,6 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     def needs_reference(self) -> bool:
         """Whether the loss or the rewards need log-probs of a reference."""
         return self.kl.coefficient > 0 or (self.pairs and not self.preference.reference_free)
-
-    @property
-    def taught_by_average(self) -> bool:
-        """Whether a teacher is the policy's moving average, the reference, which reads another prompt."""
-        return self.kl.follow_rate is not None and any(one.path is None for one in self.kl.teachers.values())
 
     @property
     def scores_policy(self) -> bool:

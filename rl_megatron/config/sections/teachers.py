@@ -58,8 +58,7 @@ class TeacherSection(Section):
     """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own; null without a server."""
     path: Path | None = None
     """Hugging Face folder of the teacher; of one behind a server, config.json and tokenizer.json are read here. null:
-    the policy itself, with the weights that a step begins with, or its moving average (``algorithm.kl.follow_rate``),
-    by ``prompt``."""
+    the policy itself, with the weights that a step begins with, or a reference that follows it, by ``prompt``."""
     prompt: str | None = None
     """What it reads in place of data.prompt_template: {prompt} is the problem, {answer} its right answer, and {NAME}
     field NAME of its row, as in data.fields.prompt; {right_completion} is another completion of the same group, whose

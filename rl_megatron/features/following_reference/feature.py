@@ -8,24 +8,59 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from rl_megatron.feature import Feature, StepHooks
+from rl_megatron.rules import Above, Excludes, On, ReadIf
+from rl_megatron.section import Positive, PositiveFraction, Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
+    from rl_megatron.config.sections.algorithm import KLSection
     from rl_megatron.interfaces import Learner, Roles
     from rl_megatron.observability.recorder import Stopwatch
 
+
+class FollowKeys(Section):
+    """The feature's keys of the KL."""
+
+    follow_rate: PositiveFraction | None = None
+    """The reference follows the policy: after each ``follow_every`` steps this share of its weights is the policy's, so
+    that it is a moving average; 1 puts the policy in its place. null: it is frozen."""
+    follow_every: Positive = 1
+    """Steps from one to the next."""
+
+
+def follow_of(kl: KLSection) -> FollowKeys:
+    """The feature's keys of the KL's section."""
+    assert isinstance(kl, FollowKeys)
+    return kl
+
+
+_FOLLOWS = On("algorithm.kl.follow_rate")
+
 FEATURE = Feature(
     name="following_reference",
+    keys={"algorithm.kl": FollowKeys},
+    moves_reference=lambda config: follow_of(config.algorithm.kl).follow_rate is not None,
+    rules=(
+        Excludes(one=_FOLLOWS, other=(On("roles.reference", "separate"), On("kind.samples", True, "job"),
+                 On("needs_reference", True, "job")),
+                 why="a reference that follows the policy takes its weights from the same ranks",
+                 fix="set roles.reference=learner, or leave follow_rate out"),
+        ReadIf(keys=tuple(f"algorithm.kl.{key}" for key in FollowKeys.model_fields),
+               any_of=(On("algorithm.kl.coefficient", Above(0)),
+                       On("algorithm.needs_reference", True, "algorithm.preference.reference_free"),
+                       On("kind.reference", True, "job")),
+               why="no reference is loaded"),
+        ReadIf(keys=("algorithm.kl.follow_every",), any_of=(_FOLLOWS,),
+               why="the reference is frozen"),
+    ),
     step="rl_megatron.features.following_reference.feature:make_hooks",
 )  # fmt: skip
 
 
 def make_hooks(config: RunConfig, roles: Roles) -> Following | None:
     """The reference's steps; None for a run whose reference does not follow."""
-    from rl_megatron.config.beside import reference_follows  # whose sections import this
-
-    kl = config.algorithm.kl
-    if not reference_follows(config) or kl.follow_rate is None:
+    kl = follow_of(config.algorithm.kl)
+    if not config.reference_moves or kl.follow_rate is None:
         return None
     return Following(policy=roles.policy, rate=kl.follow_rate, every=kl.follow_every)
 

@@ -40,7 +40,7 @@ class Teachers(StepHooks):
     @override
     def judges(self, samples: Samples, groups: Sequence[RolloutGroup]) -> Judges:
         known = [group.prompt.source for group in groups for one in group.trajectories for _ in one.chains]
-        own, itself = with_own_prompt(self.config), "reference" if self.config.algorithm.taught_by_average else "policy"
+        own, itself = with_own_prompt(self.config), "reference" if self.config.taught_by_average else "policy"
         right, asked, weights = self.config.eval.success_reward, list[Judge](), dict[str, float]()
         for name, one in self.config.algorithm.kl.teachers.items():
             sources, role = np.array(known), teacher_role(name)

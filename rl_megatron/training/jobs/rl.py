@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_megatron.agents.source import environment_row
-from rl_megatron.config.beside import frozen_folders, reference_follows
+from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import DataError
@@ -111,7 +111,7 @@ class Reinforcement:
         if fresh and "critic" in roles.learners:
             await roles.learners["critic"].start_from(critic.path or self.start_folder)
         frozen = {role: folder for role, (folder, _) in frozen_folders(self.config).items() if role in roles.frozen}
-        if not fresh and reference_follows(self.config):
+        if not fresh and self.config.reference_moves:
             del frozen["reference"]  # it is in the checkpoint
         for role, folder in frozen.items():
             await roles.frozen[role].start_from(folder or self.start_folder)
