@@ -240,6 +240,8 @@ class Feature:
     work: Callable[[LearnerSection, ModelShape, float], Mapping[str, Any]] = lambda *_: {}
     """What predictions of a step's seconds read of its keys, for sequences of so many tokens in the mean: fields of
     `tools.planner.time.LearnerWork`, with their values."""
+    passes: Callable[[RunConfig], float] = lambda _: 0.0
+    """For the same: passes of the policy without gradients over a step's rows, as many as its side makes."""
     changes: Mapping[str, str] = field(default_factory=dict)
     """For each of its own terms of ``memory``: what makes it smaller, for messages."""
     check_files: str | None = None

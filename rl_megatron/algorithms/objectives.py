@@ -263,7 +263,14 @@ class ClipLimits:
 
 
 def balanced_limits(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, row: AlgorithmSection, share: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    row: AlgorithmSection,
+    share: float,
+    *,
+    most_high: float,
+    least_low: float,
 ) -> ClipLimits:
     """The limits at which positive tokens have the ``share``, of one minibatch's tokens: BAPO (arXiv:2510.18927).
 
@@ -286,9 +293,9 @@ def balanced_limits(
         found = limits(steps, row.clip_low)
         return found.positive >= share * found.all
 
-    most = math.floor((row.balance.high - row.clip_high) / _RAISED_BY + 1e-9)
+    most = math.floor((most_high - row.clip_high) / _RAISED_BY + 1e-9)
     steps = bisect_left(range(most + 1), True, key=enough)
-    return limits(steps, row.clip_low) if steps <= most else limits(most, row.balance.low)
+    return limits(steps, row.clip_low) if steps <= most else limits(most, least_low)
 
 
 OBJECTIVES: Mapping[str, Objective] = {

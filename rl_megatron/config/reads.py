@@ -80,7 +80,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "gae": ("gamma", "lam", "lam_length_factor", "critic"),
     },
     "objective": {
-        "clip": ("ratio_level", "clip_low", "clip_high", "keep_low", "keep_high", "dual_clip", "balance"),
+        "clip": ("ratio_level", "clip_low", "clip_high", "keep_low", "keep_high", "dual_clip"),
         "cispo": ("ratio_level", "cap_low", "cap_high"),
         "reinforce": (),
         "importance": ("ratio_level",),
@@ -105,7 +105,6 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "kl_cov": ("tokens.share", "parameters.kl_cov"),
         "second_moment": ("parameters.second_moment",),
     },
-    "balance.share": {OFF: (), ON: ("balance.high", "balance.low")},
     "kl.coefficient": {OFF: (), ON: _KL},
     "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
     "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))

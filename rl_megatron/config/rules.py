@@ -163,8 +163,6 @@ def _of_algorithm() -> Iterator[Rule]:
         (On("algorithm.old_kl_limit"), "that KL is estimated from what the policy samples", "set old_kl_limit=null"),
         (On("algorithm.tokens.choose", Not("all")), "these are chosen among the tokens that were sampled",
          "set tokens.choose=all"),
-        (On("algorithm.balance.share"), "it is of clipped ratios, and a demonstration has none",
-         "set balance.share=null"),
         (On("algorithm.credit", Not("completion")), "a demonstration has one advantage", "set credit=completion"),
         (ENVIRONMENT, "a demonstration is the text of one answer, which no environment leads", _LEAVE_OUT))
     yield Needs(when=On("sources@fields.demonstration"), all=DEMONSTRATIONS, why="nothing reads it",

@@ -160,13 +160,6 @@ LEARNING: MetricTuples = (
      Curve("Policy", "KL at which a step ended")),
     ("kl/rollout", "nats", "KL(engine || learner) per token before the update: k3 estimate; where there is mismatch/k1",
      Curve("Health", "KL, engine from learner")),
-    ("balance/clip_low", "", "lower limit of the clip, 1 minus the ratio, mean over optimizer steps; with "
-     "algorithm.balance", Curve("Policy", "Clip of a minibatch: lower limit")),
-    ("balance/clip_high", "", "upper limit of the clip, the ratio minus 1, mean over optimizer steps; with "
-     "algorithm.balance", Curve("Policy", "Clip of a minibatch: upper limit")),
-    ("balance/positive_share", "", "share that tokens of positive advantage have in the sum over |A| times the ratio, "
-     "clipped and weighed by the old policy's probability; below algorithm.balance.share where no limit reaches it",
-     Curve("Policy", "Share of tokens of positive advantage in what the clip leaves", limits=(0.0, 1.0))),
     ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions",
      Curve("Policy", "Entropy")),
     ("clip_fraction", "", "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes, or a "

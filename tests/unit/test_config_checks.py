@@ -285,7 +285,7 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
         ([LUFFY, "algorithm.kl.coefficient=0.1"], "kl.coefficient=0.1: that KL is estimated from what the policy"),
         ([LUFFY, "algorithm.old_kl_limit=0.1", "train.minibatches=2"], "old_kl_limit=0.1: that KL is estimated from"),
         ([LUFFY, "algorithm.tokens.choose=top_entropy"], "tokens.choose=top_entropy: these are chosen among the"),
-        ([LUFFY, "algorithm.balance.share=0.4"], "balance.share=0.4: it is of clipped ratios, and a demonstration has"),
+        ([LUFFY, "algorithm.balance.share=0.4"], "gamma=0.1: it is of clipped ratios, and a demonstration has none"),
         ([LUFFY, "algorithm.credit=discounted"], "credit=discounted: a demonstration has one advantage; set credit=c"),
         ([LUFFY, "algorithm.routing_replay=r3"], "algorithm.routing_replay=r3: no engine chose its experts; leave one"),
         ([LUFFY, "train.route_flips=true"], "train.route_flips=true: no engine chose its experts; leave one of them"),

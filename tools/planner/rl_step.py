@@ -348,15 +348,13 @@ def forward_seconds(work: LearnerWork, batches: int) -> float:
 
 
 def score_seconds(config: RunConfig, work: LearnerWork) -> float:
-    """The policy's passes of a step without gradients: over all its rows, where the algorithm needs one, and with
-    ``algorithm.balance`` over those of each later minibatch. The first has the norms of an optimal baseline."""
+    """The policy's passes of a step without gradients: over all its rows, where the algorithm needs one, and those of
+    features. The first has the norms of an optimal baseline."""
     a, batches, seconds = config.algorithm, config.train.minibatches, 0.0
     if a.scores_policy or wanted(config):
         norms = {"norms"} if a.credit == "optimal" else set()
         seconds = forward_seconds(replace(work, again=work.again | norms), batches)
-    if a.balance.share is not None:
-        seconds += (config.train.epochs - 1 / batches) * forward_seconds(work, batches)
-    return seconds
+    return seconds + sum(one.passes(config) for one in features().values()) * forward_seconds(work, batches)
 
 
 def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:

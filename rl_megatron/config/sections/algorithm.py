@@ -23,7 +23,6 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rl_megatron.config.sections.balance import BalanceSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.feature import with_features
 from rl_megatron.section import (
@@ -321,7 +320,6 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     not replaced by ``unfinished_reward``."""
     preference: PreferenceSection = PreferenceSection()
     tokens: TokensSection = TokensSection()
-    balance: BalanceSection = BalanceSection()
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()
@@ -375,8 +373,7 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     @property
     def scores_policy(self) -> bool:
         """Whether it needs scores of the policy at the start of a step, by a pass over its rows."""
-        looks = self.tokens.choose != "all" or self.balance.share is not None or self.credit == "optimal"
-        return self.old_logprobs == "learner" or looks
+        return self.old_logprobs == "learner" or self.tokens.choose != "all" or self.credit == "optimal"
 
     @property
     def needs_top(self) -> bool:

@@ -2,19 +2,74 @@
 
 from __future__ import annotations
 
-from rl_megatron.feature import Feature
-from rl_megatron.rules import Above, Below, Not, On, excluded
+from typing import TYPE_CHECKING
+
+from rl_megatron.feature import Curve, Feature
+from rl_megatron.rules import Above, Below, Not, On, ReadIf, excluded
+from rl_megatron.section import NonNegativeFloat, PositiveFraction, Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+
+
+class BalanceSection(Section):
+    """Widens the clip of each minibatch from ``clip_low`` and ``clip_high``."""
+
+    share: PositiveFraction | None = None
+    """objective=clip: least share of tokens of positive advantage in the sum over |rho A|, clipped and weighed by the
+    old policy's probability, to which ``clip_high`` is raised in steps of 0.05; null: the limits stay."""
+    high: NonNegativeFloat = 2.0
+    """How far ``clip_high`` may be raised."""
+    low: NonNegativeFloat = 0.1
+    """What ``clip_low`` is where that is not enough, so that more tokens of negative advantage have no gradient."""
+
+
+class BalancedClipKeys(Section):
+    """The feature's section of keys of the algorithm."""
+
+    balance: BalanceSection = BalanceSection()
+
+
+def balance_of(config: RunConfig) -> BalanceSection:
+    """The feature's keys."""
+    assert isinstance(config.algorithm, BalancedClipKeys)
+    return config.algorithm.balance
+
+
+def _passes(config: RunConfig) -> float:
+    """One over each later minibatch."""
+    return 0.0 if balance_of(config).share is None else config.train.epochs - 1 / config.train.minibatches
+
 
 FEATURE = Feature(
     name="balanced_clip",
+    keys={"algorithm": BalancedClipKeys},
+    passes=_passes,
+    wants=lambda config: frozenset({"logprobs"} if balance_of(config).share is not None else ()),
     rules=(
         *excluded(On("algorithm.balance.share"),
             (On("algorithm.ratio_level", Not("token")), "it is of ratios of tokens", "set ratio_level=token"),
+            (On("algorithm.preference.beta"), "pairs have no clip", "leave one of them out"),
+            (On("algorithm.demonstration_gamma"), "it is of clipped ratios, and a demonstration has none",
+             "set balance.share=null"),
             (On("algorithm.old_logprobs", "interpolated"), "these follow the policy", "set learner or rollout"),
             (On("algorithm.correction.acts", True, "algorithm.correction.mode"), "the share is of the loss without its "
              "weights", "leave the correction out, and set old_logprobs=rollout"),
             (On("algorithm.balance.high", Below("algorithm.clip_high")), "clip_high rises to it", "raise it"),
             (On("algorithm.balance.low", Above("algorithm.clip_low")), "clip_low falls to it", "lower it")),
+        ReadIf(keys=("algorithm.balance",), any_of=(On("algorithm.objective", "clip"),), why="nothing is clipped so"),
+        ReadIf(keys=("algorithm.balance.high", "algorithm.balance.low"), any_of=(On("algorithm.balance.share"),),
+               why="the limits stay"),
     ),
     step="rl_megatron.features.balanced_clip.step:make_hooks",
+    metrics=(
+        ("balance/clip_low", "", "lower limit of the clip, 1 minus the ratio, mean over optimizer steps; with "
+         "algorithm.balance", Curve("Policy", "Clip of a minibatch: lower limit")),
+        ("balance/clip_high", "", "upper limit of the clip, the ratio minus 1, mean over optimizer steps; with "
+         "algorithm.balance", Curve("Policy", "Clip of a minibatch: upper limit")),
+        ("balance/positive_share", "", "share that tokens of positive advantage have in the sum over |A| times the "
+         "ratio, clipped and weighed by the old policy's probability; below algorithm.balance.share where no limit "
+         "reaches it",
+         Curve("Policy", "Share of tokens of positive advantage in what the clip leaves", limits=(0.0, 1.0))),
+    ),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from rl_megatron.algorithms.objectives import ClipLimits, balanced_limits
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import part_of, tokens_of_part, unpack
 from rl_megatron.feature import StepHooks
+from rl_megatron.features.balanced_clip.feature import balance_of
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.scores import LOGPROBS, Measured
@@ -19,7 +20,7 @@ from rl_megatron.types import Batch
 
 def make_hooks(config: RunConfig, roles: Roles) -> BalancedClip | None:
     """The limits of a run's minibatches; None without ``algorithm.balance.share``."""
-    return None if config.algorithm.balance.share is None else BalancedClip(config, roles)
+    return None if balance_of(config).share is None else BalancedClip(config, roles)
 
 
 class BalancedClip(StepHooks):
@@ -31,7 +32,7 @@ class BalancedClip(StepHooks):
     """
 
     def __init__(self, config: RunConfig, roles: Roles) -> None:
-        self._row, self._policy = config.algorithm, roles.policy
+        self._row, self._keys, self._policy = config.algorithm, balance_of(config), roles.policy
         self._scored: Tensor | None = None  # [N] log-probs of the policy, until the first minibatch
 
     @override
@@ -50,8 +51,8 @@ class BalancedClip(StepHooks):
         return await to_thread(self._limits, batch, current)
 
     def _limits(self, batch: Batch, current: Tensor) -> ClipLimits:
-        samples, share = batch.samples, self._row.balance.share
-        assert share is not None
+        samples, keys = batch.samples, self._keys
+        assert keys.share is not None
         mine = tokens_of_part(samples, part_of(batch))
         columns = (current[mine], samples.old_logprobs[mine], samples.advantages[mine])
-        return balanced_limits(*columns, self._row, share)
+        return balanced_limits(*columns, self._row, keys.share, most_high=keys.high, least_low=keys.low)
