@@ -227,11 +227,9 @@ class Feature:
     learner_rules: Sequence[Rule] = ()
     """As ``rules``, of keys of the learner alone, which critics and other models have in sections of their own."""
     problems: Callable[[LearnerSection, ModelShape | None], Iterator[str]] = lambda *_: iter(())
-    """Why its keys are refused, where no row says it: what was given, and what to do. The shape is None before a model
-    is read."""
+    """Why its keys are refused, where no row says it, and what to do. The shape is None before a model is read."""
     megatron: Callable[[LearnerSection, ModelShape], Keywords] = lambda *_: Keywords()
-    """Its keywords for megatron-core, which nobody else gives. Raises ConfigError if this machine lacks what it
-    needs."""
+    """Its own keywords for megatron-core. Raises ConfigError if this machine lacks what it needs."""
     memory: Callable[[LearnerSection, ModelShape, Rank, Terms], Terms] = lambda _learner, _shape, _rank, terms: terms
     """The terms of a trained model on a rank with its bytes added, also where it is not active."""
     captures: bool = False
@@ -255,8 +253,7 @@ class Feature:
     """``package.module:function`` that makes the `AdapterLayouts` of a learner's section where the feature is active:
     of parameters that it adds beside the model's, which alone are trained, and saved by a run."""
     shape: Callable[[LearnerSection, ModelShape], ModelShape] = _same
-    """Changes the sizes of the trained policy where the feature is active. Raises ConfigError for a family without
-    it."""
+    """Changes the trained policy's sizes where the feature is active. Raises ConfigError for a family without it."""
     columns: Sequence[Column] = ()
     """What engines return of tokens for its sides to read."""
     asks: Mapping[str, Callable[[RunConfig], str | None]] = field(default_factory=dict)
@@ -280,24 +277,20 @@ class Feature:
     export: str | None = None
     """``package.module:function`` as `exported`, for checkpoints of its own."""
     learner: str | None = None
-    """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None for a model that the
-    feature leaves alone."""
+    """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None leaves a model alone."""
     step: str | None = None
-    """``package.module:function`` that makes the `StepHooks` of a run from its configuration and `Roles`; None for a
-    run that the feature leaves alone."""
+    """``package.module:function`` that makes the `StepHooks` of a run's configuration and `Roles`; None: none."""
     served: str | None = None
     """``package.module:function`` that makes its models behind servers, by their roles: from a run's configuration, the
     policy's `ModelShape`, what makes the adapter of an engine, and what hears how far it is. It raises EngineError for
     a server that does not answer."""
     sampler: str | None = None
-    """``package.module:function`` that makes the `SamplerHooks` of a run from its configuration and its tokenizer; None
-    for a run that the feature leaves alone."""
+    """``package.module:function`` that makes the `SamplerHooks` of a run's configuration and tokenizer; None: none."""
     encoding: str | None = None
     """``package.module:function`` that makes the `Encoding` of a configuration; None for one that the feature leaves
     alone. Importing the module needs no torch."""
     compression: str | None = None
-    """``package.module:function`` that makes the `Compression` of a configuration, for one plan on one rank; None for
-    one that the feature leaves alone."""
+    """``package.module:function`` that makes the `Compression` of a configuration, for a plan on a rank; None: none."""
 
 
 class AdapterLayouts(Hashable, Protocol):
@@ -375,8 +368,7 @@ class Encoder(Protocol):
         ...
 
     def pack(self, name: str, param: str, place: Box, out: Tensor) -> bool:
-        """Writes the numbers of a box of the parameter ``param``, a part of tensor ``name``, into ``out``. False if
-        they are sent as they are."""
+        """Writes the numbers of a box of ``param``, part of tensor ``name``, into ``out``; False: sent as they are."""
         ...
 
     def encoded(self, name: str, box: Box, values: Tensor) -> Tensor | None:
@@ -397,8 +389,7 @@ class Compression(Protocol):
         ...
 
     def compresses(self, peer: int) -> bool:
-        """False if parcels between this process and ``peer`` travel as they are in this version. Both ends say the
-        same."""
+        """False if parcels to and from ``peer`` travel as they are in this version. Both ends say the same."""
         ...
 
     def pack(self, parcel: Parcel) -> Tensor | None:
@@ -563,8 +554,7 @@ class LearnerHooks:
     def around_score(
         self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None
     ) -> AbstractContextManager[None]:
-        """Makes a context for a pass that scores ``micro_batches``, with ``weights`` in place of the model's if they
-        are given."""
+        """Makes a context for a pass that scores ``micro_batches``, with ``weights``, if given, for the model's."""
         return nullcontext()
 
     def around_pass(self) -> AbstractContextManager[None]:
@@ -675,8 +665,7 @@ def wanted(config: RunConfig) -> frozenset[Want]:
 
 
 def role_models(config: RunConfig) -> dict[str, RoleModel]:
-    """The models of features on ranks of their own, by their roles, those that score texts last. Raises as
-    `features`."""
+    """The models of features on ranks of their own by role, those that score texts last. Raises as `features`."""
     found = [pair for feature in features().values() for pair in feature.roles(config).items()]
     return dict(sorted(found, key=lambda pair: pair[1].scores))
 
@@ -701,8 +690,7 @@ def exported(source: Path, base: Path, out: Path, *, family: str | None, dtype: 
 
 
 def prepare_chunks(shape: ModelShape, learner: LearnerSection, models: Sequence[GPTModel]) -> None:
-    """Has active features add parameters to this rank's chunks of a policy. Every rank calls it. Raises as
-    `features`."""
+    """Has active features add parameters to a policy's chunks. Every rank calls it. Raises as `features`."""
     for side in (one.prepare for one in active(learner) if one.prepare is not None):
         load_side(side)(shape, learner, models)
 
@@ -755,8 +743,7 @@ def encoding_of(config: RunConfig) -> Encoding | None:
 
 
 def compression_of(config: RunConfig) -> Compression | None:
-    """How parcels of weights travel over a process group. Raises as `features`, and ConfigError if several features
-    compress them."""
+    """How parcels of weights travel over a process group. Raises as `features`, and ConfigError for several."""
     found: Compression | None = _only("compression", config)
     return found
 

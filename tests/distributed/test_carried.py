@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, SyncError
-from rl_megatron.features.quantise.encoding import ENCODINGS
+from rl_megatron.features.quantize.encoding import ENCODINGS
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, volume, whole_box

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 
 from launcher.processes.guards import held_ports
 from rl_megatron.errors import SyncError, WeightError
-from rl_megatron.features.quantise.encoding import Quantisation, ScaledLayout
+from rl_megatron.features.quantize.encoding import Quantisation, ScaledLayout
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, volume, whole_box
 from rl_megatron.weights.bytes.dtypes import DType

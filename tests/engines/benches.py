@@ -25,7 +25,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines.engine import ServedEngine
 from rl_megatron.engines.local.engine import LocalEngine
-from rl_megatron.features.quantise.encoding import ENCODINGS
+from rl_megatron.features.quantize.encoding import ENCODINGS
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import (

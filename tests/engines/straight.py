@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rl_megatron.errors import SyncError
-from rl_megatron.features.quantise.encoding import ENCODINGS
+from rl_megatron.features.quantize.encoding import ENCODINGS
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import Report, sources_of
 from rl_megatron.weights.layouts.families import hf_layout, read_shape

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_megatron.errors import CorruptionError
-from rl_megatron.features.quantise.encoding import BLOCKS
+from rl_megatron.features.quantize.encoding import BLOCKS
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import read_shape

@@ -25,7 +25,7 @@ from launcher.preflight.subject import Found, Subject
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
-from rl_megatron.features.quantise.encoding import ENCODINGS
+from rl_megatron.features.quantize.encoding import ENCODINGS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.observability.progress import Progress

@@ -18,8 +18,8 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import ConfigError
-from rl_megatron.features.quantise.encoding import ENCODINGS
-from rl_megatron.features.quantise.formats import FORMATS
+from rl_megatron.features.quantize.encoding import ENCODINGS
+from rl_megatron.features.quantize.formats import FORMATS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, tiny_shape

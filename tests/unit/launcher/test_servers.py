@@ -28,7 +28,7 @@ from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.engines.replicas import Event, Health, Replica
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.features.quantise.encoding import ENCODINGS
+from rl_megatron.features.quantize.encoding import ENCODINGS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.layouts.families import hf_layout, read_shape

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncError
-from rl_megatron.features.quantise import formats as served_formats
-from rl_megatron.features.quantise.encoding import BLOCKS, ENCODINGS, Quantisation
-from rl_megatron.features.quantise.formats import FORMATS
+from rl_megatron.features.quantize import formats as served_formats
+from rl_megatron.features.quantize.encoding import BLOCKS, ENCODINGS, Quantisation
+from rl_megatron.features.quantize.formats import FORMATS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate

@@ -189,7 +189,7 @@ def with_scales(layout: Layout, hf: Layout, blocks: Blocks) -> ScaledLayout:
     )
 
 
-_ROOM = "rl_megatron.features.quantise"
+_ROOM = "rl_megatron.features.quantize"
 
 
 def _blocked(shapes: Mapping[str, Shape]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.feature import Encoder
-from rl_megatron.features.quantise.encoding import BLOCKS, Blocks, ScaledLayout
+from rl_megatron.features.quantize.encoding import BLOCKS, Blocks, ScaledLayout
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift
 from rl_megatron.weights.formats.quantise import (
     LARGEST_FP8,

@@ -17,13 +17,13 @@ _NONE = "set rollout.server.quantization=none"
 
 
 def _cut_blocks(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    from rl_megatron.features.quantise.encoding import block_problems
+    from rl_megatron.features.quantize.encoding import block_problems
 
     return block_problems(config, shape)
 
 
 FEATURE = Feature(
-    name="quantise",
+    name="quantize",
     rules=(
         Excludes(
             one=_QUANTISED,
@@ -51,5 +51,5 @@ FEATURE = Feature(
         ),
         CheckFunction(_cut_blocks, where="shape"),
     ),
-    encoding="rl_megatron.features.quantise.encoding:encoding",
+    encoding="rl_megatron.features.quantize.encoding:encoding",
 )
