@@ -6,6 +6,7 @@ Starting processes is a quarter of the time of all tests. What starts one is in 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -31,14 +32,14 @@ def limit_examples(items: list[pytest.Item], limit: int, phases: Sequence[Phase]
     """Limits the examples of each property test to ``limit``, found in ``phases``."""
     for item in items:
         test = getattr(item, "function", None)
-        given = getattr(test, "_hypothesis_internal_use_settings", None)
-        if given is not None:
+        if (given := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
             few = settings(given, max_examples=min(limit, given.max_examples), phases=phases)
             test._hypothesis_internal_use_settings = few  # type: ignore[union-attr]
 
 
 def pytest_configure() -> None:
     """Watches what tests start from here on."""
+    platform.processor()  # the one call of platform that starts a process, once: clients of HTTP name the machine by it
     sys.addaudithook(_watch)
 
 
@@ -47,11 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     limit_examples(items, MAX_EXAMPLES, tuple(Phase))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
     """Forgets what was started before the test."""
     _starts.clear()
-    yield
 
 
 @pytest.hookimpl(wrapper=True)
