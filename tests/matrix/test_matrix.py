@@ -154,7 +154,7 @@ def test_it_steps_and_resumes_as_transformers_and_torch(
     assert_stepped(cell.learner, folder, seen, wanted, cell.tolerance)
     assert_stepped(cell.resumed, folder, later, of_later, cell.tolerance)
     assert_planned(cell, folder, seen)
-    assert not overlap_of(cell.learner).gradients or max(rank["buckets"] for rank in seen) > 5
+    assert not overlap_of(cell.learner).gradients or max(rank["buckets"] for rank in seen) > 2
     if wanted.merged:
         for name, tensor in in_files(folder, cell.learner, [rank["merged"] for rank in seen]).items():
             assert ".lora_" in name or (tensor - wanted.merged[name]).abs().max() < 1e-5, name
