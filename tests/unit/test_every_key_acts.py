@@ -81,7 +81,7 @@ ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "roles.critic": "tests/unit/launcher/test_memory.py",
     "roles.reference": "tests/unit/launcher/test_memory.py",
     "rollout.max_prompt_tokens": "tests/unit/data/test_prompts.py",
-    "rollout.on_long_prompt": "tests/unit/data/test_prompts.py",
+    "rollout.on_long_prompt": "tests/unit/rollout/test_environments_that_fail.py",
     "rollout.interrupt": "tests/unit/rollout/test_rollout_sampler.py",
     "rollout.slots": "tests/unit/rollout/conftest.py",
 }
