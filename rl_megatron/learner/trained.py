@@ -390,7 +390,7 @@ class MegatronLearner(MegatronScorer):
         return added
 
     def _observed(self) -> dict[str, Metric[float]]:
-        """Metrics of the passes, which it resets."""
+        """Metrics of the passes."""
         self._optimizer_of_all.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
         found = self._observers.read()

@@ -40,7 +40,8 @@ import megatron.core.transformer.moe.token_dispatcher as dispatcher  # noqa: E40
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 
-from rl_megatron.features.draft.learner import FEATURE, next_positions, of_learner  # noqa: E402
+from rl_megatron.features.draft.feature import of_learner  # noqa: E402
+from rl_megatron.features.draft.learner import FEATURE, next_positions  # noqa: E402
 from rl_megatron.learner import heads, megatron, optimizer, world  # noqa: E402
 from rl_megatron.learner.model import attention, kernels  # noqa: E402
 from rl_megatron.learner.model.delta import cut_into_chunks  # noqa: E402
