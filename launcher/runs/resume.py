@@ -93,11 +93,13 @@ def _check_same(
     ``paths``: the keys whose value is one.
     """
     lacked = {key: now[key] if key in FREE_BEFORE else value for key, value in usual.items() if key in now}
-    then = {**lacked, **{key: value for key, value in then.items() if not is_free(key) or _is_held(key)}}
+    held, then = then, {**lacked, **{key: value for key, value in then.items() if not is_free(key) or _is_held(key)}}
     for key in [key for key in then if key not in now]:
         if (name := renamed(key)) is not None and name in now:
             logger.warning("%s: %s is called %s now", folder, key, name)
-            then[name] = then.pop(key)
+            old = then.pop(key)
+            if old is not None or name not in held:  # an older version may hold both
+                then[name] = old
     gone = {key: value for key, value in then.items() if key not in now and has_gone(key)}
     dropped = {
         key: value

@@ -244,7 +244,7 @@ def _rendered(c: RunConfig) -> Iterator[str]:
 
 
 def problems_of_keeping(c: RunConfig) -> Iterator[str]:
-    """Checkpoints that are written at other steps than evaluations, and profiles of steps and ranks that are not."""
+    """Checkpoints that are written at other steps than evaluations, and profiles of steps that are not."""
     every = c.checkpoint.every
     if c.checkpoint.keep_best and every and c.eval.mode == "blocking" and (not c.eval.every or every % c.eval.every):
         yield (

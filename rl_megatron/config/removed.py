@@ -180,7 +180,7 @@ REMOVED: Mapping[str, Removed] = {
     "model.tiny.tie_embeddings": _TINY,
     "profile.engines": Removed("the engines' own profilers record their kernels, see rollout.server.options"),
     "profile.nvtx": Removed("profile.steps records kernels, and rl-megatron report RUN --trace FILE shows them"),
-    "profile.ranks": Removed("the first rank of each role is profiled", fixed=([0],)),
+    "profile.ranks": Removed("the first rank of each role is profiled", fixed=([0], 0, "0")),
     "reward.http.backoff_seconds": _BACKOFF,
     "reward.http.concurrency": _IN_FLIGHT,
     "reward.http.retries": _RETRIES,

@@ -182,6 +182,14 @@ def test_a_renamed_key_is_compared_by_its_name_of_today(
     assert "algorithm.tau_positive is called algorithm.parameters.tau_positive now" in caplog.text
 
 
+@pytest.mark.parametrize("old", [None, "/other"])
+def test_a_renamed_key_without_a_value_leaves_that_of_its_name_of_today(old: str | None, tmp_path: Path) -> None:
+    config = load_config("tiny_cpu", ["algorithm.kl.coefficient=0.1", "algorithm.kl.reference=/given"])
+    run = run_of(tmp_path, config, {**fixed(config), "dpo.reference": old})
+    with contextlib.nullcontext() if old is None else pytest.raises(CheckpointError, match="reference: '/other' then"):
+        find(config, run)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
