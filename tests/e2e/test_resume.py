@@ -256,12 +256,12 @@ def test_steps_are_profiled_as_configured(ahead: Run) -> None:
     assert status_of("report", str(ahead.folder), "--trace", str(trace)) == 0
     found = lanes_of(json.loads(gzip.decompress(trace.read_bytes())))
     assert "step 2" in {name for *_, name, _ in found["controller", "steps"]}
-    calls = found["rank 1", "calls"]
+    calls = found["rank 0", "calls"]
     first = min(begin for begin, _, name, _ in calls if name in ("backward", "score", "step", "generate"))
     spans = [
         one
         for (process, thread), some in found.items()
-        if process == "rank 1"
+        if process == "rank 0"
         for one in some
         if thread.startswith("operators")
     ]

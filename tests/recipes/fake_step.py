@@ -73,7 +73,8 @@ class WithoutMicroBatches(MegatronLearner):
         meter.restart()
         nothing: list[Samples] = [None] * micro_batches  # type: ignore[list-item]
         self.backward(nothing, _loss, num_tokens=1, num_sequences=1)
-        self._added = [([], add) for _, add in self._added]  # no samples to look for routes in
+        for hooks in self._hooks:
+            hooks.clear()  # a dry run replays no routes that would be counted
         self.step(0.0)
         return DryRun(
             rank=rank,

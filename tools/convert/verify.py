@@ -26,7 +26,6 @@ from rich.table import Table
 
 from launcher.processes.environment import inherited
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.samples import single_turns
 from rl_megatron.digests import Digest, misfits
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.features.lora.files import adapter_copies, held_lora
@@ -360,6 +359,8 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
 
 def _group(text: Sequence[int]) -> RolloutGroup:
     """A text as a group in which every token after the first counts as sampled."""
+    from rl_megatron.data.samples import single_turns  # imports torch
+
     rest = np.array(text[1:], np.int32)
     zeros = np.zeros(len(rest), np.float32)
     completion = Completion(token_ids=rest, logprobs=zeros, finish_reason="length", spans=(Span(0, 0),))

@@ -159,8 +159,8 @@ async def _requests() -> None:
         await asyncio.sleep(0)
         return 200, b'{"rewards": [1]}'
 
-    reward = HttpReward("http://127.0.0.1:1/", HttpSection(concurrency=1), key="reward")
-    await reward._slots.acquire()
+    reward = HttpReward("http://127.0.0.1:1/", HttpSection(), key="reward")
+    reward._slots = asyncio.Semaphore(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl_megatron.rewards.http.post_json", answer)
         await waits_uncounted(reward, reward._slots.release)
