@@ -72,7 +72,7 @@ def test_each_role_of_a_job_is_on_its_nodes(cluster: Cluster, launcher: str) -> 
         (holder,) = [guard.parent() for guard in programs(job, "engine_guard.py")]
         assert holder is not None
         assert "ServerActor" in holder.cmdline()[0]
-        assert "\nengine 0: node16\n" in (job.run / "log.txt").read_text()
+        assert f"\nengine 0: {engines[0]}\n" in (job.run / "log.txt").read_text()
     job.until_step(1)
     (attempt,) = job.attempts()
     logs = {path.name for path in (job.run / "jobs" / attempt).glob("r[ae][nf]*-?.txt")}
