@@ -165,11 +165,11 @@ def _sampling(config: RunConfig) -> RunConfig:
             f"job={config.job}: its model scores texts and samples none; it serves as reward.function=hf:FOLDER, and "
             "its held-out figures are in metrics.jsonl"
         )
-    return (
-        config
-        if config.kind.samples
-        else config.model_copy(update={"job": "rl", "sft": SftSection(), "dpo": DpoSection()})
-    )
+    if config.kind.samples:
+        return config
+    of_dpo = {"kl": config.algorithm.kl.model_copy(update={"reference": None})}
+    sections = {"sft": SftSection(), "dpo": DpoSection(), "algorithm": config.algorithm.model_copy(update=of_dpo)}
+    return config.model_copy(update={"job": "rl", **sections})
 
 
 def hugging_face(target: TrainedModel, spare: Path) -> Path:

@@ -219,6 +219,16 @@ def test_an_exported_folder_is_configured_as_its_run(folder: Path, here: Path, m
     assert trained_model(Path(), None, []).config == of_run
 
 
+def test_a_run_of_pairs_samples_as_one_without_their_keys(tmp_path: Path) -> None:
+    of_run, run = load_config("dpo_tiny", ["algorithm.kl.reference=/models/other"]), tmp_path / "run"
+    (exported := run / "hf").mkdir(parents=True)
+    (exported / "config.json").touch()
+    (run / "checkpoints").mkdir()
+    save_resolved(of_run, run / "config.yaml")
+    config, default = trained_model(exported, None, []).config, RunConfig()
+    assert (config.job, config.dpo, config.algorithm) == ("rl", default.dpo, default.algorithm)
+
+
 async def saved(folder: Path) -> Path:
     """A checkpoint whose shards nobody reads."""
     state = TrainerState(step=4, prompts={"epoch": 0, "next": 0}, stream=None)
