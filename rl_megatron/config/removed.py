@@ -243,7 +243,8 @@ REMOVED: Mapping[str, Removed] = {
     ),
     "weights.verify": Removed("receivers compare a digest of every box", fixed=(True,)),
 }
-"""By dotted key, sorted; ``*`` is the name of an entry of a mapping, and a section stands for all keys in it."""
+"""By dotted key; ``*`` is the name of an entry of a mapping. A section stands for all keys in it, and so comes after
+those that have a row, for the first row of a key counts."""
 
 _EXAMPLE = "with docs/examples/environments on PYTHONPATH, as docs/environments.md shows"
 
@@ -342,8 +343,9 @@ def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, obj
 
 
 def with_new_names(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """A copy of the values of a section in which renamed keys have their new names, one log line each. A key whose new
-    name is given, too, or is in another section, stays as it is, which the schema refuses."""
+    """A copy of the values of a section in which renamed keys have their new names, one log line each. A key
+    stays as it is, which the schema refuses, if its new name is given, too, or would be in another section or in a
+    value that is no section."""
     out = copy.deepcopy(dict(tree))
     prefix = f"{section}." if section else ""
     for parts, value in _leaves(tree):
@@ -351,9 +353,12 @@ def with_new_names(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]
         if found is None or not found[0].startswith(prefix):
             continue
         *above, leaf = found[0].removeprefix(prefix).split(".")
+        inner: object = out
+        for name in above:
+            inner = inner.get(name, {}) if isinstance(inner, dict) else None
         there = given_value(tree, found[0].removeprefix(prefix))
         switches = isinstance(there, dict) and all(_row(f"{found[0]}.{one}")[1] for one in there)
-        if there is not None and not switches:
+        if not isinstance(inner, dict) or (there is not None and not switches):
             continue
         _take(out, parts)
         functools.reduce(lambda inner, name: inner.setdefault(name, {}), above, out)[leaf] = found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -465,6 +466,17 @@ def test_a_renamed_key_is_read_by_its_new_name(key: str, caplog: pytest.LogCaptu
     if row.entry is None and not named.startswith(new):  # both are given: the schema refuses the old one
         both = {**nested(named, value), **nested(new, 1)} if named.split(".")[0] != new.split(".")[0] else None
         assert both is None or with_new_names(both) == both
+
+
+@pytest.mark.parametrize("above", [None, 0, "grpo", {"kl": 1}, [1]])
+def test_a_renamed_key_stays_where_its_new_section_is_none(above: object, tmp_path: Path) -> None:
+    tree = {"dpo": {"reference": "folder"}, "algorithm": above}
+    assert with_new_names(tree) == tree
+    (tmp_path / "old.yaml").write_text(json.dumps(tree))
+    with pytest.raises(
+        ConfigError, match=r"dpo\.reference='folder': no such key; it is called algorithm\.kl\.reference"
+    ):
+        load_config(str(tmp_path / "old.yaml"), [])
 
 
 def nested(key: str, value: object) -> dict[str, object]:
