@@ -68,7 +68,7 @@ def _documents() -> dict[str, int]:
 
 
 def _definitions(section: type[Section], seen: set[type[Section]]) -> Iterator[tuple[str, str]]:
-    """The class that defines each key with a value, and its name; a key of several sections counts once."""
+    """The class that first defines each key with a value, and its name; a key of several sections counts once."""
     if section in seen:
         return
     seen.add(section)
@@ -78,7 +78,7 @@ def _definitions(section: type[Section], seen: set[type[Section]]) -> Iterator[t
             for one in below:
                 yield from _definitions(one, seen)
         else:
-            owner = next(c for c in section.__mro__ if name in inspect.get_annotations(c))
+            owner = next(c for c in reversed(section.__mro__) if name in inspect.get_annotations(c))
             yield f"{owner.__module__}.{owner.__qualname__}", name
 
 

@@ -12,9 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import field_validator
-from pydantic_core import PydanticCustomError
-
 from rl_megatron.config.sections.algorithm import UNPAIRED, PreferenceSection
 from rl_megatron.section import LISTED, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -96,7 +93,7 @@ class WrittenSection(Section):
     """Most tokens of a sequence, prompt and answers together."""
     on_long: Literal["fail", "drop", "cut"] = "fail"
     """What to do with a longer sequence: end the run and name it (fail), not train on its row (drop), or train on what
-    of it fits, without its end (cut; not of a pair). Metrics count the dropped and the cut ones."""
+    of it fits, without its end (cut). Metrics count the dropped and the cut ones."""
     on_refused: Literal["fail", "drop"] = "fail"
     """What to do with a row of which no sequence is made, as its messages have no known form, the chat template refuses
     them or no token ends a turn (docs/sft.md): end the run and name it (fail), or not train on it (drop), and count
@@ -110,12 +107,9 @@ class SftSection(WrittenSection):
 class PairsSection(WrittenSection):
     """What jobs on pairs of answers read."""
 
-    @field_validator("on_long")
-    @classmethod
-    def _whole(cls, given: str) -> str:
-        if given == "cut":
-            raise PydanticCustomError("whole", "Input should be 'fail' or 'drop'")
-        return given
+    on_long: Literal["fail", "drop"] = "fail"
+    """What to do with a longer sequence: end the run and name it (fail), or not train on its row (drop). Metrics count
+    the dropped ones."""
 
 
 class DpoSection(PreferenceSection, PairsSection):
