@@ -472,9 +472,16 @@ def test_a_process_gets_no_variables_of_this_one_but_those_named(monkeypatch: py
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
-    for module in (WORKER, "rl_megatron.rewards.format_worker", "rl_megatron.chat_templates"):
-        process = BoundedProcess(module).start()
-        with process, open(f"/proc/{process.pid}/environ") as given:
+    calls = {
+        WORKER: ("8", "$8$"),
+        "rl_megatron.rewards.format_worker": ("a", "a"),
+        "rl_megatron.chat_templates": ("", ()),
+    }
+    for module, arguments in calls.items():
+        worker = BoundedProcess(module)
+        worker.ask(30.0, *arguments)  # the file is empty until the kernel has laid out the new program
+        assert worker.process is not None
+        with worker.process as process, open(f"/proc/{process.pid}/environ") as given:
             found = dict(one.split("=", 1) for one in given.read().split("\0")[:-1])
         del found["PYTHONPATH"]
         assert found == {"LANG": "C.UTF-8", "TZ": "Asia/Tokyo", "LD_LIBRARY_PATH": "/opt/lib"}
