@@ -18,6 +18,7 @@ from rl_megatron.columns import Ragged
 from rl_megatron.config.beside import frozen_folders, scoring_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.rows import OwnLayers, SentRows, Share
+from rl_megatron.data.samples import seen_by
 from rl_megatron.digests import Digest, Written
 from rl_megatron.engines.local.engine import Batched
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
@@ -234,8 +235,8 @@ class LearnerGroup(Learner):
 
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        """Each data-parallel rank scores its micro-batches."""
-        asked = Pass(role=self.role, want=want, replays=True, last_tokens=batch.last_tokens)
+        """Each data-parallel rank scores its micro-batches; the policy replays the batch's routes."""
+        asked = Pass(role=self.role, want=want, replays=self.role == "policy", last_tokens=batch.last_tokens)
         (said,) = await LearnerGroups([self], self._plane).score(batch, [asked])
         return said.scores
 
@@ -314,9 +315,11 @@ class LearnerGroups(Together):
 
     @override
     async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
-        for one in passes:
-            if one.replays:
-                await self._models[one.role].check_columns(batch)
+        replaying = [one.role for one in passes if one.replays]
+        for role in replaying:
+            await self._models[role].check_columns(batch)
+        if not replaying:  # columns of the policy's layers are not sent to other models
+            batch = seen_by(batch, replays=False, last_tokens=batch.last_tokens)
         return await self._plane.score(batch, passes)
 
 

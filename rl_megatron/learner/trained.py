@@ -76,11 +76,11 @@ class MegatronScorer:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
         self._chunks, self._rows, self._padding = chunks, learner.float8_rows, learner.padding
         self._adapters = [found for model in models if (found := adapters_of(model)) is not None]
-        self._adapter_names = self.adapters.keys()
+        self._adapter_names = frozenset(self.adapters)
         keep_buffers_float32(models)
         self._shape = shape
         self._observers = Observers(models, shape, device)
-        self._hooks: Sequence[LearnerHooks] = ()
+        self._hooks: Sequence[LearnerHooks] = ()  # a frozen model has none, and so replays nothing
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

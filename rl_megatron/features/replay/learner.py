@@ -136,26 +136,33 @@ class Routing(LearnerHooks):
         for _, router in self._routers[chunk]:
             router.set_router_replay_action(RouterReplayAction.RECORD)
         yield
-        blank = torch.zeros((len(micro_batch.source), *self._size), dtype=self._dtype, device=self._device)
-        routes = self._recorded.setdefault(micro_batch.source, blank)
+        if (routes := self._recorded.get(micro_batch.source)) is None:  # its first chunk here
+            routes = torch.zeros((len(micro_batch.source), *self._size), dtype=self._dtype, device=self._device)
+            self._recorded[micro_batch.source] = routes
         own = routes[own_tokens(len(routes))]
         for column, router in self._routers[chunk]:
             own[:, column] = router.get_recorded_indices().to(routes.dtype)
 
     @override
+    def around_score(
+        self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None
+    ) -> contextlib.AbstractContextManager[None]:
+        return self.around_pass()
+
+    @override
     @contextlib.contextmanager
     def around_pass(self) -> Iterator[None]:
-        yield
-        self._finish()
-
-    def _finish(self) -> None:
-        """End replay and recording. Raises RLMegatronError if routes queued for a recompute were not used."""
-        left = sum(len(router.replay_backward_list) for router in self._every)
-        for router in self._every:
-            router.clear_indices()
-            router.clear_router_replay_action()
-        if left:
-            raise RLMegatronError(f"{left} layers should have been recomputed with replayed routes, but were not")
+        """Ends replay and recording after a pass, also one that fails. Raises RLMegatronError if routes queued for a
+        recompute were not used."""
+        try:
+            yield
+            if left := sum(len(router.replay_backward_list) for router in self._every):
+                raise RLMegatronError(f"{left} layers should have been recomputed with replayed routes, but were not")
+        finally:
+            self._recorded.clear()
+            for router in self._every:
+                router.clear_indices()
+                router.clear_router_replay_action()
 
     @override
     def read(self) -> dict[str, Metric[float]]:
@@ -185,13 +192,11 @@ class Routing(LearnerHooks):
 
         Every rank gets all routes of its DP rank. A rank recorded its own tokens and layers; the rest is 0.
         """
-        self._finish()
         if "routes" not in want:
             return {}
-        recorded, self._recorded = self._recorded, {}
         parts = []
         for one, samples in zip(packed, micro_batches, strict=False):  # a padded pipeline has copies at the end
-            routes = recorded[one.source]
+            routes = self._recorded[one.source]
             source = one.source.to(routes.device)
             real = source >= 0
             out = routes.new_zeros((len(samples.input_ids), *self._size))

@@ -421,6 +421,14 @@ def test_a_rank_keeps_the_routes_of_its_own_layers() -> None:
         score(packed(samples(3)))
 
 
+def test_routes_are_sent_to_the_policy_alone() -> None:
+    stages = Stages()
+    group = cast(WorkerGroup, stages)
+    reference = LearnerGroup(group, "reference", BatchCalls(group, DIMS))
+    asyncio.run(reference.score(packed(samples(4)), frozenset({"logprobs"})))
+    assert [one.extra for share in shares_of(stages) for one in HeldRows().take(share)] == [{}] * 4
+
+
 async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
     """A pass over rows that ranks hold is their numbers; models on the same ranks share what these hold."""
     stages, whole = Stages(), samples()

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, WeightError
 from rl_megatron.features.lora.feature import LoraSection
 from rl_megatron.features.lora.learner import LoraHooks, MergedPasses
+from rl_megatron.features.replay.learner import Routing
 from rl_megatron.learner import world
 from rl_megatron.learner.checkpoint import loading
 from rl_megatron.learner.megatron import make_critic, make_policy
@@ -488,6 +490,16 @@ def test_it_sees_steps_alone_and_its_number_is_kept(tmp_path: Path, monkeypatch:
     assert result.metrics["observer/passes"] == Metric(value=4.0, over="sum")
     assert "moe/load_imbalance" in result.metrics
     assert documented("observer/passes") is not None
+
+
+def test_a_pass_that_fails_leaves_nothing_recorded(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = observed(hf)
+    (routing,) = (one for one in learner._hooks if isinstance(one, Routing))
+    monkeypatch.setattr(type(learner._head), "scores", Mock(side_effect=RuntimeError("no memory left")))
+    with pytest.raises(RuntimeError, match="memory"):
+        learner.score([samples()], frozenset({"routes"}))
+    assert not routing._recorded
+    assert {router.router_replay_action for router in routing._every} == {None}
 
 
 def test_experts_without_tokens_are_those_of_the_routes(hf: Path) -> None:
