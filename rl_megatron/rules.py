@@ -157,6 +157,16 @@ class _Root:
         return getattr(self.config, name)
 
 
+def read_with_reference(*keys: str) -> ReadIf:
+    """The row of keys of the reference model, in the configuration and in features."""
+    any_of = (
+        On("algorithm.kl.coefficient", Above(0)),
+        On("algorithm.needs_reference", True, "algorithm.preference.reference_free"),
+        On("kind.reference", True, "job"),
+    )
+    return ReadIf(keys=keys, any_of=any_of, why="no reference is loaded")
+
+
 def broken(rules: Iterable[Rule], config: object, where: When = "config", shape: object = None) -> list[str]:
     """A line for each rule of ``where`` that the configuration breaks: the keys with their values, why, and the fix.
 

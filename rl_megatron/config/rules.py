@@ -24,6 +24,7 @@ from rl_megatron.rules import (
     Rule,
     When,
     broken,
+    read_with_reference,
 )
 from rl_megatron.rules import excluded as _excluded
 
@@ -392,9 +393,7 @@ def _reads() -> Iterator[Rule]:
           "algorithm.tokens", any_of=(On("train.epochs", Above(1)), On("train.minibatches", Above(1)),
           On("algorithm.old_logprobs", Not("learner")), On("algorithm.tokens.choose", Not("kl_cov"))))
     yield _read("no pairs are trained on", "algorithm.preference", any_of=PAIRS)
-    yield _read("no reference is loaded", "algorithm.kl.reference", any_of=(On("algorithm.kl.coefficient", Above(0)),
-          On("algorithm.needs_reference", True, "algorithm.preference.reference_free"),
-          On("kind.reference", True, "job")))
+    yield read_with_reference("algorithm.kl.reference")
     yield _read("turns are not compared", "algorithm.turn_baseline", "algorithm.turn_compared",
           any_of=(On("algorithm.advantage_mean", Not("none")), On("algorithm.advantage_std", Not("none"))))
     yield _read("the return from a turn on is its own reward", "algorithm.turn_compared",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from rl_megatron.feature import Feature, StepHooks
-from rl_megatron.rules import Above, Excludes, On, ReadIf
+from rl_megatron.rules import Excludes, On, ReadIf, read_with_reference
 from rl_megatron.section import Positive, PositiveFraction, Section
 
 if TYPE_CHECKING:
@@ -45,11 +45,7 @@ FEATURE = Feature(
                  On("needs_reference", True, "job")),
                  why="a reference that follows the policy takes its weights from the same ranks",
                  fix="set roles.reference=learner, or leave follow_rate out"),
-        ReadIf(keys=tuple(f"algorithm.kl.{key}" for key in FollowKeys.model_fields),
-               any_of=(On("algorithm.kl.coefficient", Above(0)),
-                       On("algorithm.needs_reference", True, "algorithm.preference.reference_free"),
-                       On("kind.reference", True, "job")),
-               why="no reference is loaded"),
+        read_with_reference(*(f"algorithm.kl.{key}" for key in FollowKeys.model_fields)),
         ReadIf(keys=("algorithm.kl.follow_every",), any_of=(_FOLLOWS,),
                why="the reference is frozen"),
     ),
