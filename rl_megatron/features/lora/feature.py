@@ -194,7 +194,6 @@ FEATURE = Feature(
             "vllm": "rl_megatron.features.lora.engines:VLLMAdapters",
             "sglang": "rl_megatron.features.lora.engines:SGLangAdapters",
         },
-        lacks="holds no adapters beside a model; set weights.push=merged",
     ),
     pushes=Pushes(
         asked=lambda config: places_of(config) is not None,
