@@ -315,10 +315,10 @@ class LearnerGroups(Together):
 
     @override
     async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
-        replaying = [one.role for one in passes if one.replays]
-        for role in replaying:
-            await self._models[role].check_columns(batch)
-        if not replaying:  # columns of the policy's layers are not sent to other models
+        for one in passes:
+            if one.replays:
+                await self._models[one.role].check_columns(batch)
+        if not any(one.replays for one in passes):  # columns of the policy's layers are not sent to other models
             batch = seen_by(batch, replays=False, last_tokens=batch.last_tokens)
         return await self._plane.score(batch, passes)
 

@@ -290,5 +290,5 @@ def _reward_options(reward: RewardSection) -> dict[str, bool]:
         "tests": "tests" in names,
         "http": any(name.startswith(("http://", "https://")) for name in names),
         "model": any(name.startswith(("hf:", RANKS)) for name in names),
-        **{f"model.{key}": any(name.startswith("hf:") for name in names) for key in ("label",)},
+        "model.label": any(name.startswith("hf:") for name in names),
     }

@@ -354,7 +354,8 @@ def score_seconds(config: RunConfig, work: LearnerWork) -> float:
     if a.scores_policy or wanted(config):
         norms = {"norms"} if a.credit == "optimal" else set()
         seconds = forward_seconds(replace(work, again=work.again | norms), batches)
-    return seconds + sum(one.passes(config) for one in features().values()) * forward_seconds(work, batches)
+    passes = sum(one.passes(config) for one in features().values())
+    return seconds + (passes * forward_seconds(work, batches) if passes else 0.0)
 
 
 def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
