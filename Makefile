@@ -96,6 +96,7 @@ lint: $(ENVIRONMENT)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python -m tests.words
 	$(MAKE) --no-print-directory docs
 
 # Files are copied with their paths, so that a link is the same here and in the repository.
