@@ -31,8 +31,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import LEARNER
 
@@ -258,7 +256,7 @@ def pack(value: object) -> Message:
 def parts(message: Message) -> Iterator[memoryview]:
     """All memory to write, in order; none of it is empty."""
     pickled, buffers = message
-    sizes = np.array([len(b) for b in buffers], "<i8").tobytes()
+    sizes = struct.pack(f"<{len(buffers)}q", *(len(b) for b in buffers))
     yield memoryview(_HEAD.pack(len(pickled), len(buffers)) + sizes)
     yield memoryview(pickled)
     yield from filter(len, buffers)
@@ -320,6 +318,8 @@ class Incoming:
 
     def _parts(self) -> Iterator[memoryview]:
         """The memory of a message's parts, each once the one before it is filled."""
+        import numpy as np  # not earlier: the import starts threads, and a process with threads must not fork ranks
+
         head = bytearray(_HEAD.size)
         yield memoryview(head)
         length, count = _HEAD.unpack(head)
@@ -327,7 +327,7 @@ class Incoming:
         if count:
             yield memoryview(sizes)
         pickled = bytearray(length)
-        buffers = [np.empty(size, np.uint8).data for size in np.frombuffer(sizes, "<i8").tolist()]
+        buffers = [np.empty(size, np.uint8).data for size in struct.unpack(f"<{count}q", sizes)]
         self._message: Message = (pickled, buffers)
         yield memoryview(pickled)
         yield from filter(len, buffers)

@@ -51,8 +51,9 @@ os.sched_setaffinity = lambda _, cpus: print("cores", cpus, os.environ["SLURM_PR
 """
 THREAD = "import threading; threading.Thread(target=threading.Event().wait, name='planted', daemon=True).start()"
 HINDRANCES = f"""
-import signal, socket
-from launcher.worker import forking
+import signal, socket, sys
+from launcher.worker import forking, node
+assert "numpy" not in sys.modules  # only `import_all` keeps it from starting threads
 forking.import_all(())
 print(forking.hindrance())
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGHUP}})
