@@ -29,17 +29,18 @@ GENERATED = ("docs/configuration.md", "docs/metrics.md", "docs/commands.md", "do
 FORMATS = {"Section", "BaseModel", "Struct", "TypedDict", "JsonFields"}
 """Base classes of formats: a field's name is part of a file, a message or the configuration."""
 
-DOCSTRING_STARTS = (
-    "of as those what how why where who whose which whether in for with without by to at on from have one such if no "
-    "nothing so than"
-).split()
-COMMENT_STARTS = (
-    "of in at by on to from with without for as over under beside behind before after between per since until whose "
-    "which that where what how why whether if once and or so than"
-).split()
-IN_NAMES = set(
-    "said asked told heard beside behind apart made its ones gone begun alike unlike upcoming whose elsewhere "
-    "everywhere together alone most least".split()
+DOCSTRING_STARTS = re.compile(
+    r"(of|as|those|what|how|why|where|who|whose|which|whether|in|for|with|without|by|to|at|on|from|have|one|such|if|no"
+    r"|nothing|so|than)\b",
+    re.I,
+)
+COMMENT_STARTS = re.compile(
+    r"(of|in|at|by|on|to|from|with|without|for|as|over|under|beside|behind|before|after|between|per|since|until|whose"
+    r"|which|that|where|what|how|why|whether|if|once|and|or|so|than)\b"
+)
+IN_NAMES = re.compile(
+    r"(?:^|_)(said|asked|told|heard|beside|behind|apart|made|its|ones|gone|begun|alike|unlike|upcoming|whose|elsewhere"
+    r"|everywhere|together|alone|most|least)(?:_|$)"
 )
 NAME_STARTS = re.compile(r"_?(of|in|at|by|over|under|beside|behind|without|or|than|until|unless|why|what|where)_")
 NAME_ENDS = re.compile(r"[a-z].*_(of|at|by|in|with|over|again|alone|apart|beside|behind|together|once)$")
@@ -54,8 +55,8 @@ PHRASES: Mapping[str, re.Pattern[str]] = {
     "what": re.compile(r"(?:^|[.!?] )What (?!to do)(?![^.!?]*\?)"),
     "British": re.compile(
         r"\b\w*(quantis|normalis|initialis|optimis|synchronis|serialis|tokenis|parallelis|materialis|summaris|recognis"
-        r"|organis|utilis|minimis|maximis|behaviour|colour|favour|neighbour|centred|centring|licence|catalogue|modelled"
-        r"|labell|cancell(?:ed|ing)|travell|learnt|spelt)\w*",
+        r"|organis|utili[s]|minimis|maximis|behaviour|colour|favour|neighbour|centred|centring|licence|catalogue|modelled"
+        r"|labell|cancel(?:led|ling)|travell|learnt|spelt)\w*",
         re.I,
     ),
 }
@@ -92,7 +93,7 @@ def code_breaches(path: str, text: str) -> Iterator[Breach]:
         yield Breach(law, path, line, name)
     for line, comment, trails in _comments(text):
         prose.append((line, comment))
-        if trails and _first_word(comment) in COMMENT_STARTS and comment[:1].islower():
+        if trails and COMMENT_STARTS.match(comment):
             yield Breach("comment's start", path, line, comment[:80])
     yield from _prose_breaches(path, dict.fromkeys(prose), text.count("\n"))
 
@@ -109,7 +110,7 @@ def document_breaches(path: str, text: str) -> Iterator[Breach]:
 
 
 def _docstring_breaches(docstring: str) -> Iterator[tuple[str, str]]:
-    if _first_word(docstring) in DOCSTRING_STARTS:
+    if DOCSTRING_STARTS.match(docstring):
         yield "docstring's start", docstring.split("\n")[0][:80]
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(docstring.split())):
         if len(sentence.split()) > MAX_WORDS:
@@ -134,7 +135,7 @@ def _names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def _refused(line: int, name: str, words: str) -> Iterator[tuple[int, str, str]]:
-    if {*words.lower().strip("_").split("_")} & IN_NAMES:
+    if IN_NAMES.search(words.lower()):
         yield line, name, "name's word"
     if PHRASES["British"].search(name):
         yield line, name, "British name"
@@ -154,23 +155,22 @@ def _comments(text: str) -> Iterator[tuple[int, str, bool]]:
     """The line, text and whether code precedes it, of each comment that is not for a tool."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         comment = token.string.lstrip("# ").strip()
-        if token.type == tokenize.COMMENT and comment and not comment.startswith(("noqa", "type:", "pragma", "!", "fmt")):
+        for_a_tool = comment.startswith(("noqa", "type:", "pragma", "!", "fmt"))
+        if token.type == tokenize.COMMENT and comment and not for_a_tool:
             yield token.start[0], comment, bool(token.line[: token.start[1]].strip())
-
-
-def _first_word(text: str) -> str:
-    found = re.match(r"[A-Za-z']+", text.strip())
-    return found[0].lower() if found else ""
 
 
 def _prose_breaches(path: str, prose: Iterable[tuple[int, str]], num_lines: int) -> Iterator[Breach]:
     whose = list[Breach]()
     for line, text in prose:
         flat = re.sub(r"``[^`]*``|`[^`]*`", "x", " ".join(text.split()))
-        for law, pattern in PHRASES.items():
+        for law, pattern in (*PHRASES.items(), ("whose", WHOSE)):
             for match in pattern.finditer(flat):
-                yield Breach(law, path, line, flat[max(0, match.start() - 30) : match.end() + 30])
-        whose += [Breach("whose", path, line, flat[max(0, m.start() - 30) : m.end() + 30]) for m in WHOSE.finditer(flat)]
+                breach = Breach(law, path, line, flat[max(0, match.start() - 30) : match.end() + 30])
+                if law == "whose":
+                    whose.append(breach)
+                else:
+                    yield breach
     yield from whose[max(1, num_lines // LINES_A_WHOSE) :]
 
 

@@ -343,9 +343,11 @@ def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, obj
 
 
 def with_new_names(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """A copy of the values of a section in which renamed keys have their new names, one log line each. A key
-    stays as it is, which the schema refuses, if its new name is given, too, or would be in another section or in a
-    value that is no section."""
+    """Copies the values of a section and gives renamed keys their new names, one log line each.
+
+    A key keeps its old name, and the schema refuses it, if its new name is given, too. So does a key with a new name
+    in another section, or inside a value that is not a section.
+    """
     out = copy.deepcopy(dict(tree))
     prefix = f"{section}." if section else ""
     for parts, value in _leaves(tree):
