@@ -320,6 +320,26 @@ def test_weights_have_no_gradient_of_their_own() -> None:
         assert float(inputs.logprobs.grad[t]) == pytest.approx((values[1] - values[0]) / (2 * step), rel=1e-6)
 
 
+@pytest.mark.parametrize("c", [c for c in CORRECTIONS if c.mode == "reject"], ids=str)
+def test_a_clip_loss_with_rejections_is_its_equation_and_has_its_finite_differences(c: CorrectionSection) -> None:
+    """Some tokens are dropped, some of the others are clipped, and some are neither."""
+    inputs = draw(9, lengths := [4, 3, 5, 2, 6, 1, 1, 2, 7, 3], 0.3)
+    weights, old = reference(c, inputs, len(lengths)), inputs.old_logprobs.tolist()
+    output = policy_loss(correction=c.model_dump())(inputs)
+    (gradient,) = torch.autograd.grad(output.loss, inputs.logprobs)
+
+    def token(t: int, logprob: float) -> float:
+        ratio, advantage = math.exp(logprob - old[t]), float(inputs.advantages[t])
+        return -weights[t] * min(ratio * advantage, clamp(ratio, 0.8, 1.2) * advantage) / inputs.num_tokens
+
+    now, kept = inputs.logprobs.tolist(), torch.nonzero(inputs.mask).flatten().tolist()
+    assert output.loss.item() == pytest.approx(sum(token(t, now[t]) for t in kept))
+    slopes = {t: (token(t, now[t] + 1e-6) - token(t, now[t] - 1e-6)) / 2e-6 for t in kept}
+    assert [float(gradient[t]) for t in kept] == pytest.approx([*slopes.values()], abs=1e-8)
+    seen = {(weights[t] == 0, slopes[t] == 0) for t in kept}
+    assert seen == {(True, True), (False, True), (False, False)}
+
+
 @pytest.mark.parametrize(
     "section",
     [
