@@ -1,5 +1,5 @@
-"""Every algorithm's loss, a critic and a reference: equal in one process and cut over data, context, pipeline, tensor
-and expert ranks."""
+"""Every algorithm's loss and a reference: equal in one process and cut over data, context, pipeline, tensor and expert
+ranks. tests/matrix has critics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.algorithms.auxiliary import KtoLoss, ValueLoss
-from rl_megatron.algorithms.losses import WithValues, loss_of, token_weight
+from rl_megatron.algorithms.auxiliary import KtoLoss
+from rl_megatron.algorithms.losses import loss_of, token_weight
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -42,49 +41,10 @@ STAGED = ("alone, two layers", "pp2")
 """Layouts of two layers, the least that stages take; the others have one, for losses see none."""
 BELOW = (*STAGED, "tp2-ep2")
 """Layouts that cut below the log-probs, of which a loss sees nothing: settings of one function stand for its rows."""
-CRITIC_STEPS, TOP = 3, 9
+TOP = 9
 KEYS: dict[Want, str] = {"logprobs": "score", "entropy": "entropy", "top": "top", "logit_norms": "norms"}
-KINDS = ("critic", "own critic")
 CUT: dict[str, dict[str, int]] = {"dp2": {"dp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}}
 LAYOUTS = {"alone": {}, "alone, two layers": {}, **CUT}
-
-
-def own_critics_loss() -> WithValues:
-    """PPO's, with a value loss of half its weight."""
-    row = load_config("tiny_cpu", ["algorithm=ppo", "algorithm.critic.backbone=policy"]).algorithm
-    loss = loss_of(row, kl_coefficient=0.0, max_new_tokens=1)
-    assert isinstance(loss, WithValues)
-    return loss
-
-
-def gap_to_two_models(own: Any, policy: Any, critic: Any, batch: Batch) -> float:
-    """How a model's gradient differs from the sum of the other two's, relative, at the tensor where it does most.
-
-    All have the same weights, and value layers that are filled here. One rank calls it.
-    """
-    from rl_megatron.learner.heads import ValueParameter
-    from rl_megatron.learner.parameters import global_parameters
-
-    loss, found = own_critics_loss(), list[dict[str, torch.Tensor]]()
-    for learner, its in ((own, loss), (policy, loss.policy), (critic, loss.value)):
-        gradients = {}
-        for name, parameter in global_parameters(learner._models):
-            if isinstance(parameter, ValueParameter):  # in the output layer's place, or beside it
-                name = name.rpartition(".")[2]
-                parameter.data[:] = torch.linspace(-1, 1, parameter.numel()) if name == "weight" else 0.3
-            gradients[name] = parameter
-        counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
-        learner.backward(batch.micro_batches[0], its, **counts)
-        found.append({name: parameter.main_grad.clone() for name, parameter in gradients.items()})
-        learner.drop()
-    together, of_policy, of_critic = found
-    assert together.keys() == of_policy.keys() | of_critic.keys()
-    gaps = []
-    for name, gradient in together.items():
-        apart = [(1.0, of_policy.get(name)), (loss.coefficient, of_critic.get(name))]
-        wanted = sum(weight * one for weight, one in apart if one is not None)
-        gaps.append(float((gradient - wanted).norm() / gradient.norm()))
-    return max(gaps)
 
 
 def make_samples() -> Samples:
@@ -171,10 +131,10 @@ def of(config: RunConfig, kl_coefficient: float = 0.0) -> Loss:
 
 
 def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens: int) -> None:
-    """One rank: a step at rate 0 for each loss, log-probs under other weights, then a critic that trains."""
+    """One rank: a step at rate 0 for each loss, and log-probs under other weights."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
-    from rl_megatron.learner.megatron import make_critic, make_policy
+    from rl_megatron.learner.megatron import make_policy
     from rl_megatron.learner.trained import MegatronLearner
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.layout import Layout
@@ -208,20 +168,6 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
     samples = make_samples()
     batch = Packer(dims=learner.dims, max_tokens=max_tokens).pack(samples)
     seen |= scores(policy, batch, dp, samples)
-    makers = {
-        "critic": (partial(make_critic, shape, learner, device), ValueLoss(clip=0.2)),
-        "own critic": (partial(make_policy, shape, learner, device, temperature=0.7, valued=True), own_critics_loss()),
-    }
-    trained = {}
-    for kind, (make, its) in makers.items():
-        trained[kind], restored = make(), make()
-        fill(trained[kind])
-        seen[kind] = [step(trained[kind], its, 1, samples, 3e-3) for _ in range(CRITIC_STEPS)]
-        seen[f"values of {kind}"] = values_of_both(trained[kind], restored, batch.micro_batches[dp], folder / kind)
-    if learner.dims.world_size == 1:
-        for one in (policy, *trained.values()):
-            fill(one)
-        seen["sum of gradients"] = gap_to_two_models(trained["own critic"], policy, trained["critic"], batch)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
 
@@ -237,18 +183,9 @@ def scores(policy: Any, batch: Batch, dp: int, samples: Samples) -> dict[str, ob
     return out
 
 
-def values_of_both(trained: Any, restored: Any, micro_batches: Sequence[Samples], folder: Path) -> list[list[object]]:
-    """The values of a model, and of another that loads what it saves."""
-    trained.save(folder)
-    restored.load(folder)
-    said = [one.score(micro_batches, frozenset({"values"})) or {} for one in (trained, restored)]
-    return [[values.tolist() for values in one.get("values", ())] for one in said]
-
-
 def run(folder: Path, model: Path, layout: str) -> list[dict[str, Any]]:
     """What the ranks of a layout saw; those with results first."""
-    for kind in KINDS:
-        (folder / kind).mkdir(parents=True)
+    folder.mkdir()
     world_size = LearnerSection.model_validate(LAYOUTS[layout]).dims.world_size
     run_ranks(rank_main, world_size, layout, folder, model, 300 if layout in CUT else 4096)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
@@ -289,14 +226,6 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(layout: str, of
     for seen in last_stage:
         for name in OF_BELOW if layout in BELOW else jobs():
             assert_same(seen[name], alone[name], name)
-        for i in range(CRITIC_STEPS):
-            for kind in KINDS:
-                assert_same(seen[kind][i], alone[kind][i], f"{kind} step {i}")
-    for kind in KINDS:
-        every = [rank[f"values of {kind}"] for rank in ranks]
-        trained, restored = (next(said[i] for said in every if said[i]) for i in (0, 1))
-        assert trained == restored
-        assert any(value != 0 for values in trained for value in values)
     for name in ("own", "halved", "own again"):
         for key in (f"{of} {name}" for of in KEYS.values()):
             parts = [torch.tensor(seen[key]) for seen in ranks if key in seen]
@@ -330,22 +259,3 @@ def test_the_reference_pass_leaves_the_policy_as_it_was(alone: dict[str, Any]) -
 def test_a_score_of_the_entropy_is_that_of_the_loss(alone: dict[str, Any]) -> None:
     entropy = torch.tensor(alone["entropy own"])[make_samples().mask].mean().item()
     assert alone["grpo"][2]["entropy"] == pytest.approx(entropy, rel=1e-5)
-
-
-def test_a_fresh_critic_says_nothing_and_learns_the_returns(alone: dict[str, Any]) -> None:
-    """Values start at 0, so the first loss is that of 0 clipped around the old values; then it falls."""
-    samples = make_samples()
-    old, returns = samples.old_values, samples.returns
-    clipped = torch.zeros_like(old).clamp(old - 0.2, old + 0.2)
-    worse = torch.maximum(returns.square(), (clipped - returns).square())
-    losses = [step[0] for step in alone["critic"]]
-    assert losses[0] == pytest.approx(worse[samples.mask].mean().item() / 2, rel=1e-5)
-    assert losses[-1] < losses[0]
-
-
-def test_a_policy_that_is_its_own_critic_has_the_gradients_of_both(alone: dict[str, Any]) -> None:
-    """Of two models with its weights, in all tensors that they share."""
-    assert alone["sum of gradients"] < 1e-5
-    losses = [step[2]["critic/loss"] for step in alone["own critic"]]
-    assert losses[0] == pytest.approx(alone["critic"][0][0], rel=1e-5)  # its values start at 0, too
-    assert losses[-1] < losses[0]

@@ -39,7 +39,6 @@ from tests.samples import share_of
 STEPS, SEQUENCES, VOCABULARY = 3, 12, 61
 LOSS = policy_loss(objective="cispo", aggregation="token_mean")
 BUCKET = 3000  # parameters: several buckets
-OVERLAPS: dict[str, dict[str, Any]] = {"none": {}, "both": {"overlap": {"gradients": True, "parameters": True}}}
 
 
 def make_batch(learner: LearnerSection) -> Batch:
@@ -72,49 +71,39 @@ def train(policy: Any, batch: Batch, dp: int) -> list[Any]:
 
 
 def pushes_main(rank: int, root: Path) -> None:
+    """Checksums of what this rank's engine holds after a push right after a step, and after another behind a pass, for
+    which weights are gathered."""
     torch.set_num_threads(1)
-    for name in OVERLAPS:
-        (root / f"pushed-{name}-{rank}.json").write_text(json.dumps(pushed(root, name, rank)))
-
-
-def pushed(root: Path, name: str, rank: int) -> dict[str, int]:
-    """Checksums of what the in-process engine of a rank holds after a push right after the third step."""
     from launcher.wire import Setup
     from launcher.worker.learner_rank import Worker
     from rl_megatron.learner import trained
 
-    # without clipping, which would multiply weights by a norm that buckets sum in another order
-    learner = LearnerSection.model_validate({"dp": 2, "optimizer": {"clip_grad": 0.0}, **OVERLAPS[name]})
+    learner = LearnerSection.model_validate({"dp": 2, "overlap": {"gradients": True, "parameters": True}})
     config = load_config("tiny_cpu", ["rollout.slots=8"]).model_copy(update={"learner": learner})
-    setup = Setup(
-        config=config,
-        model_folder=root / "experts",
-        run_folder=root / f"run-{name}",
-        rendezvous=f"file://{root}/rendezvous-{name}",
-    )
+    rendezvous = f"file://{root}/rendezvous"
+    setup = Setup(config=config, model_folder=root / "experts", run_folder=root / "run", rendezvous=rendezvous)
     small = partial(trained.DistributedDataParallelConfig, bucket_size=BUCKET)
     with patch.object(trained, "DistributedDataParallelConfig", small):
         worker, batch = Worker(setup, rank, None), make_batch(learner)
-    for _ in range(STEPS):
-        row = batch.micro_batches[learner.dims.dp_rank(rank)]
-        share = share_of(row, learner.dims, rank, to_score=False)
-        worker.backward("policy", share, LOSS, batch.num_tokens, batch.num_sequences)
-        worker.step("policy", 1e-2)
-    worker.stage(1)
-    worker.commit(1)
-    sums = worker.checksums()
+    row, seen = batch.micro_batches[learner.dims.dp_rank(rank)], [worker.checksums()]
+    share = share_of(row, learner.dims, rank, to_score=False)
+    worker.backward("policy", share, LOSS, batch.num_tokens, batch.num_sequences)
+    worker.step("policy", 1e-2)
+    for version in (1, 2):
+        worker.stage(version)
+        worker.commit(version)
+        seen.append(worker.checksums())
+        worker._learners["policy"].score(row, frozenset({"logprobs"}))
+    (root / f"pushed-{rank}.json").write_text(json.dumps(seen))
     worker.close()
-    return sums
 
 
 def test_weights_that_wait_for_the_next_pass_are_in_a_push(tmp_path: Path) -> None:
     make_tiny_model(TinySizes(num_layers=2), tmp_path, seed=3).rename(tmp_path / "experts")
     run_ranks(pushes_main, 2, tmp_path)
-    both, none = (
-        [json.loads((tmp_path / f"pushed-{name}-{r}.json").read_text()) for r in (0, 1)] for name in ("both", "none")
-    )
-    assert both == none
-    assert both[0] == both[1] != {}
+    (before, at_once, later), other = (json.loads((tmp_path / f"pushed-{rank}.json").read_text()) for rank in (0, 1))
+    assert at_once == later != before
+    assert other[1:] == [at_once, later]
 
 
 def test_gradients_that_are_being_reduced_are_waited_for_and_the_step_can_wait_again() -> None:

@@ -47,11 +47,15 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 ONCE: Mapping[str, Mapping[str, Any]] = {"pp2-vpp2-dp2": {"pp": 2, "vpp": 2, "dp": 2}}
 """Layouts of the cells that name them, and of no pair."""
 BALANCE = {"aux_loss": 0.5, "seq_aux_loss": 2.0, "global_aux_loss": 1.5, "z_loss": 0.25}
+UNCLIPPED = {"optimizer": {"clip_grad": 0.0, "eps": 0.1}}
+"""Buckets sum a norm in another order, and clipping would multiply gradients by it. Steps are about as long."""
+ON_GPU = {"device": "cuda", "layers": "torch"}
+"""By the rules; a cell pretends that the host's memory is a GPU's."""
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"recompute": {"uniform": 1}},
     "recompute experts": {"recompute": {"parts": ["moe"]}},
-    "overlap": {"overlap": {"gradients": True, "parameters": True}},
-    "overlap gradients": {"overlap": {"gradients": True}},
+    "overlap": {"overlap": {"gradients": True, "parameters": True}, **UNCLIPPED},
+    "overlap gradients": {"overlap": {"gradients": True}, **UNCLIPPED},
     "overlap experts": {"overlap": {"shared_experts": True}},
     "float32 head": {"head_dtype": "float32"},
     "padding": {"padding": {"tokens": "64,96,120", "sequences": SEQUENCES}},
@@ -62,8 +66,17 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "biases": {"router": {"bias_update_rate": 0.125}},
     "muon": {"optimizer": {"name": "muon"}},
     "replay": {},
+    "offload": {"offload": {"activations": ["attention", "moe"], "while_sampling": "optimizer"}, **ON_GPU},
+    "critic": {},
+    "own critic": {},
     "bfloat16": {"dtype": "bfloat16"},
 }
+APART = (
+    *({"overlap", one} for one in ("overlap gradients", "muon")),  # the latter by megatron-core
+    *({"critic", one} for one in ("own critic", "draft", "lora")),  # which are of policies
+    *({"own critic", one} for one in ("overlap", "overlap gradients", "draft", "lora")),  # by rules of algorithms
+)
+"""Features that exclude each other, of which the learner's own rules say nothing."""
 MOST = 4  # features of a cell
 NEUTRAL = (
     "recompute",
@@ -73,6 +86,7 @@ NEUTRAL = (
     "overlap experts",
     "float32 head",
     "padding",
+    "offload",
 )
 """Features of which a checkpoint says nothing: who goes on does without them."""
 OPTIMIZER = {"eps": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5}
@@ -113,7 +127,7 @@ class Cell:
     @property
     def learner(self) -> LearnerSection:
         """The keys of the first layout."""
-        return section(self.layout, self.features)
+        return section(self.layout, self.features).model_copy(update={"device": "cpu"})
 
     @property
     def tolerance(self) -> Tolerance:
@@ -125,12 +139,18 @@ class Cell:
     @property
     def resumed(self) -> LearnerSection:
         """The keys of the layout ``then``."""
-        return section(self.then, held_in_checkpoints(self.features))
+        same = {"optimizer": self.learner.optimizer}
+        return section(self.then, held_in_checkpoints(self.features)).model_copy(update=same)
 
 
 def held_in_checkpoints(features: Sequence[str]) -> tuple[str, ...]:
     """The features that a checkpoint is of."""
     return tuple(name for name in features if name not in NEUTRAL)
+
+
+def has_values(features: Collection[str]) -> bool:
+    """Whether the learner has a value layer."""
+    return "critic" in features or "own critic" in features
 
 
 def _cell(model: str, layout: str, then: str, *features: str) -> Cell:
@@ -144,13 +164,14 @@ FIRST = (
     _cell("deepseek_v3", "pp2-vpp2", "ep2", "recompute experts", "replay"),
     _cell("gpt_oss", "cp2", "one", "padding", "balance"),
     _cell("qwen3_next", "ep2", "tp2-ep2", "recompute", "lora"),
-    _cell("qwen3_5_moe_stacked", "tp2-pp2-ep2", "dp2", "frozen routers", "replay"),
+    _cell("qwen3_5_moe_stacked", "tp2-pp2-ep2", "dp2", "frozen routers", "replay", "own critic"),
     _cell("deepseek_v3", "one", "pp2", "biases", "draft"),
     _cell("glm4_moe", "pp2", "pp2-vpp2", "lora", "replay"),
+    _cell("qwen3_moe", "tp2", "pp2", "critic", "offload"),
     _cell("qwen3_moe", "pp2-vpp2-dp2", "tp2-pp2-ep2", "overlap", "frozen routers"),
     _cell("qwen3_moe", "dp2", "tp2-ep2", "overlap gradients", "muon"),
     _cell("qwen2", "dp2", "tp2", "overlap", "float32 head", "bfloat16"),
-    _cell("glm4_moe", "ep2", "pp2", "replay", "bfloat16", "muon"),
+    _cell("glm4_moe", "ep2", "pp2", "overlap gradients", "replay", "bfloat16", "muon"),
 )
 """Cells that have each mechanism, layout and feature: ``make test`` runs them alone."""
 
@@ -185,7 +206,7 @@ def refused(model: str, layout: str, features: frozenset[str]) -> bool:
     shape = shape_of(model)
     if ("draft" in features and model not in WITH_DRAFTS) or ("replay" in features and not shape.num_experts):
         return True
-    if features >= {"overlap", "overlap gradients"} or features >= {"overlap", "muon"}:  # the latter by megatron-core
+    if any(features >= both for both in APART):
         return True
     if "bfloat16" in features:  # only dense models, and experts that are replayed, stay near an oracle: FIRST has both
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,15 @@ from rl_megatron.types import Batch, LossInputs, Samples
 from rl_megatron.weights.layouts.families import read_shape
 from tests.draft_models import WrittenDraft
 from tests.family_models import write_model
-from tests.matrix.cells import BALANCE, Cell, named
+from tests.matrix.cells import BALANCE, Cell, has_values, named
 from tests.matrix.probes import (
+    CLIP,
+    COEFFICIENT,
     LOSS,
     TEMPERATURE,
+    VALUE_LAYER,
     Drawn,
+    first_values,
     layouts_of,
     make_samples,
     of_adapters,
@@ -42,6 +47,7 @@ class Wanted:
     """Of two steps what a rank says, and the tensors of files after them."""
 
     logits: Sequence[Tensor] = ()  # of each text [L - 1, V], at temperature 1, before the first step
+    values: Sequence[Tensor] = ()  # of each text [L - 1], with a value layer
     routes: Sequence[Tensor] = ()  # of each text [L - 1, MoE layers, top_k], sorted
     steps: list[dict[str, float]] = field(default_factory=list)
     start: dict[str, Tensor] = field(default_factory=dict)
@@ -297,7 +303,7 @@ def rounded(tensor: Tensor) -> Tensor:
 
 
 def clipped(tensors: Sequence[Tensor], most: float) -> float:
-    return float(torch.nn.utils.clip_grad_norm_([t for t in tensors if t.grad is not None], most))
+    return float(torch.nn.utils.clip_grad_norm_([t for t in tensors if t.grad is not None], most or math.inf))
 
 
 def wanted(cell: Cell, folder: Path, model: Any, to: Path, last: LearnerSection) -> Wanted:
@@ -311,17 +317,21 @@ def wanted(cell: Cell, folder: Path, model: Any, to: Path, last: LearnerSection)
     routers = Routers(model, folder, samples)
     adapters = Adapters(folder, learner) if learner.lora.rank is not None else None
     draft = Draft(folder, learner) if learner.draft.train else None
+    values = Values(model, cell.features) if has_values(cell.features) else None
     for name, p in model.named_parameters():
         p.requires_grad_(adapters is None and not (learner.router.frozen and is_router(name)))
+    if values and values.alone and not shape.tie_embeddings:
+        model.get_output_embeddings().requires_grad_(False)
     trained = adapters.held if adapters else {n: p for n, p in model.named_parameters() if p.requires_grad}
-    beside = {**(adapters.held if adapters else {}), **(draft.held if draft else {})}
+    trained |= values.held if values else {}
+    beside = {name: t for one in (adapters, draft, values) if one for name, t in one.held.items()}
     muon = learner.optimizer.name == "muon"
     optimizer = Muon(trained, learner, shape) if muon else adamw(trained, learner)
     found.start = start | {n: t.detach().clone() for n, t in beside.items()}
     for batch in (packed(samples, learner), packed(samples, last)):
         given = as_modules(adapters.merged(), model) if adapters else {}
         logits = routers.pass_over(lambda ids, given=given: torch.func.functional_call(model, given, (ids,)).logits[0])
-        loss, metrics = loss_of(logits, samples, batch)
+        loss, metrics = values.loss_of(logits, samples, batch) if values else loss_of(logits, samples, batch)
         said = {name: float(value.detach()) for name, value in metrics.items() if value.dim() == 0}
         said["loss"] = loss.item()
         if routers.modules:
@@ -339,6 +349,7 @@ def wanted(cell: Cell, folder: Path, model: Any, to: Path, last: LearnerSection)
             routers.move_biases(learner.router.bias_update_rate)
         found.steps.append(said)
         found.logits = found.logits or [one.detach() for one in logits]
+        found.values = found.values or (values.first if values else ())
         found.routes = found.routes or routers.routes()
     write_model(named(cell.model)[0], model, to)
     found.tensors = load_file(to / "model.safetensors") | {name: t.detach() for name, t in beside.items()}
@@ -348,6 +359,35 @@ def wanted(cell: Cell, folder: Path, model: Any, to: Path, last: LearnerSection)
 
 def is_router(name: str) -> bool:
     return ".mlp.gate." in name or ".mlp.router." in name
+
+
+class Values:
+    """A linear layer on the hidden states that the output layer reads: in its place, or beside it."""
+
+    def __init__(self, model: Any, features: Sequence[str]) -> None:
+        self.alone, head = "critic" in features, model.get_output_embeddings()
+        weight, bias = ("score.weight", "output_layer.bias") if self.alone else VALUE_LAYER
+        shapes = {weight: (1, head.in_features), bias: (1,)}
+        self.held = {name: first_values(shape).requires_grad_() for name, shape in shapes.items()}
+        self._layer, self._hidden = [self.held[weight], self.held[bias]], list[Tensor]()
+        self.first: Sequence[Tensor] = ()
+        head.register_forward_pre_hook(lambda _, inputs: self._hidden.append(inputs[0][0]))
+
+    def loss_of(self, logits: Sequence[Tensor], samples: Samples, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Half the larger of two squares, by the value and by one near the old (PPO's); beside it the policy's."""
+        each = [torch.nn.functional.linear(hidden, *self._layer)[:, 0] for hidden in self._hidden]
+        self._hidden.clear()
+        self.first = self.first or [one.detach() for one in each]
+        values, old, returns = (
+            column[samples.mask] for column in (torch.cat(each), samples.old_values, samples.returns)
+        )
+        free, near = (values - returns) ** 2, (old + (values - old).clamp(-CLIP, CLIP) - returns) ** 2
+        loss = torch.maximum(free, near).sum() / 2 / batch.num_tokens
+        means = {"critic/value_mean": values.mean(), "critic/clip_fraction": (near > free).float().mean()}
+        if self.alone:
+            return loss, means
+        of_policy, metrics = loss_of(logits, samples, batch)
+        return of_policy + COEFFICIENT * loss, {**metrics, **means, "critic/loss": loss}
 
 
 class Draft:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock, patch
@@ -15,17 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.auxiliary import ValueLoss
+from rl_megatron.algorithms.losses import WithValues
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.features.overlap.feature import overlap_of
-from rl_megatron.types import Batch, Samples, SkippedStep, Want
+from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
-from tests.matrix.cells import MAX_TOKENS, SEQUENCES, Cell
+from tests.matrix.cells import MAX_TOKENS, SEQUENCES, Cell, has_values
 from tests.rows import policy_loss
 from tests.samples import sequences_of, train_step
 
@@ -36,7 +38,9 @@ VOCABULARY, TEMPERATURE = 61, 0.7
 BUCKET = 3000  # parameters of one, where their communication overlaps: so there are several
 BAD = 7  # a text whose advantages are infinite in a step that is skipped
 LOSS = policy_loss(objective="cispo", aggregation="token_mean", entropy_coefficient=0.1)
-ASKED: frozenset[Want] = frozenset({"logits", "logprobs", "entropy"})
+CLIP, COEFFICIENT = 0.2, 0.5  # of the value loss
+ASKED: frozenset[Want] = frozenset({"logits", "logprobs", "entropy", "values"})
+VALUE_LAYER = ("value_layer.weight", "value_layer.bias")
 
 
 @cache
@@ -45,6 +49,18 @@ def texts() -> Sequence[Tensor]:
     g = torch.Generator().manual_seed(5)
     lengths = torch.randint(6, 40, (12,), generator=g).tolist()
     return [torch.randint(0, VOCABULARY, (length,), generator=g) for length in lengths]
+
+
+def loss_of(features: Sequence[str]) -> Loss:
+    value = ValueLoss(clip=CLIP)
+    if "critic" in features:
+        return value
+    return WithValues(policy=LOSS, value=value, coefficient=COEFFICIENT) if "own critic" in features else LOSS
+
+
+def first_values(shape: Sequence[int]) -> Tensor:
+    """A value layer's, which are not 0."""
+    return torch.linspace(-1, 1, math.prod(shape)).view(*shape)
 
 
 def rate(learner: LearnerSection) -> float:
@@ -67,6 +83,8 @@ def make_samples(shape: Any, features: Sequence[str]) -> Samples:
     if "replay" in features:
         drawn = torch.rand(n, shape.num_layers - shape.dense_layers, shape.num_experts, generator=g).argsort(-1)
         more["extra"] = {"routes": drawn[..., : shape.experts_per_token].to(torch.uint8)}
+    if has_values(features):
+        more |= {"old_values": torch.randn(n, generator=g), "returns": torch.randn(n, generator=g)}
     return sequences_of(
         lengths,
         input_ids=torch.cat([text[:-1] for text in each]),
@@ -89,9 +107,12 @@ class Drawn(MadeUp):
         return super().read(name, box).mul_(2)
 
 
-def layouts_of(folder: Path, learner: LearnerSection) -> tuple[Layout, Layout]:
-    """The model's, over ranks and as files have it, with its draft layer if that is trained."""
+def layouts_of(folder: Path, learner: LearnerSection, features: Sequence[str] = ()) -> tuple[Layout, Layout]:
+    """The model's, over ranks and as files have it, with its draft layer if that is trained. A critic's are those of a
+    classifier."""
     shape = replace(read_shape(folder), drafts=learner.draft.train)
+    if "critic" in features:
+        shape = replace(shape, scores=True, tie_embeddings=False)
     return megatron_layout(shape, learner.dims, stages=learner.stages), hf_layout(shape)
 
 
@@ -99,32 +120,112 @@ def of_adapters(ranks: Layout, hf: Layout, learner: LearnerSection) -> tuple[Lay
     return LoraLayouts(learner.lora).on_ranks(ranks), LoraLayouts(learner.lora).in_files(ranks, hf)
 
 
-def made(folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> MegatronLearner:
-    """A policy with the folder's weights, read by the tables; what they forget is not a number."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A learner on this rank, with the weights of the cell's folder, and what it trains on."""
+
+    policy: MegatronLearner
+    learner: LearnerSection
+    loss: Loss
+    batch: Batch
+    row: Sequence[Samples]  # this rank's micro-batches
+    blamed: Sequence[bool]  # those that have the text `BAD`
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"num_tokens": self.batch.num_tokens, "num_sequences": self.batch.num_sequences}
+
+    def step(self, row: Sequence[Samples] | None = None) -> Any:
+        return train_step(self.policy, row or self.row, self.loss, rate(self.learner), **self.counts)
+
+    def backward(self, row: Sequence[Samples]) -> Any:
+        return self.policy.backward(row, self.loss, **self.counts)
+
+    def score(self, row: Sequence[Samples]) -> Any:
+        """Log-probs or values."""
+        return self.policy.score(row, frozenset({"logprobs", "values"}) & self.policy._head.says)
+
+
+def made(cell: Cell, folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> Ready:
+    """A learner with the folder's weights, read by the tables; what they forget is not a number. It has this rank's
+    micro-batches, with the experts of its own layers."""
     from rl_megatron.learner import trained
-    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.learner.megatron import make_critic, make_policy
 
     ranks, hf = layouts_of(folder, learner)
     small = partial(trained.DistributedDataParallelConfig, bucket_size=BUCKET)
-    overlaps = overlap_of(learner).gradients
+    overlaps, features = overlap_of(learner).gradients, cell.features
     with patch.object(trained, "DistributedDataParallelConfig", small) if overlaps else nullcontext():
-        policy = make_policy(hf.shape, learner, device, temperature=TEMPERATURE)
-    tensors = dict(policy.tensors)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == ranks.local_shapes(rank)
+        if "critic" in features:
+            policy = make_critic(hf.shape, learner, device)
+        else:
+            policy = make_policy(hf.shape, learner, device, temperature=TEMPERATURE, valued="own critic" in features)
+    tensors, shapes = dict(policy.tensors), ranks.local_shapes(rank)
+    dropped = {name: torch.empty(shapes[name]) for name in shapes.keys() - tensors.keys() if "critic" in features}
+    assert dropped.keys() <= {"output_layer.weight"}
+    assert {name: tuple(t.shape) for name, t in (tensors | dropped).items()} == shapes
     for tensor in (*tensors.values(), *policy.adapters.values()):
         tensor.fill_(math.nan)
-    read_boxes(HFFolder(folder), hf, ranks, rank, tensors)
+    read_boxes(HFFolder(folder), hf, ranks, rank, tensors | dropped)
+    for tensor in values_of(policy).values():
+        assert not tensor.any(), "a fresh value layer says something"
+        tensor.copy_(first_values(tensor.shape))
     if learner.lora.rank is not None:
         of_ranks, of_files = of_adapters(ranks, hf, learner)
         read_boxes(Drawn(folder, of_files.local_shapes(0), 3), of_files, of_ranks, rank, policy.adapters)
     policy.adopt()
-    return policy
+    if learner.offload.leaving:
+        for name in ("score", "backward", "step", "drop", "save"):
+            setattr(policy, name, partial(parked, policy, getattr(policy, name)))
+    batch = packed(make_samples(read_shape(folder), features), learner)
+    number = learner.dims.dp_rank(rank)
+    row = list(batch.micro_batches[number])
+    if "replay" in features:
+        layers = list(policy.column_layers["routes"])
+        row = [replace(m, extra={"routes": m.extra["routes"][:, layers]}) for m in row]  # type: ignore[index]
+    blamed = [BAD in ids for ids in batch.sequences[number]]
+    return Ready(policy=policy, learner=learner, loss=loss_of(features), batch=batch, row=row, blamed=blamed)
+
+
+def pretend_gpu() -> None:
+    """In this process what leaves a GPU's memory leaves the host's: state, and what layers keep for a backward pass."""
+    from rl_megatron.learner import cpu
+    from rl_megatron.learner.model import build, offload
+    from rl_megatron.weights.bytes import parked
+
+    def there(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        with patch.multiple(torch.Tensor, is_cuda=True, device=torch.device("cuda", 0)):
+            return function(*given, **named)
+
+    build.refuse, offload.LEAST = Mock(), 1
+    for module in (offload, parked):
+        module.torch = cpu._make_torch_proxy()
+    for owner, name in ((offload.Activations, "_pack"), (parked.Parked, "leave")):
+        setattr(owner, name, partialmethod(partial(there, getattr(owner, name))))
+
+
+def parked(policy: MegatronLearner, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Calls it as servers that sampled before would let it: nothing is in a GPU's memory."""
+    policy.park(pushed=False)
+    buffers = [b for chunk in policy._chunks_of_all for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    assert not any(t.untyped_storage().nbytes() for b in buffers for t in (b.param_data, b.grad_data) if t is not None)
+    return call(*given, **named)
+
+
+def values_of(policy: MegatronLearner) -> dict[str, Tensor]:
+    """The value layer, which only the last stage has."""
+    from rl_megatron.learner.heads import ValueParameter
+    from rl_megatron.learner.parameters import global_parameters
+
+    return {name: p.data for name, p in global_parameters(policy._models) if isinstance(p, ValueParameter)}
 
 
 def held(policy: MegatronLearner) -> dict[str, Tensor]:
     """A copy of what it has."""
+    policy.unpark()
     policy.gather()
-    return {name: tensor.clone() for name, tensor in (*policy.tensors.items(), *policy.adapters.items())}
+    every = (policy.tensors, policy.adapters, values_of(policy))
+    return {name: tensor.clone() for tensors in every for name, tensor in tensors.items()}
 
 
 def differing(policy: MegatronLearner, before: Mapping[str, Tensor]) -> list[str]:
@@ -143,35 +244,42 @@ def of_step(result: Any) -> dict[str, Any] | None:
 def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     """Scores, a skipped step, a step in parts, a checkpoint and a step after it; in another layout that step again."""
     from rl_megatron.learner import world
+    from rl_megatron.learner.model import offload
     from rl_megatron.learner.optimizer import bucket_groups
 
     learner = cell.learner
     device = world.join(learner, rank=rank, rendezvous=f"file://{to}/rendezvous", seed=1)
-    policy = made(folder, learner, rank, device)
+    if "offload" in cell.features:
+        pretend_gpu()
+    one = made(cell, folder, learner, rank, device)
+    policy, row = one.policy, one.row
     before = held(policy)
     if learner.lora.rank is None and (folder / "megatron").exists():
         policy.load_weights(folder / "megatron")
         assert differing(policy, before) == [], "a converted checkpoint holds other weights than the tables give"
-    batch, row = mine(policy, cell, learner, rank, folder)
-    asked = ASKED | {"routes"} if read_shape(folder).num_experts and not row[0].extra else ASKED
-    seen: dict[str, Any] = {"dp": learner.dims.dp_rank(rank), "scores": policy.score(row, asked)}
-    seen["culprits"] = skipped(policy, row, batch, learner, rank)
+    routes = {"routes"} if read_shape(folder).num_experts and not row[0].extra else set()
+    seen: dict[str, Any] = {"dp": learner.dims.dp_rank(rank)}
+    seen["scores"] = policy.score(row, ASKED & policy._head.says | routes)
+    seen["culprits"] = skipped(one)
     assert differing(policy, before) == [], "a skipped step moved weights"
     if learner.padding.sizes:
         has_few_shapes(policy, row, learner)
     groups = bucket_groups(policy._trained)
     for group in groups:
         group.start_param_sync = Mock(wraps=group.start_param_sync)
-    seen["first"] = of_step(in_parts(policy, row, batch, learner))
+    seen["first"] = of_step(in_parts(one))
     policy.save(to / "saved")
     seen["saved"] = held(policy)
-    seen["second"] = of_step(one_step(policy, row, batch, learner))
+    seen["second"] = of_step(one.step())
     seen["buckets"], gathers = len(groups), {group.start_param_sync.call_count for group in groups}
     if overlap_of(learner).parameters:
-        waits_for_weights(policy, row)
+        waits_for_weights(one)
     elif learner.optimizer.name == "adamw":
         assert gathers == {2}, f"two steps gathered buckets of weights {gathers} times"
     seen["tensors"], seen["bytes"] = held(policy), held_bytes(policy)
+    if overlap_of(learner).gradients:
+        has_bits_of_no_overlap(seen, cell, folder, rank, device)
+    assert not learner.offload.activations or offload.arena().num_bytes > 0, "no half of a layer has left"
     with policy.merged():
         seen["merged"] = dict(held(policy)) if learner.lora.rank is not None else {}
     if (most := read_shape(folder).indexer) is not None:
@@ -207,13 +315,24 @@ def has_few_shapes(policy: Any, row: Sequence[Samples], learner: LearnerSection)
     assert {tuple(counts) for _, *counts in shapes} == {(SEQUENCES + 2, SEQUENCES + 1)}
 
 
-def waits_for_weights(policy: MegatronLearner, row: Sequence[Samples]) -> None:
+def waits_for_weights(one: Ready) -> None:
     """Asserts that a step leaves other ranks' weights to the next pass, which has them all."""
-    stale = {name: tensor.clone() for name, tensor in policy.tensors.items()}
-    first = policy.score(row, frozenset({"logprobs"}))
-    assert differing(policy, stale), "no weight waits for the next pass"
-    again = policy.score(row, frozenset({"logprobs"}))
-    assert first is None or all(map(torch.equal, first["logprobs"], again["logprobs"])), "a pass had weights of before"
+    stale = {name: tensor.clone() for name, tensor in (*one.policy.tensors.items(), *values_of(one.policy).items())}
+    first = one.score(one.row)
+    assert differing(one.policy, stale), "no weight waits for the next pass"
+    again = one.score(one.row)
+    for name in first or ():
+        assert all(map(torch.equal, first[name], again[name])), "a pass had weights of before"
+
+
+def has_bits_of_no_overlap(seen: Mapping[str, Any], cell: Cell, folder: Path, rank: int, device: torch.device) -> None:
+    """Asserts that both steps without overlap, with one bucket, have the same loss and weights."""
+    alone = cell.learner.model_copy(update={"overlap": overlap_of(LearnerSection())})
+    plain = made(cell, folder, alone, rank, device)
+    for step, after in (("first", "saved"), ("second", "tensors")):
+        found = of_step(plain.step())
+        assert found is None or found["loss"] == seen[step]["loss"]
+        assert differing(plain.policy, seen[after]) == [], f"the {step} step has other bits than without overlap"
 
 
 def refuses_longer(policy: MegatronLearner, samples: Samples, most: int) -> None:
@@ -228,66 +347,41 @@ def resumed(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     """The step after the checkpoint, in the layout ``then``."""
     from rl_megatron.learner import world
 
-    learner = cell.resumed
-    device = world.join(learner, rank=rank, rendezvous=f"file://{to}/rendezvous-then", seed=2)
-    policy = made(folder, learner, rank, device)
-    policy.load(to / "saved")
-    batch, row = mine(policy, cell, learner, rank, folder)
-    seen = {"second": of_step(one_step(policy, row, batch, learner)), "tensors": held(policy)}
+    device = world.join(cell.resumed, rank=rank, rendezvous=f"file://{to}/rendezvous-then", seed=2)
+    one = made(cell, folder, cell.resumed, rank, device)
+    one.policy.load(to / "saved")
+    seen = {"second": of_step(one.step()), "tensors": held(one.policy)}
     world.leave()
     return seen
 
 
-def mine(
-    policy: MegatronLearner, cell: Cell, learner: LearnerSection, rank: int, folder: Path
-) -> tuple[Batch, list[Samples]]:
-    """The batch, and this rank's micro-batches with the experts of its own layers."""
-    batch = packed(make_samples(read_shape(folder), cell.features), learner)
-    row = list(batch.micro_batches[learner.dims.dp_rank(rank)])
-    if "replay" in cell.features:
-        layers = list(policy.column_layers["routes"])
-        row = [replace(m, extra={"routes": m.extra["routes"][:, layers]}) for m in row]  # type: ignore[index]
-    return batch, row
-
-
-def counts_of(batch: Batch) -> dict[str, int]:
-    return {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
-
-
-def one_step(policy: MegatronLearner, row: Sequence[Samples], batch: Batch, learner: LearnerSection) -> Any:
-    return train_step(policy, row, LOSS, rate(learner), **counts_of(batch))
-
-
-def skipped(
-    policy: MegatronLearner, row: Sequence[Samples], batch: Batch, learner: LearnerSection, rank: int
-) -> list[tuple[int, int]]:
-    """The micro-batches that a step with infinite advantages of text `BAD` blames."""
-    sequences = batch.sequences[learner.dims.dp_rank(rank)]
-    bad = [
-        replace(m, advantages=torch.full_like(m.advantages, math.inf)) if BAD in ids else m
-        for m, ids in zip(row, sequences, strict=True)
-    ]
-    result = train_step(policy, bad, LOSS, rate(learner), **counts_of(batch))
+def skipped(one: Ready) -> list[tuple[int, int]]:
+    """The micro-batches that a step with infinite advantages and returns of text `BAD` blames."""
+    bad = []
+    for m, blamed in zip(one.row, one.blamed, strict=True):
+        spoilt = {"advantages", "returns"} & m.columns.keys() if blamed else set()
+        bad.append(replace(m, **{name: torch.full_like(m.columns[name], math.inf) for name in spoilt}))
+    result = one.step(bad)
     assert isinstance(result, SkippedStep)
-    return [(one.data_rank, one.micro_batch) for one in result.culprits]
+    return [(found.data_rank, found.micro_batch) for found in result.culprits]
 
 
-def in_parts(policy: MegatronLearner, row: Sequence[Samples], batch: Batch, learner: LearnerSection) -> Any:
+def in_parts(one: Ready) -> Any:
     """A step of two passes, with a score between them and a dropped pass before, where the layout allows that."""
-    counts = counts_of(batch)
-    if overlap_of(learner).gradients:
-        policy.backward(row, LOSS, **counts)
+    policy, row, overlaps = one.policy, one.row, overlap_of(one.learner).gradients
+    if overlaps:
+        one.backward(row)
         with pytest.raises(RLMegatronError, match="a step takes one backward pass"):
-            policy.backward(row, LOSS, **counts)
+            one.backward(row)
         policy.drop()
-    half = len(row) // 2 if learner.vpp == 1 and not overlap_of(learner).gradients else 0
+    half = len(row) // 2 if one.learner.vpp == 1 and not overlaps else 0
     if half == 0:
-        return one_step(policy, row, batch, learner)
-    policy.backward(row[half:], LOSS, **counts)
+        return one.step()
+    one.backward(row[half:])
     policy.drop()
-    first = policy.backward(row[:half], LOSS, **counts)
-    policy.score(row[:half], frozenset({"logprobs"}))
-    result = train_step(policy, row[half:], LOSS, rate(learner), **counts)
+    first = one.backward(row[:half])
+    one.score(row[:half])
+    result = one.step(row[half:])
     if first is None:
         return result
     loss = replace(result.of_loss["loss"], value=result.of_loss["loss"].value + first["loss"].value)

@@ -23,9 +23,11 @@ from rl_megatron.weights.plans.plan import plan
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.matrix import oracle, probes
-from tests.matrix.cells import FIRST, WITH_DRAFTS, Cell, Tolerance, cover, named
+from tests.matrix.cells import FIRST, WITH_DRAFTS, Cell, Tolerance, cover, has_values, named
 from tests.matrix.oracle import Wanted
+from tests.matrix.probes import VALUE_LAYER
 from tests.matrix.worlds import Worlds
+from tools.convert.inspection import left_out
 from tools.planner.memory import footprints
 
 CELLS = [pytest.param(cell, id=str(cell), marks=() if cell in FIRST else pytest.mark.slow) for cell in cover()]
@@ -56,13 +58,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return made
 
 
-def in_files(folder: Path, learner: LearnerSection, ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The ranks' tensors put together under the names of files."""
-    of_ranks, of_files = probes.layouts_of(folder, learner)
+def in_files(
+    cell: Cell, folder: Path, learner: LearnerSection, ranks: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The ranks' tensors put together under the names of files, and what no file has of a value layer."""
+    of_ranks, of_files = probes.layouts_of(folder, learner, cell.features)
     ways = [(of_ranks, of_files)]
     if learner.lora.rank is not None:
         ways.append(probes.of_adapters(of_ranks, of_files, learner))
-    out: dict[str, Tensor] = {}
+    beside = {"output_layer.bias", *VALUE_LAYER} if has_values(cell.features) else set()
+    out = {name: tensor for rank in ranks for name, tensor in rank.items() if name in beside}
     for src, dst in ways:
         out |= {name: torch.full(shape, torch.nan) for name, shape in dst.local_shapes(0).items()}
         for t in plan(src, dst, placement={0: 99}).receives(99):
@@ -71,15 +76,13 @@ def in_files(folder: Path, learner: LearnerSection, ranks: Sequence[Mapping[str,
     return out
 
 
-def assert_stepped(
-    learner: LearnerSection, folder: Path, ranks: Sequence[Any], wanted: Wanted, most: Tolerance
-) -> None:
+def assert_stepped(cell: Cell, folder: Path, learner: LearnerSection, ranks: Sequence[Any], wanted: Wanted) -> None:
     """The last step says what the oracle's says; of how far a tensor has moved, it is a few thousandths elsewhere."""
-    said = [rank["second"] for rank in ranks if rank["second"] is not None]
+    most, said = cell.tolerance, [rank["second"] for rank in ranks if rank["second"] is not None]
     assert said
     for found in said:
         assert found == found | {name: near(value, most) for name, value in wanted.steps[1].items()}
-    for name, tensor in in_files(folder, learner, [rank["tensors"] for rank in ranks]).items():
+    for name, tensor in in_files(cell, folder, learner, [rank["tensors"] for rank in ranks]).items():
         goal = wanted.tensors[name]
         moved, apart = (float((goal - other).norm()) for other in (wanted.start[name], tensor))
         lost = 1e-6 * float(goal.norm()) + most.rounds * float((oracle.rounded(goal) - goal).norm())
@@ -102,6 +105,11 @@ def assert_scored(cell: Cell, shape: ModelShape, ranks: Sequence[Any], wanted: W
         if rank["scores"] is None:
             continue
         for m, ids in enumerate(row):
+            seen |= {*ids.tolist()}
+            for values in rank["scores"].get("values", [])[m : m + 1]:
+                assert (values - torch.cat([wanted.values[i] for i in ids.tolist()])).abs().max() < most
+            if "critic" in cell.features:
+                continue
             logits, logprobs, entropy = (rank["scores"][name][m] for name in ("logits", "logprobs", "entropy"))
             theirs = torch.cat([wanted.logits[i][masks[i]] for i in ids.tolist()])
             assert (logits - theirs).abs().max() < most
@@ -111,7 +119,6 @@ def assert_scored(cell: Cell, shape: ModelShape, ranks: Sequence[Any], wanted: W
             assert (entropy[inside] + (said.exp() * said).sum(-1)).abs().max() < most
             for routes in rank["scores"].get("routes", [])[m : m + 1]:
                 assert torch.equal(routes.long().sort(-1).values, torch.cat([wanted.routes[i] for i in ids.tolist()]))
-            seen |= {*ids.tolist()}
     assert seen >= {*range(samples.num_sequences)}
 
 
@@ -151,16 +158,19 @@ def test_it_steps_and_resumes_as_transformers_and_torch(
     for rank in seen:
         for name in ("loss", "norm") if rank["first"] else ():
             assert rank["first"][name] == near(wanted.steps[0][name], cell.tolerance)
-    assert_stepped(cell.learner, folder, seen, wanted, cell.tolerance)
-    assert_stepped(cell.resumed, folder, later, of_later, cell.tolerance)
-    assert_planned(cell, folder, seen)
+    assert_stepped(cell, folder, cell.learner, seen, wanted)
+    assert_stepped(cell, folder, cell.resumed, later, of_later)
+    if not has_values(cell.features):  # which the plan of a policy leaves out
+        assert_planned(cell, folder, seen)
     assert not overlap_of(cell.learner).gradients or max(rank["buckets"] for rank in seen) > 2
     if wanted.merged:
-        for name, tensor in in_files(folder, cell.learner, [rank["merged"] for rank in seen]).items():
+        for name, tensor in in_files(cell, folder, cell.learner, [rank["merged"] for rank in seen]).items():
             assert ".lora_" in name or (tensor - wanted.merged[name]).abs().max() < 1e-5, name
-    else:
+    elif "critic" not in cell.features:  # which no class of transformers has
         convert.megatron_to_hf(saved, tmp_path / "back", config=folder)
         back = load_file(tmp_path / "back" / "model.safetensors")
-        held = in_files(folder, cell.learner, [rank["saved"] for rank in seen])
+        held = in_files(cell, folder, cell.learner, [rank["saved"] for rank in seen])
+        held = {name: tensor for name, tensor in held.items() if name not in VALUE_LAYER}
         assert back.keys() == held.keys()
+        assert ("value_layer" in (left_out(saved, config=folder) or "")) is has_values(cell.features)
         assert [name for name, tensor in held.items() if not torch.equal(tensor, back[name])] == []

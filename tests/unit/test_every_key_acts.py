@@ -75,8 +75,8 @@ NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server", "rollout.
 ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "algorithm.kl.top_k": "tests/distributed/test_losses_in_layouts.py",
     "algorithm.kl.teachers": "tests/e2e/test_teacher.py",
-    "algorithm.critic.backbone": "tests/distributed/test_losses_in_layouts.py",
-    "algorithm.critic.coefficient": "tests/distributed/test_losses_in_layouts.py",
+    "algorithm.critic.backbone": "tests/unit/algorithms/test_pair_losses.py",
+    "algorithm.critic.coefficient": "tests/unit/algorithms/test_pair_losses.py",
     "reward.timeout_seconds": "tests/unit/rollout/test_rollout_sampler.py",
     "roles.critic": "tests/unit/launcher/test_memory.py",
     "roles.reference": "tests/unit/launcher/test_memory.py",
