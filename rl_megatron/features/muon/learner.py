@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     ChainedOptimizer,
@@ -267,7 +268,9 @@ class LayerWise(ChainedOptimizer):
 
         The count of AdamW's steps is that of all ranks: rank 0, which saves it, may have nothing to step with AdamW.
         """
-        known = get_param_id_to_sharded_param_map(model_sharded_state_dict, self._stepped)
+        # get_param_id_to_sharded_param_map logs other ranks' parameters, which fails where their memory is freed
+        numbers, places = {id(p): n for n, p in enumerate(self._stepped)}, nested_values(model_sharded_state_dict)
+        known = {numbers[key]: one for one in places if (key := id(getattr(one, "data", None))) in numbers}
         tensors = {}
         for number, name, tensor in self._state():
             sharded = make_sharded_optimizer_tensor(known[number], tensor, prefix=f"optimizer.state.{name}")
