@@ -89,6 +89,8 @@ NEUTRAL = (
     "offload",
 )
 """Features of which a checkpoint says nothing: who goes on does without them."""
+BITWISE = ("overlap", "overlap gradients", "draft")
+"""Features that change no bit of the model's own loss and weights."""
 OPTIMIZER = {"eps": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5}
 """By which a step of AdamW is a smooth function of the gradient, whose norm is larger."""
 
@@ -128,6 +130,12 @@ class Cell:
     def learner(self) -> LearnerSection:
         """The keys of the first layout."""
         return section(self.layout, self.features).model_copy(update={"device": "cpu"})
+
+    @property
+    def plain(self) -> LearnerSection:
+        """The keys of the first layout without the features `BITWISE`."""
+        others = [name for name in self.features if name not in BITWISE]
+        return section(self.layout, others).model_copy(update={"device": "cpu", "optimizer": self.learner.optimizer})
 
     @property
     def tolerance(self) -> Tolerance:

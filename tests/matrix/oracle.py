@@ -381,7 +381,7 @@ class Values:
         values, old, returns = (
             column[samples.mask] for column in (torch.cat(each), samples.old_values, samples.returns)
         )
-        free, near = (values - returns) ** 2, (old + (values - old).clamp(-CLIP, CLIP) - returns) ** 2
+        free, near = (values - returns) ** 2, (values.clamp(old - CLIP, old + CLIP) - returns) ** 2
         loss = torch.maximum(free, near).sum() / 2 / batch.num_tokens
         means = {"critic/value_mean": values.mean(), "critic/clip_fraction": (near > free).float().mean()}
         if self.alone:

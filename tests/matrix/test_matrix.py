@@ -124,7 +124,7 @@ def assert_scored(cell: Cell, shape: ModelShape, ranks: Sequence[Any], wanted: W
 
 def assert_planned(cell: Cell, folder: Path, ranks: Sequence[Any]) -> None:
     """Ranks hold the bytes of the plan of memory."""
-    learner = cell.learner
+    learner = cell.learner.model_copy(update={"offload": LearnerSection().offload})  # which needs servers
     config = RunConfig.model_validate({"learner": learner, "rollout": {"max_prompt_tokens": 64}})
     planned = {m.stage: m.terms for m in footprints(config, read_shape(folder))}
     vectors = 0.0 if read_shape(folder).indexer is None else 0.02  # an indexer's, which the plan leaves out
