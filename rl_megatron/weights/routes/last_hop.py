@@ -434,7 +434,7 @@ class LearnerEnd(Exchange):
         """Parcels that lie in the slots: this rank's own boxes, or what others send."""
         out = []
         for i, (_, frm, bucket) in enumerate(self._handed[to]):
-            slot = slots[i % SLOTS][: bucket.num_bytes]
+            slot = slots[i % SLOTS][: self.ends.wire_bytes(bucket)]
             own = frm == self.ends.rank
             out.append(self.ends.bind(to, bucket, slot, leaving=True) if own else _unopened(frm, bucket, slot))
         return out
@@ -505,7 +505,7 @@ def _unopened(frm: int, bucket: Bucket, slot: Tensor) -> Parcel:
         bucket=bucket,
         leaving=False,
         buffer=slot,
-        payload=slot,
+        payload=slot[: bucket.num_bytes],
         trailer=slot[:0].view(torch.int64),
         views=[],
         held={},
