@@ -1,4 +1,4 @@
-"""Learner shards sent straight into engine ranks of another process group, also quantised; torch cuts the weights."""
+"""Learner shards sent straight into engine ranks of another process group; torch cuts the weights."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.features.quantize.encoding import Quantisation, ScaledLayout
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, volume, whole_box
-from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, largest_change, sealed_by, sources_of
-from rl_megatron.weights.formats.hf_folder import stored
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, sealed_by, sources_of
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout, shared
 from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -203,12 +201,7 @@ def learner(rank: int, job: Job) -> list[Any]:
 
 
 def cut(version: int, rank: int) -> dict[str, Tensor]:
-    """`megatron_tensors` for this file's sizes."""
-    theirs, base.SHAPE = base.SHAPE, SHAPE
-    try:
-        return base.megatron_tensors(tensors_of(version), DIMS, rank)
-    finally:
-        base.SHAPE = theirs
+    return base.megatron_tensors(tensors_of(version), DIMS, rank, SHAPE)
 
 
 def engine(rank: int, job: Job) -> list[Any]:
@@ -391,200 +384,6 @@ def server(folder: Path) -> Callable[..., Any]:
     return order
 
 
-# Learner ranks that quantise what they send, also where they share a block: each byte is that of the whole tensor.
-# Blocks of 128 end inside tensors, query groups (of 80 and 40 rows), the halves of tp=2, and of etp=2 (104 rows).
-WIDE = replace(base.SHAPE, hidden_size=160, head_dim=40, expert_width=208, vocab_size=24)
-WIDE_HF = Layout(table=HF_QWEN3_MOE, shape=WIDE)
-LAYOUTS = {"tp2-ep2": ParallelDims(tp=2, ep=2, dp=2), "tp2-etp2-pp2": ParallelDims(tp=2, etp=2, pp=2)}
-LEARNERS, ENGINES = 4, 2
-SECONDS = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    kind: str
-    layout: str
-    rendezvous: Rendezvous
-
-    @property
-    def form(self) -> Quantisation:
-        return Quantisation(self.kind)
-
-    @property
-    def learner(self) -> ScaledLayout:
-        layout = Layout(table=MEGATRON_QWEN3_MOE, shape=WIDE, dims=LAYOUTS[self.layout])
-        found = self.form.layout(layout, WIDE_HF)
-        assert isinstance(found, ScaledLayout)
-        return found
-
-    @property
-    def hf(self) -> Layout:
-        return self.form.layout(WIDE_HF, WIDE_HF)
-
-    def whole(self, version: int) -> tuple[dict[str, Tensor], tuple[float, str]]:
-        """What the mirror file would have of a version, and its largest error."""
-        values, changes = wide_tensors(version), {}
-        out = {
-            name: torch.zeros(shape, dtype=getattr(torch, dtype))
-            for name, (dtype, shape) in stored(WIDE_HF.local_shapes(0), DType.BF16, self.form).items()
-        }
-        for name, tensor in values.items():
-            if (change := self.form.write(name, tensor, out)) is not None:
-                changes[name] = change
-        found = largest_change([changes])
-        assert found is not None
-        return out, found
-
-    def share(self, rank: int) -> dict[str, Box]:
-        """What an engine rank holds: half of the experts, one block or more of the queries' rows, and all else."""
-        out = {}
-        for name, shape in self.hf.local_shapes(0).items():
-            parts, box = name.split("."), list(whole_box(shape))
-            if "experts" in parts and int(parts[5]) % ENGINES != rank:
-                continue
-            if "q_proj" in parts:
-                block = shape[0] if name.endswith("_scale_inv") else 0
-                edge = 1 if block else 128
-                box[0] = (0, edge) if rank == 0 else (edge, shape[0])
-            out[name] = tuple(box)
-        return out
-
-
-def wide_tensors(version: int) -> dict[str, Tensor]:
-    """Numbers of several sizes, so that blocks and rows have scales of their own; some in each are zero."""
-    generator = torch.Generator().manual_seed(version)
-    out = {n: torch.randn(shape, generator=generator).bfloat16() for n, shape in WIDE_HF.local_shapes(0).items()}
-    for tensor in out.values():
-        if tensor.ndim == 2:
-            tensor.mul_(torch.logspace(-2, 2, tensor.shape[1])).mul_(torch.logspace(1, -3, tensor.shape[0])[:, None])
-            tensor[3].zero_()
-    return out
-
-
-def cut_wide(layout: Layout, hf: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """A learner rank's parameters, by the plan that loads a checkpoint."""
-    out = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in layout.local_shapes(rank).items()}
-    for t in plan(WIDE_HF, layout, placement={rank: rank}).receives(rank):
-        of(out[t.dst_param], t.dst_box).copy_(of(hf[t.src_param], t.src_box))
-    return out
-
-
-def of(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[tuple(slice(low, high) for low, high in box)]
-
-
-def quantised_process(rank: int, cases: list[Case], port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    engine_ends._BUCKET_BYTES = engine_ends._SLOT_BYTES = 9000  # parts of boxes end inside blocks
-    if rank < LEARNERS:
-        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=SECONDS))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=LEARNERS)
-    said = []
-    for case in cases:
-        if case.kind == "fp8":
-            apart(rank)
-        said.append(quantising_learner(rank, case) if rank < LEARNERS else quantised_engine(rank - LEARNERS, case))
-    torch.save(said, folder / f"{rank}.pt")
-    if rank < LEARNERS:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def quantising_learner(rank: int, case: Case) -> dict[str, Any]:
-    layout, ranks = case.learner, [case.share(rank) for rank in range(ENGINES)]
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in cut_wide(layout.base, wide_tensors(0), rank).items()}
-    encoder, sources = case.form.encoder(layout, rank, tensors), sources_of(layout, case.hf)[rank]
-    dtypes = {name: tensor.dtype for name, tensor in case.whole(0)[0].items()}
-    layouts = layout, recorded_layout(case.hf, ranks)
-    sender = Sender(case.rendezvous, rank, layouts, tensors, sources, dtypes=dtypes, encoder=encoder)
-    reports = []
-    for version in VERSIONS:
-        for name, tensor in cut_wide(layout.base, wide_tensors(version), rank).items():
-            tensors[name].copy_(tensor)
-        reports.append(sender.send(version)[1])
-    sender.close()
-    broken, refused = wide_tensors(0), ""
-    broken["model.layers.1.self_attn.k_proj.weight"][3, 7] = torch.nan  # in a block that both ranks of tp share
-    for name, tensor in cut_wide(layout.base, broken, rank).items():
-        tensors[name].copy_(tensor)
-    try:
-        encoder.begin(engine_ends.largest_of_all)
-    except SyncError as error:
-        refused = str(error)
-    return {"reports": reports, "refused": refused}
-
-
-def quantised_engine(rank: int, case: Case) -> list[Any]:
-    share, blank = case.share(rank), case.whole(0)[0]
-    params = {name: torch.zeros_like(of(blank[name], box)) for name, box in share.items()}
-
-    def load(given: Any) -> None:
-        for name, tensor in given:
-            if name in params:
-                params[name].copy_(of(tensor, share[name]))
-
-    shapes = {name: tuple(tensor.shape) for name, tensor in blank.items()}
-    held = record(load, shapes, params, {name: tensor.dtype for name, tensor in blank.items()})
-    boxes = {one: one.of(params[one.param]) for one in held}
-    receiver = Receiver(case.rendezvous, LEARNERS + rank, boxes)
-    out = []
-    for version in VERSIONS:
-        beside = Beside()
-
-        def whole(one: Held, beside: Beside = beside) -> None:
-            beside.sent(one, params[one.param])
-            beside.held([one], params)
-
-        num_bytes = receiver.receive(version, whole).num_bytes
-        expected = case.whole(version)[0]
-        for name, box in share.items():
-            assert same(params[name], of(expected[name], box)), (case.kind, case.layout, name)
-        assert num_bytes == sum(tensor.nbytes for tensor in params.values())
-        out.append(beside.report())
-    receiver.close()
-    return out
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def test_ranks_that_share_blocks_send_the_bytes_of_the_whole_tensors(tmp_path: Path) -> None:
-    """For each format and layout; one format goes to members of the group, one through the rank beside. 10 seconds."""
-    keeper = Keeper("127.0.0.1", SECONDS)
-    cases = [
-        Case(
-            kind=kind,
-            layout=layout,
-            rendezvous=keeper.rendezvous(LEARNERS + ENGINES, learners=LEARNERS, backend="gloo"),
-        )
-        for kind in ("fp8", "int8")
-        for layout in LAYOUTS
-    ]
-    with held_ports("127.0.0.1") as port:
-        run_ranks(quantised_process, LEARNERS + ENGINES, cases, port, tmp_path)
-    said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(LEARNERS + ENGINES)]
-    for i, case in enumerate(cases):
-        shapes = case.hf.local_shapes(0)
-        learners = [one[i] for one in said[:LEARNERS]]
-        for j, version in enumerate(VERSIONS):
-            reports = [one["reports"][j] for one in learners]
-            sealed = sealed_by(reports, shapes)
-            found = compare(sealed, shapes, [one[i][j] for one in said[LEARNERS:]], frozenset())
-            assert not found.differing
-            assert all(name.endswith(case.form.blocks.suffix) for name in found.unseen)
-            assert largest_change(one.changes for one in reports) == (
-                pytest.approx((wanted := case.whole(version)[1])[0], rel=1e-6),
-                wanted[1],
-            )
-        layers = [rank // 2 if "pp2" in case.layout else 1 for rank in range(LEARNERS)]
-        holds = [layer == 1 and (case.kind == "fp8" or rank % 2 == 0) for rank, layer in enumerate(layers)]
-        assert [bool(one["refused"]) for one in learners] == holds
-        assert {one["refused"].partition(" has values that are NaN")[0] for one in learners if one["refused"]} == {
-            "model.layers.1.self_attn.k_proj.weight"
-        }
-
-
 def beside(rank: int, rendezvous: Rendezvous, device: str) -> None:
     """Rank 0 is the learner's, which holds the model whole; rank 1 an engine's, on its GPU or node."""
     torch.set_num_threads(1)
@@ -616,10 +415,16 @@ def test_an_engine_rank_beside_the_only_learner_rank_is_in_no_group(device: str)
     run_ranks(beside, 2, keeper.rendezvous(2, learners=1, backend="gloo" if device == "cpu" else "nccl"), device)
 
 
+# Scales of quantised weights whose blocks learner ranks share: blocks of 128 end inside query groups (80 and 40 rows)
+# and the halves of tp=2 and of etp=2 (104 rows). tests/matrix has what such ranks send.
+WIDE = replace(base.SHAPE, hidden_size=160, head_dim=40, expert_width=208, vocab_size=24)
+LAYOUTS = {"tp2-ep2": ParallelDims(tp=2, ep=2, dp=2), "tp2-etp2-pp2": ParallelDims(tp=2, etp=2, pp=2)}
+
+
 def tiles(boxes: list[Box], shape: Shape) -> bool:
     seen = torch.zeros(shape, dtype=torch.int32)
     for box in boxes:
-        of(seen, box).add_(1)
+        seen[tuple(slice(low, high) for low, high in box)] += 1
     return bool((seen == 1).all())
 
 
@@ -627,15 +432,17 @@ def tiles(boxes: list[Box], shape: Shape) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_scale_has_one_owner_and_shared_blocks_are_known(kind: str, layout: str) -> None:
     """Against a loop over the elements of every box."""
-    nobody = Keeper("127.0.0.1", 1.0).rendezvous(1, learners=1, backend="gloo")
-    case = Case(kind=kind, layout=layout, rendezvous=nobody)
-    mine, grids, blocks = case.learner, case.hf.local_shapes(0), case.form.blocks
+    hf, form = Layout(table=HF_QWEN3_MOE, shape=WIDE), Quantisation(kind)
+    mine = form.layout(Layout(table=MEGATRON_QWEN3_MOE, shape=WIDE, dims=LAYOUTS[layout]), hf)
+    assert isinstance(mine, ScaledLayout)
+    in_files, blocks = form.layout(hf, hf), form.blocks
+    grids = in_files.local_shapes(0)
     boxes: dict[str, set[Box]] = {}
-    for rank in range(LEARNERS):
+    for rank in range(4):
         for one, name, _ in mine.held(rank):
             boxes.setdefault(name, set()).add(one.hf_box)
     owned: dict[str, list[Box]] = {}
-    for sources in sources_of(mine, case.hf):
+    for sources in sources_of(mine, in_files):
         for source in sources:
             owned.setdefault(source.hf, []).append(source.box)
     assert grids.keys() == owned.keys()

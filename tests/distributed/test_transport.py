@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from launcher.processes.guards import held_ports
 from rl_megatron.errors import CorruptionError, SyncError, WeightError
 from rl_megatron.features.sparse.changes import Changes
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -37,7 +38,7 @@ from tests.distributed.ranks import run_ranks
 from tests.forks import FORKS
 from tests.small_models import SMALL_MOE
 
-SHAPE = SMALL_MOE  # other modules put theirs in its place
+SHAPE = SMALL_MOE
 BUCKET_BYTES = 40  # a row of the hidden size fits (32 bytes), one of the attention output does not (64)
 
 
@@ -64,8 +65,11 @@ def hf_tensors(version: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def megatron_tensors(hf: dict[str, Tensor], dims: ParallelDims, rank: int) -> dict[str, Tensor]:
+def megatron_tensors(
+    hf: dict[str, Tensor], dims: ParallelDims, rank: int, shape: ModelShape | None = None
+) -> dict[str, Tensor]:
     """A rank's shards, cut without the table: two stages of one layer, tp over attention and vocabulary, ep experts."""
+    shape = shape or SHAPE
     inner = dims.tp * dims.dp
     stage, tp, ep = rank // inner, rank % dims.tp, rank % inner % dims.ep
     out: dict[str, Tensor] = {}
@@ -75,9 +79,9 @@ def megatron_tensors(hf: dict[str, Tensor], dims: ParallelDims, rank: int) -> di
     if stage == dims.pp - 1:
         out["output_layer.weight"] = vocab(hf["lm_head.weight"])
         out["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-    for layer in torch.arange(SHAPE.num_layers).chunk(dims.pp)[stage].tolist():
+    for layer in torch.arange(shape.num_layers).chunk(dims.pp)[stage].tolist():
         p, q = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        groups = [hf[p + f"self_attn.{x}_proj.weight"].chunk(SHAPE.num_kv_heads) for x in "qkv"]
+        groups = [hf[p + f"self_attn.{x}_proj.weight"].chunk(shape.num_kv_heads) for x in "qkv"]
         qkv = torch.cat([torch.cat(group) for group in zip(*groups, strict=True)])
         out[q + "self_attention.linear_qkv.weight"] = qkv.chunk(dims.tp)[tp]
         out[q + "self_attention.linear_qkv.layer_norm_weight"] = hf[p + "input_layernorm.weight"]
@@ -86,7 +90,7 @@ def megatron_tensors(hf: dict[str, Tensor], dims: ParallelDims, rank: int) -> di
         out[q + "self_attention.linear_proj.weight"] = hf[p + "self_attn.o_proj.weight"].chunk(dims.tp, 1)[tp]
         out[q + "pre_mlp_layernorm.weight"] = hf[p + "post_attention_layernorm.weight"]
         out[q + "mlp.router.weight"] = hf[p + "mlp.gate.weight"]
-        for e in torch.arange(SHAPE.num_experts).chunk(dims.ep)[ep].tolist():
+        for e in torch.arange(shape.num_experts).chunk(dims.ep)[ep].tolist():
             gate, up, down = (hf[p + f"mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up", "down"))
             out[q + f"mlp.experts.linear_fc1.weight{e}"] = torch.cat([gate, up])
             out[q + f"mlp.experts.linear_fc2.weight{e}"] = down
