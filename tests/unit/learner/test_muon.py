@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.features.muon import learner
-from rl_megatron.features.muon.learner import WHOLE, Matrices, Muon, find_matrices, orthogonalised, share_out
+from rl_megatron.features.muon.learner import WHOLE, LayerWise, Matrices, Muon, find_matrices, orthogonalised, share_out
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.optimizer import create_state, step
 from rl_megatron.models.named import NAMED
@@ -112,9 +113,31 @@ def test_ranks_get_equal_shares_of_the_state_and_each_parameter_once() -> None:
     assert sorted(p.numel() for rank in owners for p in rank) == sorted(sizes)
     assert [sum(p.numel() for p in rank) for rank in owners] == [700, 500, 186]
     assert {id(p) for rank in owners for p in rank} == {id(p) for p in parameters}
+    moments = share_out([(torch.zeros(45), WHOLE), (torch.zeros(40), WHOLE), (torch.zeros(30), None)], 2)
+    assert [[p.numel() for p in rank] for rank in moments] == [[45, 40], [30]]  # AdamW's state is twice Muon's
     half = torch.empty(learner._BUCKET // 8, device="meta")
     small = torch.empty(3, dtype=torch.bfloat16, device="meta")
     assert [len(bucket) for bucket in learner._buckets([half, half, half, small, small])] == [2, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_of_float32_copies_are_stepped_with_products_in_the_models_dtype(dtype: torch.dtype) -> None:
+    matrix = torch.nn.Parameter(drawn(4, 6).to(dtype))
+    config = OptimizerConfig(bf16=dtype is torch.bfloat16, lr=1e-3, use_precision_aware_optimizer=False)
+    config.muon_scale_mode = "original"
+    inner: Any = learner._muon(config, {matrix: WHOLE}).optimizer
+    ((stepped, found),) = inner.matrices.items()
+    assert (inner.dtype, stepped.dtype, found) == (dtype, torch.float32, WHOLE)
+
+
+def test_the_count_of_adamws_steps_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 saves it, and may have nothing to step with AdamW."""
+    most = learner.dist.ReduceOp.MAX
+    monkeypatch.setattr(learner.dist, "all_reduce", lambda count, op: count.fill_(3.0 if op == most else 0.0))
+    optimizer = LayerWise.__new__(LayerWise)
+    optimizer.chained_optimizers = [None, SimpleNamespace(optimizer=torch.optim.AdamW([{"params": []}]))]
+    optimizer._device = torch.device("cpu")
+    assert optimizer._adam_steps() == 3
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
