@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.features.lora import merging
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, volume, whole_box
@@ -41,6 +42,7 @@ from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import LIMIT, run_ranks
 from tests.family_models import save_model
+from tests.matrix.probes import Drawn
 
 SHAPE = replace(base.SHAPE, hidden_size=32, num_experts=8, expert_width=24, vocab_size=60)
 HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
@@ -432,7 +434,7 @@ WIDER = ("mlp.gate.weight",)  # in engines, not in files
 FLOAT32 = ("e_score_correction_bias", "indexer.k_norm.weight", "indexer.k_norm.bias")  # in engines of any dtype
 
 
-def pushes(rank: int, root: Path, rendezvous: Rendezvous) -> None:
+def pushes(rank: int, root: Path, rendezvous: Rendezvous, lora: Sequence[str]) -> None:
     """Rank 0 is the learner's, whose weights are bfloat16; rank 1 an engine's, which receives them straight."""
     torch.set_num_threads(1)
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(root / "model" / "model.safetensors").items()}
@@ -441,8 +443,9 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous) -> None:
         from launcher.wire import Setup
         from launcher.worker.learner_rank import Worker
 
+        merging.Untrained = Drawn  # type: ignore[misc]
         keys = ("rollout=vllm", "learner.dtype=bfloat16", "learner.ep=1", "learner.threads=1", f"weights.folder={root}")
-        config = load_config("tiny_cpu", keys)
+        config = load_config("tiny_cpu", [*keys, *lora])
         setup = Setup(config=config, model_folder=root / "model", run_folder=root, rendezvous=f"file://{root}/store")
         worker = Worker(setup, 0, None)
         worker.stage(1)
@@ -473,21 +476,26 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous) -> None:
         receiver.close()
 
 
-def test_what_engines_hold_in_float32_is_not_rounded_in_the_file_and_straight_pushes_agree(tmp_path: Path) -> None:
-    """Learner and engine of a model with a selection bias and an indexer, both in bfloat16. 8 seconds.
+@pytest.mark.parametrize("lora", [(), ("learner.lora.rank=4",)], ids=["trained", "merged"])
+def test_what_engines_hold_in_float32_is_not_rounded_in_the_file_and_straight_pushes_agree(
+    tmp_path: Path, lora: tuple[str, ...]
+) -> None:
+    """Learner and engine of a model with a selection bias and an indexer, both in bfloat16, also with adapters that are
+    merged. 8 seconds.
 
     The engine holds routers in float32, as vLLM and SGLang do: its checksums are those of the file all the same.
     """
     save_model("deepseek_v32", tmp_path / "model", q_lora_rank=12)
     keeper = Keeper("127.0.0.1", 240.0)
     rendezvous = keeper.rendezvous(2, learners=1, backend="gloo")
-    run_ranks(pushes, 2, tmp_path, rendezvous)
+    run_ranks(pushes, 2, tmp_path, rendezvous, lora)
     wanted = load_file(tmp_path / "model" / "model.safetensors")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     for name, tensor in wanted.items():
         right = tensor if name.endswith(FLOAT32) else tensor.bfloat16()
         assert exported[name].dtype == right.dtype
-        assert torch.equal(exported[name], right), name
+        adapted = bool(lora) and "_proj" in name and "indexer" not in name
+        assert torch.equal(exported[name], right) is not adapted, name
         assert not torch.equal(tensor, tensor.bfloat16().float()), name
     said = torch.load(tmp_path / "learner.pt") | torch.load(tmp_path / "engine.pt")
     assert said["file"] == {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in exported.items()}
