@@ -3,7 +3,7 @@
     python -m bench.distill [--workload equal "long tail"] [--steps 7] [--repeats 1] [--json FILE]
 
 The task is *mid* of bench.end_to_end, its prompts and lengths: both sides sample 128 completions a step from the
-student (TRL with ``lmbda=1``), ask a teacher of the student's size, and make one optimizer step on the generalised
+student (TRL with ``lmbda=1``), ask a teacher of the student's size, and make one optimizer step on the generalized
 Jensen-Shannon divergence (beta 0.5) over the whole vocabulary. A figure is the median over the steps after the second
 of all repeats, which take turns; ours is that of the fastest layout, TRL's that of its fastest micro-batch. TRL gets
 its own environment (``--trl-venv``).

@@ -235,7 +235,7 @@ def run_ours(task: Task, layout: Sequence[str], work: Path) -> tuple[list[Step],
 
 
 def our_config(task: Task, work: Path) -> dict[str, Any]:
-    """What our runs in ``work`` have in common, whatever they optimise."""
+    """What our runs in ``work`` have in common, whatever they optimize."""
     held_out = work / "held_out.jsonl"  # looked at before the first step and after the last, in no step's time
     held_out.write_text(task.prompts.read_text().partition("\n")[0])
     return {

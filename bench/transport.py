@@ -42,7 +42,7 @@ BUCKET_BYTES, BASELINE_BYTES = 64 * 2**20, 8 * 2**20  # each at its best: 64 MiB
 
 
 class GatherAndBroadcast:
-    """Every learner rank materialises every parameter, rank 0 sends all of it to every engine rank."""
+    """Every learner rank materializes every parameter, rank 0 sends all of it to every engine rank."""
 
     def __init__(self, learner: Layout, rank: int, src: Mapping[str, Tensor], bucket_bytes: int) -> None:
         self._rank, self._src = rank, src

@@ -95,7 +95,7 @@ def of_the_push(stops: Sequence[Stop]) -> list[Stop]:
 
 
 def collapsed(names: Sequence[str]) -> list[str]:
-    """Replace each run of equal neighbours by one."""
+    """Replace each run of equal neighbors by one."""
     return [name for name, _ in groupby(names)]
 
 

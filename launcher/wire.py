@@ -119,7 +119,7 @@ class Setup:
     run_folder: Path
     rendezvous: str  # a torch.distributed init method
     role: str = LEARNER
-    first_device: int = 0  # the first rank's on each node; neighbouring ranks take one each
+    first_device: int = 0  # the first rank's on each node; neighboring ranks take one each
     ranks_per_node: int | None = None  # None: all are on one
     code: Path = field(default_factory=Path.cwd)  # the folder of the user's own modules
     stacks: Path | None = None  # the folder for stacks if this start hangs

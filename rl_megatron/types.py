@@ -1,4 +1,4 @@
-"""Every type that one room hands to another. Data only: no behaviour beyond trivial views, no torch import at run time.
+"""Every type that one room hands to another. Data only: no behavior beyond trivial views, no torch import at run time.
 
 Engines answer in read-only numpy columns; training reads tensors. Letters: P prompts, G group size, S sequences,
 N tokens of a ragged batch (all sequences concatenated), D data-parallel ranks, M micro-batches. Log-probs are nats,
@@ -386,7 +386,7 @@ class WeightUpdate:
     num_bytes: int
     seconds: float
     verify_seconds: float = 0.0  # the part of ``seconds`` that digests took
-    quantization_error: float | None = None  # the largest relative one of a quantised tensor, by Frobenius norms
+    quantization_error: float | None = None  # the largest relative one of a quantized tensor, by Frobenius norms
 
 
 class Limited(Protocol):

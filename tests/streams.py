@@ -112,7 +112,7 @@ def sampled_from(
 class Still(Adapter):
     """Loading, pausing and aborting do nothing; how a server samples is for who inherits from it to say."""
 
-    name, module, tested, renormalises_top_p = "Still", "still", "1", True
+    name, module, tested, renormalizes_top_p = "Still", "still", "1", True
 
     async def abort(self, server: Any, request: GenerationRequest, request_id: str) -> None: ...
 

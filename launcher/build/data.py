@@ -80,7 +80,7 @@ def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The tokenizer, the tokens that end a completion, those of them after answers that are learnt, both splits, and
+    """The tokenizer, the tokens that end a completion, those of them after answers that are learned, both splits, and
     the sets to evaluate."""
 
     tokenizer: PreTrainedTokenizerBase

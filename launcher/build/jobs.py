@@ -157,7 +157,7 @@ class LearnedRows:
 
 
 def _runs(prompts: Sequence[Prompt]) -> list[tuple[bool, list[Prompt]]]:
-    """Neighbours of one form, and whether they are problems."""
+    """Neighbors of one form, and whether they are problems."""
     return [(is_problem, list(some)) for is_problem, some in groupby(prompts, lambda one: bool(one.token_ids))]
 
 

@@ -249,7 +249,7 @@ class _FolderWeights(LearnerWeights):
 
     @override
     async def sums(self) -> Sequence[Report]:
-        """Checksums of the folder's tensors as they are cast, not of what arrived; of quantised ones the file's."""
+        """Checksums of the folder's tensors as they are cast, not of what arrived; of quantized ones the file's."""
         return [await asyncio.to_thread(self._sums)]
 
     def _write(self, version: int) -> None:

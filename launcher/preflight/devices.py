@@ -127,7 +127,7 @@ def _float8_on(config: RunConfig) -> str:
 
 
 def _servers_on(subject: Subject) -> str:
-    """Why the servers cannot serve quantised weights on this machine's GPUs; empty if they can."""
+    """Why the servers cannot serve quantized weights on this machine's GPUs; empty if they can."""
     rollout = subject.config.rollout
     if not rollout.served or rollout.server.addresses or rollout.server.quantization == "none":
         return ""

@@ -27,7 +27,7 @@ _KEPT_KERNELS = "128"
 
 def variables(*, threads: int, device: str) -> Mapping[str, str]:
     """Variables for a rank of ``learner.device`` with so many CPU threads. A CPU rank sees no GPU, and caches few
-    kernels unless the user sets a number; for other ranks torch counts GPUs without initialising CUDA, so that the
+    kernels unless the user sets a number; for other ranks torch counts GPUs without initializing CUDA, so that the
     process that has imported torch may fork. torch's profiler prints nothing of its own."""
     out = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
     out |= compiled_folder(lambda: _own_folder().name)

@@ -191,7 +191,7 @@ _ATTEMPTS = 100
 
 
 BLOCK = 16
-"""Neighbouring ports that a server gets: for requests, its ranks' store, and what its engine adds."""
+"""Neighboring ports that a server gets: for requests, its ranks' store, and what its engine adds."""
 
 
 def any_port(number: int = 0, count: int = 1) -> int:

@@ -43,7 +43,7 @@ def engine_problems(
         lacks = serving.lacks and f"the adapter of {adapter.name} {serving.lacks}"
         if why := sides[name].problem(given, device, server.dp) if name in sides else lacks:
             out.append(f"{serving.named(given)}: {why}")
-    if config.rollout.top_p < 1 and not adapter.renormalises_top_p:
+    if config.rollout.top_p < 1 and not adapter.renormalizes_top_p:
         out.append(
             f"rollout.top_p={config.rollout.top_p:g}: {adapter.name} computes log-probs before top_p is applied, so "
             "importance ratios would be wrong; set rollout.top_p=1"

@@ -81,7 +81,7 @@ def hindrance() -> str:
         names = ", ".join(thread.name for thread in threading.enumerate())
         return f"the imports started threads: there are {count} (known to Python: {names})"
     if _gpu_in_use():
-        return "the imports initialised CUDA"
+        return "the imports initialized CUDA"
     if found := psutil.Process().net_connections("inet"):
         return f"the imports opened a socket at {found[0].laddr}"
     if (mask := signal.pthread_sigmask(signal.SIG_BLOCK, ())) != HELD_BACK:

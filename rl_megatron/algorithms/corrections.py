@@ -79,7 +79,7 @@ MODES: Mapping[str, Callable[[CorrectionSection, LossInputs, Tensor], Tensor]] =
 def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: Tensor) -> Tensor:
     """Weight of each token's loss, [T], without a gradient, for inputs already ``masked``; ``lengths`` [S].
 
-    It is of the ``level`` (the length-normalised one of a sequence does not grow with its length, the product does) and
+    It is of the ``level`` (the length-normalized one of a sequence does not grow with its length, the product does) and
     bounded by the ``mode``: truncate clamps the weight to low .. high, mask zeroes a weight outside, band also replaces
     those inside by 1; reject drops what has a divergence above high. It is at most e^``LOG_RATIO_BOUND``.
     ``veto`` drops a whole sequence in which a token has pi_old / pi_rollout below it. ``off_policy_delta`` drops

@@ -87,7 +87,7 @@ def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:
 
 
 def divergence(logprobs: Tensor, reference: Tensor, *, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon divergence [T] of two policies' log-probs [T, k] of the same tokens, and of one bucket
+    """Generalized Jensen-Shannon divergence [T] of two policies' log-probs [T, k] of the same tokens, and of one bucket
     of all others: beta KL(ref‖m) + (1 - beta) KL(pi‖m), m = beta ref + (1 - beta) pi (arXiv:2306.13649); at 0 it is
     KL(ref‖pi), at 1 KL(pi‖ref). The bucket has a probability of ``LEAST_REST`` or more."""
     pi, ref = (_with_rest(x) for x in (logprobs, reference))

@@ -107,7 +107,7 @@ def turn_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
 
 
 def sequence_sum_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
-    """Log-ratio of the whole sequence, not length-normalised, [T], detached: TOPR's weight of a trajectory."""
+    """Log-ratio of the whole sequence, not length-normalized, [T], detached: TOPR's weight of a trajectory."""
     return inputs.segment_sum((inputs.logprobs - inputs.old_logprobs).detach())[inputs.segment_ids]
 
 

@@ -99,7 +99,7 @@ def gae(
     gamma: float,
     lam: Tensor | float,
 ) -> Tensor:
-    """Generalised advantages [N] float32 (arXiv:1506.02438); add ``values`` for the critic's targets.
+    """Generalized advantages [N] float32 (arXiv:1506.02438); add ``values`` for the critic's targets.
 
     ``next_values`` [S] is the value after a sequence's last position, used if ``truncated`` [S] bool; a sequence that
     ended by itself has 0 there. ``lam`` is one number, or [S] (VAPO's length-adaptive one).

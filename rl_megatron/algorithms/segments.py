@@ -1,4 +1,4 @@
-"""Arithmetic over segments of a flat tensor: groups of rewards, or sequences of tokens. Vectorised, without autograd.
+"""Arithmetic over segments of a flat tensor: groups of rewards, or sequences of tokens. Vectorized, without autograd.
 
 Letters: n values, K segments. ``ids`` [n] int64 number the segments 0 .. K-1.
 """

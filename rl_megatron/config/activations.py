@@ -75,7 +75,7 @@ def torch_only(shape: ModelShape) -> str | None:
     """The part that only our torch layers support, on GPUs too; None if TransformerEngine supports all."""
     parts = {
         "gated delta nets": bool(shape.delta_layers),
-        "zero-centred norms": shape.zero_centered,
+        "zero-centered norms": shape.zero_centered,
         "sliding windows": any(shape.windows),
         "attention sinks": shape.sinks,
         "norms over all heads": shape.qk_norm == "all",

@@ -135,7 +135,7 @@ class RunConfig(Section):
     """The whole configuration of one run."""
 
     job: JobName = "rl"
-    """What the run does: reinforcement learning (rl), supervised fine-tuning (sft), direct preference optimisation on
+    """What the run does: reinforcement learning (rl), supervised fine-tuning (sft), direct preference optimization on
     written pairs (dpo), or training of a reward model on such pairs (reward_model)."""
     seed: NonNegative = 0
     """Seed of the tiny model, the data, sampling and minibatches."""

@@ -99,7 +99,7 @@ def _where(error: Exception) -> str:
     return f"{at}{text:.300}"
 
 
-class _Spelt:
+class _Spelled:
     """A number whose text is its spelling in the file or the override, where Python's own would be another."""
 
     spelling: str
@@ -108,10 +108,10 @@ class _Spelt:
         return self.spelling
 
 
-class _SpeltInteger(_Spelt, int): ...
+class _SpelledInteger(_Spelled, int): ...
 
 
-class _SpeltFloat(_Spelt, float): ...
+class _SpelledFloat(_Spelled, float): ...
 
 
 class _Loader(yaml.SafeLoader):
@@ -147,7 +147,7 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         value = super().construct_object(node, deep)
         if kind in {"int", "float"} and str(value) != node.value:
-            value = _SpeltInteger(value) if kind == "int" else _SpeltFloat(value)
+            value = _SpelledInteger(value) if kind == "int" else _SpelledFloat(value)
             value.spelling = node.value
         return value
 

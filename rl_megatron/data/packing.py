@@ -54,7 +54,7 @@ def fill_bins(
     ranks: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], int]:
     """The bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first; a bin has
-    ``most`` of them. With ``ranks`` a rank's sequences are in its own bins, which are neighbours."""
+    ``most`` of them. With ``ranks`` a rank's sequences are in its own bins, which are neighbors."""
     most = len(padded) if most is None else most
     groups = [np.arange(len(padded))] if ranks is None else [np.flatnonzero(ranks == d) for d in range(dp)]
     shared = dp // len(groups)  # ranks among which a group's sequences are spread
@@ -162,7 +162,7 @@ def causal_attention_cost(*, linear_parameters: float, attention_width: float) -
 class Packer:
     """Packs sequences into D x M micro-batches of at most ``max_tokens`` positions, for the ranks of one learner.
 
-    ``unit`` neighbouring sequences (2 for preference pairs) stay together, with ``whole_groups`` also a group's in one
+    ``unit`` neighboring sequences (2 for preference pairs) stay together, with ``whole_groups`` also a group's in one
     minibatch. ``padding`` has the most sequences of a micro-batch, and what the learner pads it to, or else to a
     multiple of ``multiple`` and of what ``dims`` need. The learner pads, but padding counts: a padded micro-batch also
     has at most ``max_tokens`` positions, rounded up to the padding's multiple.

@@ -206,7 +206,7 @@ def tokens_behind_prompt(one: Trajectory) -> int:
 
 def _known_beginnings(one: Trajectory) -> list[int]:
     """How many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
-    neighbours have most in common: the last row is compared with its two, and taken out, and so on."""
+    neighbors have most in common: the last row is compared with its two, and taken out, and so on."""
     rows = [row.token_ids for row in one.chains]
     keys = [*map(cmp_to_key(_compared), rows)]
     order = sorted(range(len(rows)), key=keys.__getitem__)
@@ -334,7 +334,7 @@ class WrittenRow:
 
 
 EndTokens = Mapping[str, int | None]
-"""The token after answers that are learnt, by the source of their prompts; None: the tokenizer has none for it."""
+"""The token after answers that are learned, by the source of their prompts; None: the tokenizer has none for it."""
 
 
 def supervised_rows(
@@ -343,7 +343,7 @@ def supervised_rows(
     """Each prompt followed by its target's texts.
 
     The first text is the model's, the next is read, and so on in turns. The model's end with the token of the prompt's
-    source, and only they are learnt. Raises DataError if there is none.
+    source, and only they are learned. Raises DataError if there is none.
     """
     texts = [text for target in targets for text in target]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -366,7 +366,7 @@ def supervised_rows(
 
 
 def end_of_answers(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
-    """The one of ``stop_token_ids`` after an answer that is learnt: the tokenizer's ``eos_token``, else the first that
+    """The one of ``stop_token_ids`` after an answer that is learned: the tokenizer's ``eos_token``, else the first that
     is a token of it; None if there is none."""
     if tokenizer.eos_token_id in stop_token_ids:
         return int(tokenizer.eos_token_id)
@@ -375,12 +375,12 @@ def end_of_answers(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[
 
 
 def warn_of_other_ends(then: EndTokens, now: EndTokens) -> None:
-    """Log the sources whose learnt answers and turns end with another token than before a resume; of checkpoints of
+    """Log the sources whose learned answers and turns end with another token than before a resume; of checkpoints of
     older versions, which do not tell, none."""
     for source, token in now.items():
         if source in then and then[source] != token:
             logger.warning(
-                "what is learnt%s ends with the token %s from here on, and ended with %s before this resume, so a "
+                "what is learned%s ends with the token %s from here on, and ended with %s before this resume, so a "
                 "model learns two ends: the tokenizer, its chat template or eos_token_id of generation_config.json "
                 "changed, or the version, whose choice docs/sft.md tells",
                 *(f" of data.sources.{source}" if source else "", token, then[source]),
@@ -524,13 +524,13 @@ def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
 
 
 def members_of(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
-    """The sequences [K * unit] of ``units`` [K], each of ``unit`` neighbouring sequences."""
+    """The sequences [K * unit] of ``units`` [K], each of ``unit`` neighboring sequences."""
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
 def whole_parts(ids: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
     """The sequences of each of at most ``most`` parts, shuffled: those of equal ``ids`` [S], of a trajectory or of a
-    group, are neighbours in one part."""
+    group, are neighbors in one part."""
     counts = np.unique(ids.numpy(), return_counts=True)[1]
     sequences = np.split(np.argsort(ids.numpy(), kind="stable"), np.cumsum(counts)[:-1])
     parts = split_minibatches(len(counts), min(most, len(counts)), seed)
@@ -653,7 +653,7 @@ Pair = tuple[WrittenRow, WrittenRow]
 
 
 def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, ends: EndTokens) -> list[Pair]:
-    """Each prompt with either answer, of which the tokens and the one of ``ends`` after them are learnt. Raises as
+    """Each prompt with either answer, of which the tokens and the one of ``ends`` after them are learned. Raises as
     `supervised_rows`."""
     better, worse = (
         supervised_rows(prompts, [(text,) for text in texts], tokenizer, ends)

@@ -40,7 +40,7 @@ class StartOptions:
     model_folder: Path
     bare_folder: Path  # holds the model's config.json, no weights
     host: str  # this node's address, the only one that it listens on
-    port: int  # on ``head``; the first of a block of neighbouring ports that are its own
+    port: int  # on ``head``; the first of a block of neighboring ports that are its own
     nodes: int = 1  # that the server spans
     node: int = 0  # the number of this node among them; the first answers requests
     head: str  # the address of the first
@@ -160,7 +160,7 @@ class Loading(Protocol):
 
         Cached prefixes are dropped, unless ``server.salt`` tells them from those to come.
 
-        Completions are then labelled by `Labels.candidate`. With ``straight`` take the weights from the learner's
+        Completions are then labeled by `Labels.candidate`. With ``straight`` take the weights from the learner's
         ranks, over the group joined last. Raises SyncError that names a wrong tensor.
         """
         ...
@@ -214,7 +214,7 @@ class Adapter(Sampling, Loading, Running, Protocol):
     name: str
     module: str  # its interpreter must be able to import it
     tested: str  # the version it was tested with
-    renormalises_top_p: bool  # whether log-probs are of the distribution after top_p
+    renormalizes_top_p: bool  # whether log-probs are of the distribution after top_p
     temperatures: tuple[float, float] = (MIN_TEMPERATURE, MAX_TEMPERATURE)  # that it samples at, besides 0
     variables: Mapping[str, str] = {}  # that its servers' environment cannot have, each with the reason
     hooks: Sequence[EngineHooks] = ()  # features' sides
@@ -378,7 +378,7 @@ class Labels:
         found = _LABEL.fullmatch(str(label))
         if found is None:
             raise ForeignWeights(
-                f"the server sampled with weights labelled {label!r}, which this run did not push; check that no other "
+                f"the server sampled with weights labeled {label!r}, which this run did not push; check that no other "
                 "run uses the server and that nobody restarted it"
             )
         if found["start"] != self.start:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}  # by form: to make one takes longer than to use it
 
 
-class LabelledSpan(msgspec.Struct, frozen=True):
+class LabeledSpan(msgspec.Struct, frozen=True):
     """A part of a completion that one version of the weights sampled."""
 
     start: int
@@ -42,7 +42,7 @@ class SampledColumns:
     token_ids: TokenIds
     logprobs: LogProbs
     finish_reason: FinishReason
-    spans: Sequence[LabelledSpan]
+    spans: Sequence[LabeledSpan]
     routes: str | None
     counts: tuple[int, ...] = ()  # one for each of the ``counters`` of features
 
@@ -169,7 +169,7 @@ def rest_of(request: GenerationRequest, completion: Completion, place: int) -> G
 
 
 def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
-    """Spans from the (first token, version) of each part; merges neighbours of one version."""
+    """Spans from the (first token, version) of each part; merges neighbors of one version."""
     spans: list[Span] = []
     for start, version in parts:
         if not spans or version != spans[-1].version:

@@ -80,7 +80,7 @@ def make_frozen(
 
 
 def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device) -> MegatronLearner:
-    """Makes a learner with a value layer, which is initialised to 0, in place of a policy's output layer."""
+    """Makes a learner with a value layer, which is initialized to 0, in place of a policy's output layer."""
     untied = replace(shape, tie_embeddings=False, drafts=False)
     config = make_config(untied, learner)
     chunks = build_chunks(untied, learner, config)

@@ -77,7 +77,7 @@ def choose_experts(router_logits: Tensor, shape: ModelShape, selection_bias: Ten
     """
     router, k = shape.router, shape.experts_per_token
     if router.score == "softmax" and shape.normalize_top_k and selection_bias is None and router.groups == 1:
-        # softmax over the chosen equals the chosen of the softmax, renormalised
+        # softmax over the chosen equals the chosen of the softmax, renormalized
         top, chosen = router_logits.topk(k, dim=-1)
         return chosen, top.softmax(-1, dtype=torch.float32).mul_(router.scaling)
     softmax = router.score == "softmax"

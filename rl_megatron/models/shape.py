@@ -110,7 +110,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How tokens choose experts; `ModelShape` has their number, and whether the chosen weights are normalised to 1.
+    """How tokens choose experts; `ModelShape` has their number, and whether the chosen weights are normalized to 1.
 
     ``selection_bias`` is a buffer that is added to the scores only for the choice (DeepSeek-V3's
     ``e_score_correction_bias``), ``logit_bias`` a parameter of the router's linear (gpt-oss). Tokens choose only from

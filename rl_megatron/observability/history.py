@@ -272,7 +272,7 @@ def load_runs(
     left_out: Callable[[str], None] | None = None,
     each_row: Callable[[JsonRow], None] = lambda row: None,
 ) -> list[Run]:
-    """Each folder's run, labelled by its name, and by its parents' names if names repeat. ``each_row`` is called with
+    """Each folder's run, labeled by its name, and by its parents' names if names repeat. ``each_row`` is called with
     the rows of metrics as they are read.
 
     Raises DataError for a folder without config.yaml or rows in metrics.jsonl, or with lines that are not rows; and for

@@ -120,7 +120,7 @@ def _t_tail(t: float, degrees: float) -> float:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularised I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8), modified Lentz's method."""
+    """The regularized I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8), modified Lentz's method."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

@@ -23,8 +23,8 @@ COSTS: MetricTuples = (
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
     ("weights/route", "", "how they got there, as text: file, direct, process_group (into engines in the learner's "
      "ranks); shared_file through a file system that nodes share"),
-    ("weights/quantization_error", "", "largest relative error of a tensor that was quantised for engine servers, as "
-     "Frobenius norms", Curve("Health", "Error of quantised weights")),
+    ("weights/quantization_error", "", "largest relative error of a tensor that was quantized for engine servers, as "
+     "Frobenius norms", Curve("Health", "Error of quantized weights")),
     ("engine/healthy", "servers", "engine servers that serve after the step's push; only if servers sample",
      Curve("Health", "Engine servers that serve", hide_constant=True, first=True)),
     ("engine/restarts", "", "restarts of dead engine servers since the run was started",
@@ -79,7 +79,7 @@ LEARNING: MetricTuples = (
     ("warm_start/step", "", "supervised step, 1 to warm_start.steps; 0 for the evaluation before the first"),
     ("warm_start/loss", "nats", "mean cross-entropy per supervised token",
      Curve("Optimization", "Warm start: loss by supervised step")),
-    ("eval/loss", "nats", "loss of held-out rows, of jobs on written text: of job=sft the mean per learnt token",
+    ("eval/loss", "nats", "loss of held-out rows, of jobs on written text: of job=sft the mean per learned token",
      Curve("Headlines", "Held-out loss")),
     ("eval/perplexity", "", "exponential of eval/loss, with job=sft", Curve("Optimization", "Held-out perplexity")),
     ("eval/preference_accuracy", "", "preference/accuracy of held-out pairs or answers",

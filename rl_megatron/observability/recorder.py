@@ -284,7 +284,7 @@ class Recorder:
         fresh: bool = True,
     ) -> None:
         """``before_row`` is called before each row is written, in the rows' thread; what it raises, `write` does.
-        ``is_taught``: texts are learnt from, a teacher's distribution or right answers, whatever the advantages.
+        ``is_taught``: texts are learned from, a teacher's distribution or right answers, whatever the advantages.
         ``decode`` gives the text of what a model read between turns; without it samples have no turns. ``fresh``: the
         run begins, or starts over."""
         self._metrics = MetricsWriter(

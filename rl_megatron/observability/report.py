@@ -241,7 +241,7 @@ def in_a_unit(unit: str, series: Sequence[Series]) -> tuple[str, Sequence[Series
 
 def stacked_bars(title: str, unit: str, steps: Floats, parts: Sequence[tuple[str, Floats]]) -> Chart:
     """Bars of each step's parts, the first one lowest; with many steps a bar shows the mean of several. A part's
-    colour is that of its place; parts that are 0 at all steps are left out."""
+    color is that of its place; parts that are 0 at all steps are left out."""
     size = math.ceil(len(steps) / MAX_BARS)
     starts = np.arange(0, len(steps), size)
     counts = np.diff([*starts, len(steps)])
@@ -389,7 +389,7 @@ def write_page(
     searched: str | None = None,
     again: float | None = None,
 ) -> Path:
-    """Write the page about these arms, in their colours: ``panels``, the curves and a run's cost. ``searched`` has the
+    """Write the page about these arms, in their colors: ``panels``, the curves and a run's cost. ``searched`` has the
     samples of a run that the page's script searches, as JSON without markup."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)

@@ -1,7 +1,7 @@
 """Places ranks on nodes by integer arithmetic, for `submit` to show and for the job's steps to use.
 
 Ranks fill a node before the next. In megatron-core's order (``tp-cp-ep-dp-pp``, tp fastest) tensor-parallel ranks are
-then neighbours in one node, pipeline stages far apart, and expert-parallel groups span as many nodes as they must.
+then neighbors in one node, pipeline stages far apart, and expert-parallel groups span as many nodes as they must.
 
 Shares a node's CPUs among its ranks.
 
@@ -28,7 +28,7 @@ class Placement:
     dims: ParallelDims
     nodes: tuple[str, ...]
     ranks_per_node: int
-    domain: int = 1  # neighbouring nodes that NVLink joins
+    domain: int = 1  # neighboring nodes that NVLink joins
     role: str = LEARNER
 
     def node_of(self, rank: int) -> str:
@@ -44,7 +44,7 @@ class Placement:
         }
 
     def describe(self) -> str:
-        """Lines to show: the ranks of each node (like neighbours in one line), then the nodes that groups span."""
+        """Lines to show: the ranks of each node (like neighbors in one line), then the nodes that groups span."""
         count, each = len(self.nodes), self.ranks_per_node
         shown = range(count) if count <= 8 else (0, 1, count - 1)
         whose = "" if self.role == LEARNER else f"{self.role}: "
@@ -67,7 +67,7 @@ def place(
 ) -> Placement:
     """Ranks on nodes. Raises ConfigError if their numbers do not match or a tensor-parallel group would leave NVLink.
 
-    ``domain``: neighbouring nodes that NVLink joins.
+    ``domain``: neighboring nodes that NVLink joins.
     """
     problems = []
     room, wanted = len(nodes) * ranks_per_node, dims.world_size
@@ -149,7 +149,7 @@ def _groups(sizes: Mapping[str, int], kind: str) -> Iterable[list[int]]:
 def shares_of_cores(cpus: Mapping[int, tuple[int, int]], ranks: int) -> list[list[int]]:
     """Each rank's CPUs, given each CPU's package and core. Nothing for every rank if there are fewer cores than ranks.
 
-    Shares are equal to one core. They are neighbours in the order of packages, as GPUs are in the order of ranks, and
+    Shares are equal to one core. They are neighbors in the order of packages, as GPUs are in the order of ranks, and
     both threads of a core belong to one rank.
     """
     cores: dict[tuple[int, int], list[int]] = {}

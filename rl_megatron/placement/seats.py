@@ -31,7 +31,7 @@ def describe_seats(seats: Sequence[Seat]) -> str:
 
 
 def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool) -> tuple[Seat, ...]:
-    """Seats of the servers, spread evenly over the nodes in order; a server on several nodes has neighbouring ones.
+    """Seats of the servers, spread evenly over the nodes in order; a server on several nodes has neighboring ones.
 
     If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if there
     are too few GPUs or nodes, or a tensor-parallel group would span nodes although ``nodes`` does not say so.

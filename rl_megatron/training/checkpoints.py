@@ -52,7 +52,7 @@ class TrainerState:
     left_out: tuple[int, ...] = ()  # PromptStream.left_out, ascending
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
     table: TableState | None = None  # of data.curriculum
-    ends: dict[str, int | None] = field(default_factory=dict)  # EndTokens of what was learnt; empty where unknown
+    ends: dict[str, int | None] = field(default_factory=dict)  # EndTokens of what was learned; empty where unknown
     skipped: dict[str, int] = field(default_factory=dict)  # optimizer steps in a row until now, by model
     row: Row | None = None  # of this step's metrics, where a stop put off its evaluation
     warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its

@@ -209,8 +209,8 @@ def groups_to_train_on(groups: Sequence[RolloutGroup], section: AlgorithmSection
     found = groups_that_differ(groups, section, max_new_tokens=max_new_tokens)
     if not section.overlong_buffer:
         return found
-    unpenalised = section.model_copy(update={"overlong_buffer": 0.0})
-    before = groups_that_differ(groups, unpenalised, max_new_tokens=max_new_tokens)
+    unpenalized = section.model_copy(update={"overlong_buffer": 0.0})
+    before = groups_that_differ(groups, unpenalized, max_new_tokens=max_new_tokens)
     return [one and other for one, other in zip(found, before, strict=True)]
 
 
@@ -438,7 +438,7 @@ def _less_optimal(samples: Samples, credit: _Credit, section: AlgorithmSection) 
     return replace(samples, advantages=advantages)
 
 
-def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+def _generalized(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
     """GAE twice: with the policy's lambda for advantages, with the critic's for returns (VAPO decouples them)."""
     values, after = samples.old_values, credit.next_values
     assert values is not None
@@ -483,7 +483,7 @@ _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] 
     "completion": _by_completion,
     "discounted": _discounted,
     "optimal": _less_optimal,
-    "gae": _generalised,
+    "gae": _generalized,
 }
 
 

@@ -184,7 +184,7 @@ class Update:
         check_own_pair_loss(self.config.algorithm.preference)
         self.state = AlgorithmState()
         self.hooks = step_hooks(self.config, self.roles)
-        unit = 2 if self.config.algorithm.pairs else 1  # neighbouring sequences that are packed together
+        unit = 2 if self.config.algorithm.pairs else 1  # neighboring sequences that are packed together
         self.packers = Packers(config=self.config, attention_cost=self.attention_cost, unit=unit)
         self.policy_steps, self.critic_steps = (OptimizerSteps(name=name) for name in ("policy", "critic"))
 
@@ -350,11 +350,11 @@ class Update:
         row |= policy_row([made for made in policy_steps if made is not None])
         if c.algorithm.old_kl_limit is not None:
             row["steps/made"] = len(policy_steps) - policy_steps.count(None)
-        learnt = [made for made in critic_steps if made is not None]
-        if learnt or c.algorithm.is_own_critic:
+        learned = [made for made in critic_steps if made is not None]
+        if learned or c.algorithm.is_own_critic:
             row["critic/explained_variance"] = await to_thread(explained_variance, samples)
-        if learnt:
-            row |= critic_row(learnt)
+        if learned:
+            row |= critic_row(learned)
         return row
 
     async def _limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits | None:
@@ -411,9 +411,9 @@ class Update:
                     near = partial(self.policy_steps.step_near, most_kl=section.old_kl_limit)
                     trained = at_once.begin("train", near(roles.policy, batch, loss, rate, prompts))
                 if critic is not None:
-                    learnt = await to_thread(self.packers.again, "critic", batch)
-                    learnt = seen_by(learnt, replays=False, last_tokens=False)
-                    asked = self.critic_steps.step(critic, learnt, value_loss, critic_rate, prompts)
+                    learned = await to_thread(self.packers.again, "critic", batch)
+                    learned = seen_by(learned, replays=False, last_tokens=False)
+                    asked = self.critic_steps.step(critic, learned, value_loss, critic_rate, prompts)
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
                     made = await at_once.end(trained)

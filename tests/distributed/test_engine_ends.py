@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 
 from launcher.processes.guards import held_ports
 from rl_megatron.errors import SyncError, WeightError
-from rl_megatron.features.quantize.encoding import Quantisation, ScaledLayout
+from rl_megatron.features.quantize.encoding import Quantization, ScaledLayout
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, volume, whole_box
 from rl_megatron.weights.checks.compare import compare
@@ -415,7 +415,7 @@ def test_an_engine_rank_beside_the_only_learner_rank_is_in_no_group(device: str)
     run_ranks(beside, 2, keeper.rendezvous(2, learners=1, backend="gloo" if device == "cpu" else "nccl"), device)
 
 
-# Scales of quantised weights whose blocks learner ranks share: blocks of 128 end inside query groups (80 and 40 rows)
+# Scales of quantized weights whose blocks learner ranks share: blocks of 128 end inside query groups (80 and 40 rows)
 # and the halves of tp=2 and of etp=2 (104 rows). tests/matrix has what such ranks send.
 WIDE = replace(base.SHAPE, hidden_size=160, head_dim=40, expert_width=208, vocab_size=24)
 LAYOUTS = {"tp2-ep2": ParallelDims(tp=2, ep=2, dp=2), "tp2-etp2-pp2": ParallelDims(tp=2, etp=2, pp=2)}
@@ -432,7 +432,7 @@ def tiles(boxes: list[Box], shape: Shape) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_scale_has_one_owner_and_shared_blocks_are_known(kind: str, layout: str) -> None:
     """Against a loop over the elements of every box."""
-    hf, form = Layout(table=HF_QWEN3_MOE, shape=WIDE), Quantisation(kind)
+    hf, form = Layout(table=HF_QWEN3_MOE, shape=WIDE), Quantization(kind)
     mine = form.layout(Layout(table=MEGATRON_QWEN3_MOE, shape=WIDE, dims=LAYOUTS[layout]), hf)
     assert isinstance(mine, ScaledLayout)
     in_files, blocks = form.layout(hf, hf), form.blocks

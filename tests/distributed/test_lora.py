@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 LORA: Mapping[str, Any] = {"rank": 4, "alpha": 12.0}
-PLAIN = "plain"  # a qwen3 as transformers initialises it: rounding does not grow on the way
+PLAIN = "plain"  # a qwen3 as transformers initializes it: rounding does not grow on the way
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     PLAIN: ("tp2", {"tp": 2}),
     "qwen3_moe": ("tp2-ep2", {"tp": 2, "ep": 2}),

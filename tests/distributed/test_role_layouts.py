@@ -182,7 +182,7 @@ APART = (
 )
 
 
-def learnt(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Measured, Measured, list[float]]:
+def learned(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Measured, Measured, list[float]]:
     """What all models say of the samples before and after two minibatches of real ranks, and the critic's gradient
     norms."""
     config = load_config("tiny_cpu", [*GIVEN, *keys])
@@ -214,8 +214,8 @@ def test_scores_and_steps_are_those_of_the_learners_layout(tmp_path: Path) -> No
     model, samples = make_tiny_model(TINY, tmp_path / "cache", seed=3), sampled(COLUMN_LENGTHS)
     returns = torch.rand(len(samples.mask), generator=torch.Generator().manual_seed(1)) * samples.mask
     samples = replace(samples, returns=returns, advantages=returns)
-    there, after, norms = learnt(tmp_path / "there", model, samples)
-    apart, after_apart, norms_apart = learnt(tmp_path / "apart", model, samples, *APART)
+    there, after, norms = learned(tmp_path / "there", model, samples)
+    apart, after_apart, norms_apart = learned(tmp_path / "apart", model, samples, *APART)
     for row in range(len(COLUMN_LENGTHS)):
         first, stop = samples.cu_seqlens[row : row + 2].tolist()
         said = by_transformers(model, samples, row)

@@ -49,9 +49,9 @@ def given(start: Path, judge: Run, *keys: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def learnt(place: Place, start: Path, judge: Run) -> Run:
+def learned(place: Place, start: Path, judge: Run) -> Run:
     keys = given(start, judge, "reward.parts.judge.function=hf:{judge}", "train.steps=6", "checkpoint.every=0")
-    return place.fork_alone("learnt", *keys).finish()
+    return place.fork_alone("learned", *keys).finish()
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +75,23 @@ def steps(run: Run) -> list[dict[str, float]]:
     return [row for row in run.rows() if row["step"]]
 
 
-def test_each_job_goes_on_from_the_folder_of_the_one_before(tuned: Run, judge: Run, learnt: Run) -> None:
+def test_each_job_goes_on_from_the_folder_of_the_one_before(tuned: Run, judge: Run, learned: Run) -> None:
     losses = [row["eval/loss"] for row in tuned.rows() if "eval/loss" in row]
     assert losses[-1] < losses[0] / 2  # of held-out sums: 1.87 nats a token for 5.61
     assert judge.rows()[-1]["eval/preference_accuracy"] > 0.65
-    rewards = [row["reward/part/judge"] for row in steps(learnt)]
+    rewards = [row["reward/part/judge"] for row in steps(learned)]
     assert sum(rewards[-2:]) > sum(rewards[:2])  # of the reward model's scores
-    assert [row["phase"] for row in learnt.rows()] == ["rl"] * 7
+    assert [row["phase"] for row in learned.rows()] == ["rl"] * 7
 
 
-@pytest.mark.parametrize("name", ["tuned", "learnt"])
+@pytest.mark.parametrize("name", ["tuned", "learned"])
 def test_an_evaluation_measures_what_the_run_did(name: str, place: Place, request: pytest.FixtureRequest) -> None:
     """Also of a run that samples nothing itself."""
     run: Run = request.getfixturevalue(name)
     measured = place.call_in_fork("eval", f"runs/{name}")
     assert measured.end() == 0, measured.text()
     (results,) = (run.folder / "eval").glob("*.json")
-    if name == "learnt":
+    if name == "learned":
         mean = read_results(results).sets["sums"].figures["mean@1"].value
         assert 0 < mean < 1
         assert mean == run.rows()[-1]["eval/sums/mean_at_1"]
@@ -118,8 +118,8 @@ def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, start: Path) -> Non
     assert (run.folder / "profile/step_000001/rank-0.json.gz").is_file()
 
 
-def test_rewards_and_divergences_of_models_on_ranks_are_those_of_models_in_the_run(learnt: Run, on_ranks: Run) -> None:
-    of_ranks, of_process = steps(on_ranks), steps(learnt)
+def test_rewards_and_divergences_of_models_on_ranks_are_those_of_models_in_the_run(learned: Run, on_ranks: Run) -> None:
+    of_ranks, of_process = steps(on_ranks), steps(learned)
     assert len(of_ranks) == 3
     names = ("reward/part/judge", "reward/part/even", "reward/mean", "reward/std", "kl/reference")
     errors = [max(abs(a[n] - b[n]) for n in names) for a, b in zip(of_ranks, of_process, strict=False)]

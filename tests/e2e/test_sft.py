@@ -93,14 +93,14 @@ def tokens_of(model: Path, messages: list[dict[str, str]]) -> tuple[list[int], l
     tokenizer, tokens, is_answer = AutoTokenizer.from_pretrained(model), list[int](), list[bool]()
     for message in messages:
         answer = message["role"] == "assistant"
-        for text, learnt in (
+        for text, learned in (
             (f"{message['role']}:", False),
             (message["content"] + "<eos>" * answer, answer),
             ("\n", False),
         ):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             tokens += ids
-            is_answer += [learnt] * len(ids)
+            is_answer += [learned] * len(ids)
     return tokens, is_answer
 
 

@@ -130,7 +130,7 @@ class Bench(Protocol):
     """An engine, and a way to load a folder's weights into it."""
 
     name: str
-    renormalises_top_p: bool
+    renormalizes_top_p: bool
 
     def push(self, folder: Path, version: int) -> None:
         """Serve the folder's weights as ``version``."""
@@ -145,7 +145,7 @@ class LocalBench:
     """The engine inside the learner's processes."""
 
     name = "local"
-    renormalises_top_p = True
+    renormalizes_top_p = True
 
     def __init__(self, shape: ModelShape) -> None:
         self._engine = LocalEngine(shape, slots=64, dtype=torch.float32, device="cpu", max_length=512)
@@ -213,7 +213,7 @@ class ServedBench:
     ) -> None:
         self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
         self.vocab_size = engine._vocab_size
-        self.renormalises_top_p = engine.adapter.renormalises_top_p
+        self.renormalizes_top_p = engine.adapter.renormalizes_top_p
         self._probes, self._tolerance = probes, tolerance
         self.weights = self.weights_of(engine)
         self.refit = self.weights.refit

@@ -74,7 +74,7 @@ def test_routes_are_transformers_of_every_position_once(bench: Bench, models: tu
 def test_logprobs_under_top_p_are_of_the_nucleus(bench: Bench, models: tuple[Path, Path]) -> None:
     bench.push(models[0], 1)
     asked = request(n=4, top_p=0.5)
-    if not bench.renormalises_top_p:
+    if not bench.renormalizes_top_p:
         with pytest.raises(EngineError, match="top_p=1"):
             bench.generate(asked)
         return

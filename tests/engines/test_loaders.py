@@ -107,7 +107,7 @@ def digest(engine: str, tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
 
 
-# A vLLM with quantised weights: where its own loader puts them is known, so they arrive by the file and straight.
+# A vLLM with quantized weights: where its own loader puts them is known, so they arrive by the file and straight.
 SIZES = {
     "vocab_size": 259,
     "hidden_size": 128,
@@ -133,11 +133,11 @@ def model(folder: Path, seed: int) -> Path:
 
 @pytest.mark.slow
 def test_float8_weights_go_into_vllm_by_the_file_and_straight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probs are those of what was pushed up to rounding, and checksums are of the quantised bytes. 40 seconds."""
+    """Log-probs are those of what was pushed up to rounding, and checksums are of the quantized bytes. 40 seconds."""
     needs("vllm")
     monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests' / 'engines'}")
     folders = [model(tmp_path / str(seed), seed) for seed in (1, 2)]
-    extension = "'--worker-extension-cls vllm_quantised.WorkerExtension'"
+    extension = "'--worker-extension-cls vllm_quantized.WorkerExtension'"
     with served(
         "vllm", folders[0], tmp_path, dtype="bfloat16", quantization="fp8", tolerance=0.25, options=extension
     ) as server:

@@ -109,7 +109,7 @@ def test_plants_are_named(looked_at: ServedBench, models: tuple[Path, Path], mon
 
     sampled = Server.sampled
 
-    async def penalising(self: Server, path: str, body: Any, form: Any) -> Any:
+    async def penalizing(self: Server, path: str, body: Any, form: Any) -> Any:
         if isinstance(body, dict) and "sampling_params" in body:
             given, more = body["sampling_params"], {"repetition_penalty": 1.4}
             changed = [one | more for one in given] if isinstance(given, list) else given | more
@@ -117,7 +117,7 @@ def test_plants_are_named(looked_at: ServedBench, models: tuple[Path, Path], mon
         return await sampled(self, path, body, form)
 
     with monkeypatch.context() as planted:
-        planted.setattr(Server, "sampled", penalising)
+        planted.setattr(Server, "sampled", penalizing)
         found = diagnose(server, learner)
     assert guilty(found) == ["sampling parameters"], found
     name = {"vllm": "repetition_penalty", "sglang": "sampled_repetition_penalty"}[server.name]

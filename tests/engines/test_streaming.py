@@ -93,7 +93,7 @@ def test_tokens_keep_spans_over_a_push(server: ServedBench, models: tuple[Path, 
         old, whole = (logprobs_of(f, prompt, completion, 1.0, part) for f, part in zip(models, parts, strict=True))
         kept = logprobs_over_kept(*models, prompt, completion, cut)
         assert largest(mine[:cut], old[:cut]) < TOLERANCE
-        # That of a token which is labelled one too late is the old weights', as a rule some 0.5 from the new ones'.
+        # That of a token which is labeled one too late is the old weights', as a rule some 0.5 from the new ones'.
         right, wrong = (kept, whole) if mode == "keep_cache" else (whole, kept)
         assert largest(mine[cut:], right[cut:]) < TOLERANCE, told(mine, right, cut, prompt, tokens)
         assert largest(mine[cut:], wrong[cut:]) > 0.1

@@ -19,7 +19,7 @@ from torch import Tensor
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import SyncError
 from rl_megatron.features.lora.push import ADAPTERS, AdapterFolders, adapters_folder
-from rl_megatron.features.quantize.encoding import ENCODINGS, Quantisation
+from rl_megatron.features.quantize.encoding import ENCODINGS, Quantization
 from rl_megatron.features.sparse.changes import Changes
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, whole_box
@@ -66,8 +66,8 @@ class Push:
         return f"{self.model}, {self.learner}, {self.end}, {self.encoding}"
 
     @property
-    def form(self) -> Quantisation | None:
-        """The encoding of quantised weights."""
+    def form(self) -> Quantization | None:
+        """The encoding of quantized weights."""
         return ENCODINGS.get(self.encoding)
 
     @property
@@ -173,7 +173,7 @@ def pushed(rank: int, cell: Push, rendezvous: Rendezvous, folder: Path) -> dict[
 
 
 def sent(rank: int, cell: Push, tensors: Mapping[str, Tensor], rendezvous: Rendezvous) -> dict[str, Any]:
-    """By a learner rank, straight into engine ranks; at last all have a NaN in their first quantised tensor."""
+    """By a learner rank, straight into engine ranks; at last all have a NaN in their first quantized tensor."""
     (layout, hf), form, encoder = cell.layouts, cell.form, None
     if form is not None:
         layout, hf = form.layout(layout, hf), form.layout(hf, hf)

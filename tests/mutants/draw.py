@@ -23,7 +23,7 @@ from tests.mutants.selected import Mutant
 SAME = ("_Eq_Is", "_NotEq_IsNot")  # for names and small integers, which CPython keeps once, `is` is `==`
 
 
-def behaviour(source: str) -> str:
+def behavior(source: str) -> str:
     """The syntax tree without annotations, which nothing here evaluates, and without the marks `*` and `/` among
     parameters, which an operator takes for arithmetic; "" where the text is no Python."""
     try:
@@ -78,8 +78,8 @@ def mutants_at(repository: Path, chosen: Iterable[tuple[str, str]]) -> Iterator[
         source = (repository / path).read_text("utf-8")
         name, number = places_of(repository / path)[place]
         mutated = mutate_code(source, operators()[name], number)
-        before[path] = before.get(path) or behaviour(source)
-        if mutated is not None and behaviour(mutated) not in ("", before[path]):
+        before[path] = before.get(path) or behavior(source)
+        if mutated is not None and behavior(mutated) not in ("", before[path]):
             yield Mutant(path, place, source, mutated)
 
 

@@ -115,7 +115,7 @@ ROOMS = (
     ),
     Room(
         name="formats",
-        paths=_under("rl_megatron", "weights/formats/quantise.py", "features/quantize/encoding.py"),
+        paths=_under("rl_megatron", "weights/formats/quantize.py", "features/quantize/encoding.py"),
         mutants=60,
         first=_under("tests/unit/weights", "test_quantise.py", "test_served_weights.py"),
         after=(

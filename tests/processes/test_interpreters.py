@@ -118,13 +118,13 @@ def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path
 
 def test_one_that_cannot_be_loaded_is_told_with_its_package(tmp_path: Path) -> None:
     done = run(
-        package(tmp_path, "raise OSError('no licence')"),
+        package(tmp_path, "raise OSError('no license')"),
         "import sys; from launcher.entry import main; sys.argv.append('plan'); main()",
     )
     assert done.returncode == 1
     assert done.stderr == (
         "error: the feature 'residual' that residual-feature brings (residual_feature:FEATURE) cannot be loaded: "
-        "OSError('no licence'); fix or uninstall it\n"
+        "OSError('no license'); fix or uninstall it\n"
     )
 
 

@@ -138,8 +138,8 @@ def test_whitening_leaves_zeros_of_equal_groups_at_zero(seed: int, scale: float,
     """The mean of other groups' advantages is 0 but for rounding, and is not to be subtracted from exact zeros."""
     rng = random.Random(seed)
     rewards = torch.tensor([scale] * 5 + [scale * rng.gauss(0, 1) for _ in range(15)])
-    centred = group_advantages(rewards, torch.arange(20) // 5, mean="group", std=std, leave_one_out=False)
-    found = whiten(centred, torch.ones(20, dtype=torch.bool))
+    centered = group_advantages(rewards, torch.arange(20) // 5, mean="group", std=std, leave_one_out=False)
+    found = whiten(centered, torch.ones(20, dtype=torch.bool))
     assert found[:5].tolist() == [0.0] * 5
     assert found[5:].double().std() == pytest.approx((14 / 19) ** -0.5, rel=0.02)
 
@@ -329,8 +329,8 @@ def test_whitening_equals_plain_statistics(seed: int, num: int) -> None:
     actual = whiten(torch.tensor(values, dtype=torch.float64), torch.tensor(mask, dtype=torch.bool))
     expected = [0.0] * num
     if len(kept) > 1:
-        centre, std = statistics.fmean(kept), statistics.stdev(kept)
-        expected = [(v - centre) / (std + 1e-8) if m else 0.0 for v, m in zip(values, mask, strict=True)]
+        center, std = statistics.fmean(kept), statistics.stdev(kept)
+        expected = [(v - center) / (std + 1e-8) if m else 0.0 for v, m in zip(values, mask, strict=True)]
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-6)
 
 

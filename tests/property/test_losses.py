@@ -348,7 +348,7 @@ def test_kl_entropy_and_nll_stand_beside_the_objective(
 @quick
 @given(seed=seeds, lengths=ragged, scale=st.sampled_from([0.05, 1.0]))
 def test_a_proximal_share_puts_the_old_policy_between_two_others(seed: int, lengths: list[int], scale: float) -> None:
-    """Ratio (pi/pi_rollout)^(1 - share), clipped, times the behaviour weight (pi/pi_rollout)^share, at most 5."""
+    """Ratio (pi/pi_rollout)^(1 - share), clipped, times the behavior weight (pi/pi_rollout)^share, at most 5."""
     sequences = draw(seed, lengths, scale)
     num_tokens = max(sum(token.mask for tokens in sequences for token in tokens), 1)
     total, slopes = 0.0, []
@@ -357,11 +357,11 @@ def test_a_proximal_share_puts_the_old_policy_between_two_others(seed: int, leng
             slopes.append(0.0)
             continue
         gap = t.logprobs - t.rollout_logprobs
-        ratio, behaviour = math.exp((1 - t.proximal_share) * gap), min(math.exp(t.proximal_share * gap), 5.0)
+        ratio, behavior = math.exp((1 - t.proximal_share) * gap), min(math.exp(t.proximal_share * gap), 5.0)
         clipped = min(max(ratio, 0.8), 1.2)
         free = ratio * t.advantages <= clipped * t.advantages
-        total -= behaviour * min(ratio * t.advantages, clipped * t.advantages) / num_tokens
-        slopes.append(-behaviour * ratio * t.advantages / num_tokens if free else 0.0)
+        total -= behavior * min(ratio * t.advantages, clipped * t.advantages) / num_tokens
+        slopes.append(-behavior * ratio * t.advantages / num_tokens if free else 0.0)
     x = replace(inputs_of(sequences, proximal=True), nll_weights=None)
     output, grads = gradients(policy_loss(correction={"mode": "truncate", "high": 5.0}), x)
     close(output.loss, total)

@@ -417,6 +417,6 @@ def test_proximal_logprobs_are_log_linear_in_the_version() -> None:
     )
     output = policy_loss(correction={"mode": "truncate", "high": 5.0}, clip_high=9.0)(inputs)
     output.loss.backward()
-    wanted = [math.exp(-1 + 1.25) * math.exp(-1.25 + 2), math.exp(-1 + 2), math.exp(-1 + 2)]  # ratio x behaviour weight
+    wanted = [math.exp(-1 + 1.25) * math.exp(-1.25 + 2), math.exp(-1 + 2), math.exp(-1 + 2)]  # ratio x behavior weight
     assert output.loss.item() == pytest.approx(-sum(wanted) / 3)
     assert now.grad.tolist() == pytest.approx([-w / 3 for w in wanted])

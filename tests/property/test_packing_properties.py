@@ -241,7 +241,7 @@ def test_a_micro_batch_more_is_taken_where_ranks_are_given() -> None:
 
 
 def test_work_is_compared_to_the_last_position() -> None:
-    """The third goes to the micro-batch with one position less, though 2^53 in float64 has no neighbour above."""
+    """The third goes to the micro-batch with one position less, though 2^53 in float64 has no neighbor above."""
     plan = plan_packing(np.array([2**53, 2**53 - 1, 1]), dims=ParallelDims(), max_tokens=2**53 + 1)
     assert [ids.tolist() for ids in plan[0]] == [[0], [1, 2]]
 

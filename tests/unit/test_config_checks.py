@@ -148,7 +148,7 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
     one = {"type": "files", "train": "a", "eval": "b", "fields": {"prompt": "q", "answer": "q"}}
     RunConfig.model_validate({"job": "rl", "data": one})  # a reward may need no answer
     led = {"environment": {"function": "calculator", "template": "plain"}, "warm_start": {"steps": 1}}
-    RunConfig.model_validate({"job": "rl", "data": one, **led})  # demonstrations are learnt, no answers
+    RunConfig.model_validate({"job": "rl", "data": one, **led})  # demonstrations are learned, no answers
     with pytest.raises(ValueError, match=r"data\.fields\.prompt='q' is the field of an answer, too"):
         RunConfig.model_validate({"job": "rl", "data": one, "warm_start": led["warm_start"]})
     mixture = {"type": "mixture", "sources": {"good": PAIRS, "bad": files}}

@@ -160,7 +160,7 @@ def test_quantised_weights_are_for_servers_on_gpus_that_the_run_starts() -> None
     )
     (device, dtype, addresses) = problems([*given, *SERVED, "rollout.server.addresses=http://a:1"])
     assert rest == [device, dtype]
-    assert "with learner.device=cpu: the engines' kernels for quantised weights need GPUs; set" in device
+    assert "with learner.device=cpu: the engines' kernels for quantized weights need GPUs; set" in device
     assert dtype.endswith("learner.dtype=float32: the engines' kernels give bfloat16; set learner.dtype=bfloat16")
     assert "rollout.server.addresses=http://a:1: the run cannot see the format of running servers" in addresses
 
@@ -177,7 +177,7 @@ def test_formats_of_fewer_bits_are_refused_by_name(kind: str) -> None:
     (problem,) = problems([*SERVED, f"rollout.server.quantization={kind}"])
     assert problem == (
         f"rollout.server.quantization={kind!r}: must be 'none', 'fp8' (128 x 128 blocks) or 'int8': {kind.upper()} "
-        "cannot be quantised at a push"
+        "cannot be quantized at a push"
     )
 
 

@@ -33,7 +33,7 @@ from rl_megatron.weights.formats.hf_folder import has_tokenizer, is_cache_scale,
 from rl_megatron.weights.layouts.layout import Layout, coordinates
 from tools.convert.layouts import model_shape, parse_layout
 
-_BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantised
+_BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantized
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft
 _PEFT = re.compile(r"\.(\w+)\.(lora_\w+)(\.weight)?$")  # linear, matrix
 _LAYER = re.compile(r"^(mtp\.|model\.|model\.language_model\.)layers\.(\d+)\.")
@@ -179,7 +179,7 @@ def _adapters(folder: Path) -> Contents:
 def _hugging_face(folder: Path, layers: int | None) -> Iterator[_Held]:
     for name in weight_files(folder)[0]:
         for tensor, entry in read_header(MappedFile(folder / name)).items():
-            what = "scales of quantised weights" if tensor.endswith(_BESIDE) else _kind(tensor, layers)
+            what = "scales of quantized weights" if tensor.endswith(_BESIDE) else _kind(tensor, layers)
             yield tensor, what, str(entry.dtype), entry.shape
 
 

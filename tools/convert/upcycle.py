@@ -116,7 +116,7 @@ def upcycle(
         )
     if dtype is DType.F8_E4M3:
         raise ConfigError(
-            "dtype=float8_e4m3fn with --upcycle: routers and experts are not quantised; convert in two steps"
+            "dtype=float8_e4m3fn with --upcycle: routers and experts are not quantized; convert in two steps"
         )
     shape = read_shape(source)
     width = _width(source, shape, given)

@@ -146,10 +146,10 @@ def outcome_folder(metric: str | None, last: int | None, overrides: Sequence[str
 
 def levels_of(axis: Sequence[Level]) -> list[tuple[str, list[str]]]:
     """An axis's labels, each with its overrides."""
-    return [_labelled(level) for level in axis]
+    return [_labeled(level) for level in axis]
 
 
-def _labelled(level: Level) -> tuple[str, list[str]]:
+def _labeled(level: Level) -> tuple[str, list[str]]:
     if isinstance(level, dict):
         ((label, given),) = level.items()
         return label, [given] if isinstance(given, str) else list(given)

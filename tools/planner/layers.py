@@ -2,7 +2,7 @@
 
 Matrix products run at a share of the peak that grows with their rows and their narrower side, or at the speed of memory
 if that is slower. Beside its products a layer has attention, passes over memory, messages, and launches, which count
-where they take longer than the GPU. Muon orthogonalises matrices (`features.muon`), which takes seconds of its own.
+where they take longer than the GPU. Muon orthogonalizes matrices (`features.muon`), which takes seconds of its own.
 
 Messages are those of a tensor-parallel or expert-parallel group, for a token of one layer. Columns are numbers of a
 token on the larger side of a collective, as a dry run counts them (tests/recipes). With sequence parallelism
@@ -482,7 +482,7 @@ def _forward(k: LayerKind) -> Seconds:
     rows = k.tokens / k.cp
     own = rows / k.tp
     hbm = gpu.hbm * GB * MEMORY
-    rate = rate_of(gpu, _unquantised(k), c) / c.gemm * c.attention
+    rate = rate_of(gpu, _unquantized(k), c) / c.gemm * c.attention
     out: Seconds = {
         "linears": sum(products(k, linears(k))),
         "attention": attention_flops(s, k.length) * own / rate,
@@ -538,7 +538,7 @@ def _per_byte(k: LayerKind) -> float:
     return (k.tp - 1) / k.tp / (k.gpu.nvlink * GB * k.constants.links)
 
 
-def _unquantised(k: LayerKind) -> str:
+def _unquantized(k: LayerKind) -> str:
     """The precision of what no recipe computes in float8: attention and the output layer."""
     return "float32" if k.precision == "float32" else "bfloat16"
 
@@ -560,7 +560,7 @@ def head_seconds(k: LayerKind, drafts: int) -> Mapping[str, float]:
     """
     s, c, rows = k.shape, k.constants, k.tokens / k.cp
     again, norms = "head" in k.again, "norms" in k.again
-    rate, size = rate_of(k.gpu, "float32" if again else _unquantised(k), c), 4.0 if again else k.size
+    rate, size = rate_of(k.gpu, "float32" if again else _unquantized(k), c), 4.0 if again else k.size
     times = (1 if k.scored else 3 + again) + (again and norms)
     logits = product_seconds(rows, s.hidden_size, s.outputs / k.tp, rate, k.gpu, c, size) * times
     read = ((3 if k.scored else 6) + 3 * norms) * rows * s.outputs / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)

@@ -240,7 +240,7 @@ def server_weights(config: RunConfig, shape: ModelShape) -> float:
 
 
 def weights_served(config: RunConfig, shape: ModelShape) -> Elements:
-    """Bytes of the whole model in engines, with the scales of what a push quantises."""
+    """Bytes of the whole model in engines, with the scales of what a push quantizes."""
     hf = hf_layout(shape)
     layout = encoded_layout(config, hf, hf)
     return elements(layout, 0, bytes_served(config, hf))
@@ -555,15 +555,15 @@ def sent_straight(config: RunConfig) -> bool:
 
 def filled_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Bytes of the file of weights in a node's memory once it is filled, with the file through which several ranks
-    write a model that they quantise; 0 if there is none there."""
+    write a model that they quantize; 0 if there is none there."""
     folder = weights_folder(config) if config.fills_files else None
     if folder is None or not folder.is_relative_to(NODE_MEMORY):
         return 0
     together = max(map(len, writers_of_files(config))) > 1 and config.rollout.server.quantization != "none"
-    return served_bytes(config, shape) + (served_bytes(_unquantised(config), shape) if together else 0)
+    return served_bytes(config, shape) + (served_bytes(_unquantized(config), shape) if together else 0)
 
 
-def _unquantised(config: RunConfig) -> RunConfig:
+def _unquantized(config: RunConfig) -> RunConfig:
     server = config.rollout.server.model_copy(update={"quantization": "none"})
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 

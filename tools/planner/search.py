@@ -321,7 +321,7 @@ SECONDS: Mapping[str, str] = {
     "gradients, parameters": "reduce-scatter of gradients and all-gather of parameters after the last micro-batch; "
     "less with learner.overlap, or learner.gradient_dtype=bfloat16",
     "optimizer": "AdamW's passes over its share of the state",
-    "orthogonalisation": "products of Muon's iteration, over its share of the matrices (learner.optimizer.name=muon); "
+    "orthogonalization": "products of Muon's iteration, over its share of the matrices (learner.optimizer.name=muon); "
     "less with a larger dp",
     "optimizer on the host": "copies over PCIe and AdamW on the host's cores (learner.offload.optimizer)",
     "fixed": "what a step costs whatever it does: clipping, counting, logging",

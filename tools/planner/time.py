@@ -193,13 +193,13 @@ def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
         "fixed": c.fixed,
     }
     if work.muon:
-        out["orthogonalisation"] = _orthogonalisation(work, c, shards)
+        out["orthogonalization"] = _orthogonalization(work, c, shards)
     if work.offloaded:
         out["optimizer on the host"] = held * work.offloaded * (6 / (PCIE * GB) + 1 / HOST_ADAM)
     return out
 
 
-def _orthogonalisation(work: LearnerWork, c: Constants, shards: Mapping[str, float]) -> float:
+def _orthogonalization(work: LearnerWork, c: Constants, shards: Mapping[str, float]) -> float:
     """Seconds of Muon's products on a rank, the mean over stages. Data-parallel ranks share the matrices out; the ranks
     of a tensor-parallel group each take whole ones."""
     precision = "float32" if work.precision == "float32" else "bfloat16"

@@ -1,4 +1,4 @@
-"""Conversations that somebody wrote, and pairs of them: what of each is learnt or scored, and whether it has the form.
+"""Conversations that somebody wrote, and pairs of them: what of each is learned or scored, and whether it has the form.
 
 It needs no tokenizer and no torch.
 """
@@ -20,7 +20,7 @@ from rl_megatron.types import Prompt
 
 _DETAILS = ("train_detail", "training_detail")
 _MARKS = ("weight", "train", "training", "train_on_turn", "loss", "trainable", *_DETAILS)
-"""Keys of a message that say whether it is learnt: OpenAI's, those of Axolotl's files, ms-swift's, and agents'."""
+"""Keys of a message that say whether it is learned: OpenAI's, those of Axolotl's files, ms-swift's, and agents'."""
 _ANSWERS_NOBODY = (
     "message 1 is the assistant's, which answers nobody; put one before it (where a row has the prompt's in another "
     "field, name that in data.fields.context), or give it a weight of 0"
@@ -40,10 +40,10 @@ class WrittenConversation:
     first: int = 0
 
     def tidied(self) -> tuple[ChatMessage, ...]:
-        """The messages in one form, without what says which are learnt. Raises MessagesRefused."""
+        """The messages in one form, without what says which are learned. Raises MessagesRefused."""
         return tidied([{key: value for key, value in one.items() if key not in _MARKS} for one in self.messages])
 
-    def learnt(self) -> tuple[tuple[ChatMessage, ...], list[int]]:
+    def learned(self) -> tuple[tuple[ChatMessage, ...], list[int]]:
         """The messages in one form, and which of them are turns to learn. Raises MessagesRefused."""
         known = self.tidied()
         said = [place for place, one in enumerate(known) if one["role"] == "assistant" and place >= self.first]
@@ -88,7 +88,7 @@ def written_sides(prompt: Prompt) -> Sides:
 
 def check_turns(prompts: Iterable[Prompt]) -> None:
     """Raises DataError that names each of the conversations of which no template makes rows."""
-    check_each(prompts, lambda prompt: written_conversation(prompt).learnt())
+    check_each(prompts, lambda prompt: written_conversation(prompt).learned())
 
 
 def check_answers(prompts: Iterable[Prompt]) -> None:
@@ -149,7 +149,7 @@ def _answers(better: WrittenConversation, worse: WrittenConversation) -> Sides:
             )
     answers = _from(better, first), _from(worse, first)
     for which, side in zip(SIDES, answers, strict=True):
-        if not side.learnt()[1]:
+        if not side.learned()[1]:
             raise MessagesRefused(
                 f"the assistant's messages of its {which} conversation have a weight of 0 from message {first + 1} on, "
                 "where the other differs, so there is nothing to compare; remove the weight or the row"
@@ -167,7 +167,7 @@ def _weight(place: int, message: Mapping[str, Any]) -> int:
     for key, value in marks.items():
         if key in _DETAILS:
             raise MessagesRefused(
-                f"message {place + 1}: {key}={value!r:.100} names parts of it, and a turn is learnt as a whole or not "
+                f"message {place + 1}: {key}={value!r:.100} names parts of it, and a turn is learned as a whole or not "
                 "at all; write train instead, or weight"
             )
         if value not in (0, 1):

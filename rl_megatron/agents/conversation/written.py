@@ -234,7 +234,7 @@ def _parted(text: str, marked: ChatMessage) -> _Parts | None:
 
 
 def end_of_turns(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
-    """The token with which turns of conversations are learnt to end; None for a tokenizer without a chat template, and
+    """The token with which turns of conversations are learned to end; None for a tokenizer without a chat template, and
     for one that ends no turn or does not show it after its own prompt."""
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     made_up = Prompt(id="", text=json.dumps({"messages": messages, "tools": []}), token_ids=(), answer="")
@@ -306,7 +306,7 @@ class WrittenConversations:
             raise DataError(f"prompt {conversation.id!r}: {error}") from error
 
     def _rows(self, conversation: WrittenConversation) -> list[RowTexts]:
-        (known, turns), tools, rows = conversation.learnt(), conversation.tools, list[RowTexts]()
+        (known, turns), tools, rows = conversation.learned(), conversation.tools, list[RowTexts]()
         self._check_parts(conversation, known)
         for place in turns:
             _check_turn(place, known[place])
@@ -374,8 +374,8 @@ class WrittenConversations:
             return
         self._warned = True
         logger.warning(
-            "prompt %r: message %d: the model's chat template does not write its %s, so what follows is learnt without "
-            "that, in other rows too; a template that writes it would keep it",
+            "prompt %r: message %d: the model's chat template does not write its %s, so what follows is learned "
+            "without that, in other rows too; a template that writes it would keep it",
             *(name, place + 1, part),
         )
 
@@ -410,7 +410,7 @@ class WrittenConversations:
                 if not tokens:
                     raise DataError(
                         f"prompt {name!r}: the chat template writes nothing before its first turn, {text[:40]!r}, and "
-                        "tokens are learnt behind others; give the messages before it a text"
+                        "tokens are learned behind others; give the messages before it a text"
                     )
                 turns.append((len(tokens), len(tokens) + int(ends[0]) + 1))
             tokens += ids

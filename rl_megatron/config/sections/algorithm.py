@@ -72,7 +72,7 @@ class PreferenceSection(Section):
     """Train on the best and the worst completion of each group, by a loss with this beta, in place of the policy
     gradient; null: the policy gradient."""
     per_token: bool = False
-    """Whether an answer's log pi/ref is the mean over its tokens, not their sum (length-normalised DPO,
+    """Whether an answer's log pi/ref is the mean over its tokens, not their sum (length-normalized DPO,
     arXiv:2411.15124, section 5.1); beta is larger then, 5 in that work."""
     reference_free: bool = False
     """Whether an answer's log pi stands in place of its log pi/ref (SimPO, ORPO), and no frozen model is loaded."""
@@ -120,7 +120,7 @@ class ObjectiveKeys(Section):
     """Part of `AlgorithmSection`."""
 
     ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
-    """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
+    """The importance ratio is each token's, the sequence's or its turn's (length-normalized), or the product over the
     sequence."""
     objective: (
         Literal["clip", "cispo", "reinforce", "importance", "sapo", "vespo", "topr", "gmpo", "dppo_tv", "dppo_kl"]
@@ -181,7 +181,7 @@ class KLSection(Section):
     top_k: Positive = 64
     """estimator=top_k: how many tokens the reference names at each position; all, where it has no more."""
     beta: Fraction = 0.5
-    """estimator=top_k: 0 is KL(reference‖policy), 1 is KL(policy‖reference); between them, the generalised
+    """estimator=top_k: 0 is KL(reference‖policy), 1 is KL(policy‖reference); between them, the generalized
     Jensen-Shannon divergence."""
     importance_weighted: bool = True
     """placement=loss: weight each token by pi / pi_rollout, so that the expected gradient of k1, k2 and k3 is that of
@@ -192,7 +192,7 @@ class KLSection(Section):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether another model than the policy as training begins judges, from which alone nothing is learnt."""
+        """Whether another model than the policy as training begins judges, from which alone nothing is learned."""
         return bool(self.teachers) or self.reference is not None
 
     @field_validator("estimator", mode="before")
@@ -231,7 +231,7 @@ class CorrectionSection(Section):
     """Clamp the weight (TIS), zero it outside the band (IcePop), keep only what is inside, at weight 1, or drop what
     has a divergence above ``high`` (reject)."""
     level: Literal["token", "sequence", "product", "worst"] = "token"
-    """One weight per token, or one per sequence: length-normalised (sequence), or the product over its tokens. Of
+    """One weight per token, or one per sequence: length-normalized (sequence), or the product over its tokens. Of
     mode=reject a sequence's divergence is the mean over its tokens (sequence), their sum (product) or the greatest of
     them (worst)."""
     low: NonNegativeFloat = 0.0
@@ -275,7 +275,7 @@ class AdvantageKeys(Section):
     credit: Literal["completion", "turn", "discounted", "optimal", "gae"] = "completion"
     """The advantage of a token is that of its completion, or of its turn (of the rewards from that turn on), its
     discounted return (REINFORCE++), that less the mean return of the group's tokens at the same place, weighted for
-    least variance of the gradient (optimal: OTB), or the generalised advantage estimate from a critic's values (PPO).
+    least variance of the gradient (optimal: OTB), or the generalized advantage estimate from a critic's values (PPO).
     """
     gamma_turn: Fraction = 1.0
     """credit=turn: discount factor per turn; 0: a turn has its own reward alone."""
@@ -324,7 +324,7 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()
     overlong_buffer: NonNegativeFloat = 0.0
-    """Penalise completions that reach into the last this many tokens of the most that is sampled (see ``aggregation``;
+    """Penalize completions that reach into the last this many tokens of the most that is sampled (see ``aggregation``;
     DAPO), fewer than that, or below 1, into the last this share of them; 0 is off."""
     overlong_factor: NonNegativeFloat = 1.0
     """Penalty of a completion of that length; it grows linearly over ``overlong_buffer``, with the length alone: one

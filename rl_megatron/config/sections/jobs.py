@@ -113,7 +113,7 @@ class PairsSection(WrittenSection):
 
 
 class DpoSection(PreferenceSection, PairsSection):
-    """Preference optimisation on written pairs (docs/preferences.md); ``job=dpo`` reads this, and no other job does."""
+    """Preference optimization on written pairs (docs/preferences.md); ``job=dpo`` reads this, and no other job does."""
 
     key: ClassVar[str] = "dpo"
     beta: PositiveFloat = 0.1

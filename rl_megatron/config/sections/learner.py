@@ -84,7 +84,7 @@ class OptimizerSection(Section):
     Muon's in whole parameters."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: the matrices of the decoder's layers, routers among them, are stepped by their orthogonalised momentum,
+    """muon: the matrices of the decoder's layers, routers among them, are stepped by their orthogonalized momentum,
     query, key, value, gate and up projections and those of each expert by themselves. AdamW steps the rest: embedding,
     output layer, norms, biases."""
     beta1: Fraction = 0.9

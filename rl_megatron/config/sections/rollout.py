@@ -134,7 +134,7 @@ class ServerSection(Section):
     """Whether servers and learner take turns on the same accelerators: servers release their memory before the learner
     trains or scores, and take it again at a push. On GPUs memory_fraction is needed too."""
     quantization: Literal["none", "fp8", "int8"] = "none"
-    """Format to which each push quantises the servers' linear layers: none (learner.dtype), float8 with a scale for
+    """Format to which each push quantizes the servers' linear layers: none (learner.dtype), float8 with a scale for
     each block of 128 x 128, or int8 with a scale for each output channel (docs/engines.md). Over any transport."""
     batch_invariant: bool = False
     """Whether servers use kernels alone for which a token's log-prob does not depend on the requests beside it, on
@@ -206,7 +206,7 @@ class ServerSection(Section):
         if str(value).lower() in _NOT_OFFERED:
             raise PydanticCustomError(
                 "not_offered",
-                "Input should be 'none', 'fp8' (128 x 128 blocks) or 'int8': {name} cannot be quantised at a push",
+                "Input should be 'none', 'fp8' (128 x 128 blocks) or 'int8': {name} cannot be quantized at a push",
                 {"name": str(value).upper()},
             )
         return value

@@ -100,7 +100,7 @@ class SlurmSection(Section):
     gpu_memory_gb: PositiveFloat | None = None
     """Memory of a GPU, in 1e9 bytes: ``submit`` refuses a run that needs more; null: no check."""
     nvlink_nodes: Positive = 1
-    """Number of neighbouring nodes that NVLink joins, as the 18 nodes of 4 GPUs in a rack; tensor parallelism may span
+    """Number of neighboring nodes that NVLink joins, as the 18 nodes of 4 GPUs in a rack; tensor parallelism may span
     them."""
     speeds: SpeedsSection = SpeedsSection()
     engines: EngineNodesSection = EngineNodesSection()

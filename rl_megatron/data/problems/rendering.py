@@ -76,14 +76,14 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
 
 
 def refuse_bad_answers(prompts: Iterable[Prompt]) -> None:
-    """Raises DataError for one whose answer, or conversation, is not to be learnt, as `bad_answer` says."""
+    """Raises DataError for one whose answer, or conversation, is not to be learned, as `bad_answer` says."""
     for prompt in prompts:
         if bad := bad_answer(prompt.meta, prompt.answer):
             raise DataError(f"prompt {prompt.id!r}: {bad}")
 
 
 def bad_answer(row: Mapping[str, Any], answer: str) -> str | None:
-    """Why the answer of a row, or its conversation, which has none, is not learnt; None if it is. ``row``: its other
+    """Why the answer of a row, or its conversation, which has none, is not learned; None if it is. ``row``: its other
     fields."""
     if row.get(LABEL) is not False or answer == "false":  # where it is the answer itself
         return None

@@ -113,7 +113,7 @@ class EmbeddedAdapter(Adapter):
     name = "local"
     module = "rl_megatron"
     tested = PROTOCOL
-    renormalises_top_p = True
+    renormalizes_top_p = True
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape, self._reader = shape, ReportReader()
@@ -199,7 +199,7 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
-        """Does nothing: what they load is labelled with its version, and is served after this."""
+        """Does nothing: what they load is labeled with its version, and is served after this."""
 
     @override
     async def release(self, server: Server) -> None:

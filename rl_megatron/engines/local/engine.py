@@ -417,7 +417,7 @@ class Decoding:
             self._see_oldest()
 
     def completions(self, asked: Sequence[Continuations], version: int) -> list[Completion]:
-        """The sequences' completions, in order, labelled with weight ``version``; their places are free again.
+        """The sequences' completions, in order, labeled with weight ``version``; their places are free again.
 
         Raises EngineError if a log-prob is not finite.
         """
@@ -676,9 +676,9 @@ def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[T
 
 
 def _draw_likely(probabilities: Tensor, uniform: Tensor, rows: RowSampling, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the fewest most likely tokens whose mass reaches top_p, renormalised (Holtzman et al., 2020).
+    """Draw from the fewest most likely tokens whose mass reaches top_p, renormalized (Holtzman et al., 2020).
 
-    In rows that are ``cut`` [n, 1], of what min_p (arXiv:2407.01082) and top_k leave, renormalised: vLLM's order.
+    In rows that are ``cut`` [n, 1], of what min_p (arXiv:2407.01082) and top_k leave, renormalized: vLLM's order.
     """
     ordered, token_of_rank = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)

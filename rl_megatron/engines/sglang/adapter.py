@@ -41,7 +41,7 @@ from rl_megatron.engines.adapter import (
 )
 from rl_megatron.engines.answers import (
     Judged,
-    LabelledSpan,
+    LabeledSpan,
     SampledColumns,
     as_form,
     checked_routes,
@@ -154,7 +154,7 @@ def outliving_pushes(options: StartOptions, shape: ModelShape) -> tuple[str, ...
     """The options without which a push could end the server; ``options.extra`` behind them may have others.
 
     SGLang 0.5.21's watchdog takes a pause that keeps running requests for one step. The experts' kernels that it
-    chooses on Blackwell for weights that are not quantised keep these in blocks, which its loader cannot write to
+    chooses on Blackwell for weights that are not quantized keep these in blocks, which its loader cannot write to
     again; Triton's are those of all other GPUs. gpt-oss has others on each.
     """
     watchdog = ("--watchdog-timeout", str(max(_WATCHDOG_SECONDS, _PARTS * options.timeout_seconds)))
@@ -195,7 +195,7 @@ class SGLangAdapter(ForeignEngine):
     name = "SGLang"
     module = "sglang"
     tested = "0.5.21"
-    renormalises_top_p = False
+    renormalizes_top_p = False
     variables = VARIABLES
 
     def __init__(self, shape: ModelShape) -> None:
@@ -537,7 +537,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[_Token]
     finish_reason: _Finish
     weight_version: Any = None
-    weight_versions: list[LabelledSpan] | None = None
+    weight_versions: list[LabeledSpan] | None = None
     routed_experts: str | None = None
 
 
@@ -623,7 +623,7 @@ def _answer(said: _Meta, counts: tuple[int, ...]) -> SampledColumns:
         token_ids=token_column([one.token for one in tokens]),
         logprobs=logprob_column([one.logprob for one in tokens]),
         finish_reason=said.finish_reason.type,
-        spans=said.weight_versions or [LabelledSpan(start=0, version=said.weight_version)],
+        spans=said.weight_versions or [LabeledSpan(start=0, version=said.weight_version)],
         routes=said.routed_experts,
         counts=counts,
     )

@@ -39,7 +39,7 @@ from rl_megatron.engines.adapter import (
 )
 from rl_megatron.engines.answers import (
     Judged,
-    LabelledSpan,
+    LabeledSpan,
     SampledColumns,
     as_form,
     as_form_at_once,
@@ -86,7 +86,7 @@ VARIABLES = {
 """By variable, why servers cannot have it."""
 
 
-def quantises(extra: Sequence[str]) -> str:
+def quantizes(extra: Sequence[str]) -> str:
     """Why options cannot have --hf-overrides of the model's quantization_config; or empty."""
     for name, value in values_given(extra, "--hf-overrides"):
         if "quantization_config" in f"{name} {_unescaped(value)}":
@@ -161,7 +161,7 @@ class VLLMAdapter(ForeignEngine):
     name = "vLLM"
     module = "vllm"
     tested = "0.32.0"
-    renormalises_top_p = True
+    renormalizes_top_p = True
     temperatures = (0.01, 2.0)  # it raises lower ones to the first without an error
     variables = VARIABLES
 
@@ -207,7 +207,7 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     def options_problem(self, extra: Sequence[str]) -> str:
-        return refused_option(extra, keys=KEYS, hooks=self.hooks, reasons=REASONS) or quantises(extra)
+        return refused_option(extra, keys=KEYS, hooks=self.hooks, reasons=REASONS) or quantizes(extra)
 
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:
@@ -273,9 +273,9 @@ class VLLMAdapter(ForeignEngine):
         answers = await server.sampled("/inference/v1/generate", body, read_sampled)
         completions = []
         for answer in answers:
-            labelled = ((span.start, self.labels.version(span.version)) for span in answer.spans)
+            labeled = ((span.start, self.labels.version(span.version)) for span in answer.spans)
             count = len(answer.token_ids)  # without tokens it has no version
-            completions.append(self._completion(answer, request, labelled if count else [(0, 0)], count, read_routes))
+            completions.append(self._completion(answer, request, labeled if count else [(0, 0)], count, read_routes))
         return completions if p.temperature else completions * request.num_completions
 
     @override
@@ -333,7 +333,7 @@ class VLLMAdapter(ForeignEngine):
         self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
     ) -> list[Report]:
         info = {"path": str(path), "version": version, "straight": straight}
-        for model in [name for one in self.hooks for name in one.models(server)]:  # labelled once it has all
+        for model in [name for one in self.hooks for name in one.models(server)]:  # labeled once it has all
             await self._update(server, f"/start_{model}_weight_update", info, {})
         await self._update(server, "/start_weight_update", info, {"weight_version": self.labels.candidate(version)})
         return await self.held(server, path, private)
@@ -445,7 +445,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None
     logprobs: _LogProbs | None
     finish_reason: FinishReason
-    weight_versions: list[LabelledSpan] | None
+    weight_versions: list[LabeledSpan] | None
     routed_experts: str | None = None
 
 
@@ -527,6 +527,6 @@ def _answer(choice: _Choice, token_ids: TokenIds) -> SampledColumns:
         token_ids=token_ids,
         logprobs=logprob_column([one.logprob for one in content]),
         finish_reason=choice.finish_reason,
-        spans=choice.weight_versions or [LabelledSpan(start=0, version=None)],
+        spans=choice.weight_versions or [LabeledSpan(start=0, version=None)],
         routes=choice.routed_experts,
     )

@@ -131,7 +131,7 @@ _RULES: Sequence[Rule] = (
              why="what goes straight into an engine's ranks is the model's, not its draft layer's",
              fix="set weights.transport=file"),
     Excludes(one=_PROPOSES, other=On("rollout.server.quantization", Not("none")),
-             why="engines' draft layers have linears without this format, which a push would quantise",
+             why="engines' draft layers have linears without this format, which a push would quantize",
              fix="set it to none"),
     Excludes(one=_PROPOSES, other=On("rollout.server.pp", Above(1)), why="its last stage alone has the draft layer",
              fix="set it to 1"),

@@ -1,4 +1,4 @@
-"""``learner.optimizer.name=muon``: matrices that are stepped by their orthogonalised momentum."""
+"""``learner.optimizer.name=muon``: matrices that are stepped by their orthogonalized momentum."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 """By what the update of a matrix with so many rows (outputs) and columns is multiplied: `MuonSection.scale`."""
 
 
-def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """``U V'`` of the singular value decomposition ``U S V'`` of [m, n], roughly: five steps of the quintic
     Newton-Schulz iteration, computed in ``dtype``, which is the result's. In bfloat16 it is torch.optim.Muon's."""
     a, b, c = _QUINTIC
@@ -220,7 +220,7 @@ class Muon(torch.optim.Optimizer):
         for part, own in zip(matrices.parts(parameter), matrices.parts(update), strict=True):
             whole = matrices.gather(own.flatten(0, -2))
             scale = SCALES[group["scale"]](*whole.shape)
-            change = matrices.shard(orthogonalised(whole, self.dtype))
+            change = matrices.shard(orthogonalized(whole, self.dtype))
             part.add_(change.reshape(part.shape), alpha=-(group["lr"] * scale))
 
 

@@ -1,8 +1,8 @@
-"""Quantised weights in engine servers: the checkpoint that they have, its scales in layouts, and who writes it.
+"""Quantized weights in engine servers: the checkpoint that they have, its scales in layouts, and who writes it.
 
 fp8 is DeepSeek-V3's checkpoint (weights/formats/schemes.py). int8 is compressed-tensors' "int-quantized" with a scale
 for each output channel (vllm-project/compressed-tensors; vLLM's CompressedTensorsW8A8Int8): ``x.weight`` beside
-``x.weight_scale``, float32 [rows, 1]. Both have the engine quantise activations token by token. Scales are tensors of a
+``x.weight_scale``, float32 [rows, 1]. Both have the engine quantize activations token by token. Scales are tensors of a
 layout: of the blocks that begin in a rank's boxes. Torch is imported as numbers are written.
 """
 
@@ -19,7 +19,7 @@ from rl_megatron.feature import Encoder, Encoding, load_side
 from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.formats.hf_folder import Stored
-from rl_megatron.weights.formats.schemes import BLOCK, SCALES, is_quantised, quantization_config
+from rl_megatron.weights.formats.schemes import BLOCK, SCALES, is_quantized, quantization_config
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice, coordinates
 from rl_megatron.weights.layouts.learner import engine_layout
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """The blocks of a quantised matrix ``x``, ``rows`` by ``columns`` (None: all), each with a scale in ``x<suffix>``.
+    """The blocks of a quantized matrix ``x``, ``rows`` by ``columns`` (None: all), each with a scale in ``x<suffix>``.
 
     Its numbers are in ``dtype``. The scales' shape is the `grid` of blocks.
     """
@@ -66,9 +66,9 @@ class Blocks:
         if len(shape) > 2 and shape[1] != 1:  # [channels, 1, kernel] is a depthwise convolution
             raise ConfigError(
                 f"rollout.server.quantization: {name} {list(shape)} is not a matrix, and stacked experts cannot be "
-                "quantised. Set rollout.server.quantization=none"
+                "quantized. Set rollout.server.quantization=none"
             )
-        return not is_quantised(name, shape)
+        return not is_quantized(name, shape)
 
 
 BLOCKS: Mapping[str, Blocks] = {
@@ -80,7 +80,7 @@ BLOCKS: Mapping[str, Blocks] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledLayout(Layout):
-    """A layout by `with_scales`: that of ``base``, and for each row with quantised weights one of their scales.
+    """A layout by `with_scales`: that of ``base``, and for each row with quantized weights one of their scales.
 
     A rank has a tensor of a weight's scales if it holds a box of it, under the Hugging Face name, of the whole
     `Blocks.grid`. Of these it is the holder of those blocks that begin in its boxes.
@@ -88,7 +88,7 @@ class ScaledLayout(Layout):
 
     base: Layout
     blocks: Blocks
-    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of quantised weights, by pattern
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of quantized weights, by pattern
     of_weights: Mapping[str, ParamSpec] = field(default_factory=dict)  # by the name of the row of their scales
 
     @override
@@ -127,7 +127,7 @@ class ScaledLayout(Layout):
         return self.base.local_shapes(rank) | scales
 
     def held(self, rank: int) -> Iterator[tuple[Slice, str, str]]:
-        """The boxes of quantised weights that a rank holds, with names of the weight and of the parameter."""
+        """The boxes of quantized weights that a rank holds, with names of the weight and of the parameter."""
         at = coordinates(self.dims, rank)
         for spec in self.of_weights.values():
             slices = [one for one in self.base.chunks(spec)[at.on(spec.axis)] if one.hf in self.shapes]
@@ -167,7 +167,7 @@ class ScaledLayout(Layout):
 
 
 def with_scales(layout: Layout, hf: Layout, blocks: Blocks) -> ScaledLayout:
-    """The layout of quantised weights and their scales, of which ``hf`` is the checkpoint's.
+    """The layout of quantized weights and their scales, of which ``hf`` is the checkpoint's.
 
     Raises ConfigError for a model that has no such format.
     """
@@ -193,13 +193,13 @@ _ROOM = "rl_megatron.features.quantize"
 
 
 def _blocked(shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    beside = [(name + SCALES, shape) for name, shape in shapes.items() if is_quantised(name, shape)]
+    beside = [(name + SCALES, shape) for name, shape in shapes.items() if is_quantized(name, shape)]
     return quantization_config([*shapes.items(), *beside])
 
 
 def _by_channel(shapes: Mapping[str, Shape]) -> dict[str, Any]:
     number = {"num_bits": 8, "type": "int", "symmetric": True}
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and not is_quantised(name, shape)]
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and not is_quantized(name, shape)]
     return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
@@ -216,14 +216,14 @@ def _by_channel(shapes: Mapping[str, Shape]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation(Encoding):
+class Quantization(Encoding):
     """Weights in the format ``kind``, a key of `BLOCKS`."""
 
     kind: str
 
     @property
     def blocks(self) -> Blocks:
-        """The blocks of each matrix that is quantised."""
+        """The blocks of each matrix that is quantized."""
         return BLOCKS[self.kind]
 
     @override
@@ -256,7 +256,7 @@ class Quantisation(Encoding):
 
     @override
     def encoder(self, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> Encoder:
-        made: Encoder = load_side(f"{_ROOM}.formats:Quantiser")(self._numbers(), layout, rank, tensors)
+        made: Encoder = load_side(f"{_ROOM}.formats:Quantizer")(self._numbers(), layout, rank, tensors)
         return made
 
     def _numbers(self) -> Any:
@@ -268,7 +268,7 @@ class Quantisation(Encoding):
         return 1.0
 
 
-ENCODINGS: Mapping[str, Quantisation | None] = {"none": None, **{kind: Quantisation(kind) for kind in BLOCKS}}
+ENCODINGS: Mapping[str, Quantization | None] = {"none": None, **{kind: Quantization(kind) for kind in BLOCKS}}
 """The encoding of each rollout.server.quantization."""
 
 

@@ -1,4 +1,4 @@
-"""``rollout.server.quantization``: servers hold weights in float8 or int8, quantised where they are sent from."""
+"""``rollout.server.quantization``: servers hold weights in float8 or int8, quantized where they are sent from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.models.shape import ModelShape
 
-_QUANTISED = On("rollout.server.quantization", Not("none"))
+_QUANTIZED = On("rollout.server.quantization", Not("none"))
 _NONE = "set rollout.server.quantization=none"
 
 
@@ -26,26 +26,26 @@ FEATURE = Feature(
     name="quantize",
     rules=(
         Excludes(
-            one=_QUANTISED,
+            one=_QUANTIZED,
             other=On("learner.device", "cpu"),
-            why="the engines' kernels for quantised weights need GPUs",
+            why="the engines' kernels for quantized weights need GPUs",
             fix=_NONE,
         ),
         Excludes(
-            one=_QUANTISED,
+            one=_QUANTIZED,
             other=On("learner.dtype", Not("bfloat16")),
             why="the engines' kernels give bfloat16",
             fix="set learner.dtype=bfloat16",
         ),
         Excludes(
-            one=_QUANTISED,
+            one=_QUANTIZED,
             other=On("rollout.server.addresses"),
             why="the run cannot see the format of running servers",
             fix=_NONE,
         ),
         Excludes(
             one=On("weights.push", "adapters"),
-            other=_QUANTISED,
+            other=_QUANTIZED,
             why="the model is pushed as it is, and once",
             fix="leave the key out, or set weights.push=merged",
         ),

@@ -1,7 +1,7 @@
-"""Quantises weights for engine servers: a scale of each block, numbers of each box.
+"""Quantizes weights for engine servers: a scale of each block, numbers of each box.
 
 Scales of fp8 are powers of two: vLLM with DeepGEMM, and SGLang on Blackwell, round scales up to such after a load, and
-would quantise a second time. A learner rank's boxes are quantised where they are sent from: scales once a version,
+would quantize a second time. A learner rank's boxes are quantized where they are sent from: scales once a version,
 numbers as they are packed.
 """
 
@@ -21,11 +21,11 @@ from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.feature import Encoder
 from rl_megatron.features.quantize.encoding import BLOCKS, Blocks, ScaledLayout
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift
-from rl_megatron.weights.formats.quantise import (
+from rl_megatron.weights.formats.quantize import (
     LARGEST_FP8,
     LARGEST_INT8,
     block_maxima,
-    dequantise,
+    dequantize,
     divide,
     powers_of_two,
     scales_to,
@@ -62,17 +62,17 @@ class Format:
     def change(
         self, numbers: Tensor, values: Tensor, scales: Tensor, start: Sequence[int], shape: Shape
     ) -> tuple[float, float]:
-        """The squared Frobenius norms of a box, and of what quantising changed in it."""
+        """The squared Frobenius norms of a box, and of what quantizing changed in it."""
         edges, squares, errors = self.blocks.edges(shape), 0.0, 0.0
         for low, high in _bands(values):
             band = values[low:high].float()
-            off = dequantise(numbers[low:high], scales, (start[0] + low, start[1]), edges).sub_(band)
+            off = dequantize(numbers[low:high], scales, (start[0] + low, start[1]), edges).sub_(band)
             squares += float(torch.linalg.vector_norm(band, dtype=torch.float64)) ** 2
             errors += float(torch.linalg.vector_norm(off, dtype=torch.float64)) ** 2
         return squares, errors
 
     def write(self, name: str, values: Tensor, weight: Tensor, scales: Tensor) -> tuple[float, float]:
-        """Quantise ``values`` [r, c] into ``weight`` and ``scales``. Returns what `change` does.
+        """Quantize ``values`` [r, c] into ``weight`` and ``scales``. Returns what `change` does.
 
         Raises SyncError that names a tensor with NaN or infinite values.
         """
@@ -111,7 +111,7 @@ FORMATS: Mapping[str, Format] = {
 _REDUCED = 2**24  # scales that ranks compare at once
 
 
-class Quantiser(Encoder):
+class Quantizer(Encoder):
     """The scales of the weights of which ``rank`` of ``layout`` has boxes, in ``tensors``, for a version at a time.
 
     Scales are ``added``; numbers have no copy. Blocks that several ranks share have the scale of the whole block.

@@ -107,11 +107,11 @@ class _Balanced:
         if kind == "seq_aux_loss":
             zeros = chosen.new_zeros(tokens.num_segments, chosen.shape[1])
             counts = _summed(zeros.index_add_(0, tokens.segment_ids, chosen), self.router.tp_cp_group)
-            return _normalised(counts)[tokens.segment_ids]
+            return _normalized(counts)[tokens.segment_ids]
         if kind == "aux_loss":
-            return _normalised(_summed(chosen.sum(0), self.router.tp_cp_group))
+            return _normalized(_summed(chosen.sum(0), self.router.tp_cp_group))
         self.everywhere += _summed(chosen.sum(0), self.router.tp_dp_cp_group)
-        return _normalised(self.everywhere)
+        return _normalized(self.everywhere)
 
 
 class Balance(LearnerHooks):
@@ -194,5 +194,5 @@ def _summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return counts
 
 
-def _normalised(counts: Tensor) -> Tensor:
+def _normalized(counts: Tensor) -> Tensor:
     return counts / counts.sum(-1, keepdim=True).clamp(min=1)

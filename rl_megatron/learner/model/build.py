@@ -37,7 +37,7 @@ from rl_megatron.learner.model.latent import (
     latent_attention_spec,
     megatron_latent_keywords,
 )
-from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
+from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialize, torch_layer_spec
 from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.layout import padded_vocab
@@ -183,7 +183,7 @@ def prepare_chunk(model: torch.nn.Module, *, fused: bool) -> None:
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if not fused:
-        specialise(model)
+        specialize(model)
     forget_routes(model)
 
 
@@ -195,7 +195,7 @@ def freeze_routers(layers: Iterable[Any]) -> None:
 
 
 def _mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark the weights that TP shards. Megatron marks them while it initialises weights, which we skip; without the
+    """Mark the weights that TP shards. Megatron marks them while it initializes weights, which we skip; without the
     marks the gradient norm counts only rank 0's shards of them."""
     cut = ((ColumnParallelLinear, 0), (RowParallelLinear, 1), (VocabParallelEmbedding, 0))
     for module in model.modules():

@@ -31,7 +31,7 @@ from rl_megatron.models.operations import MIN_ONEDNN_FLOPS, through_onednn, thro
 
 Weights = Sequence[Tensor] | Tensor
 """Of experts: a matrix each, or one tensor whose first dimension they are."""
-_GENERATIONS = (9, 10)  # compute capabilities of Hopper, and of Blackwell in data centres
+_GENERATIONS = (9, 10)  # compute capabilities of Hopper, and of Blackwell in data centers
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
@@ -373,7 +373,7 @@ class _Window(NamedTuple):
 
 
 def _windows(counts: list[int], x: Tensor) -> list[_Window]:
-    """One window an expert. For oneDNN it is rounded up with neighbours' rows, whose results are discarded."""
+    """One window an expert. For oneDNN it is rounded up with neighbors' rows, whose results are discarded."""
     block, total = ROW_BLOCK if through_onednn(x) else 1, len(x)
     out, start = [], 0
     for count in counts:

@@ -42,9 +42,9 @@ from rl_megatron.user_code import load_named
 
 
 def norm_scale(config: TransformerConfig, weight: Tensor) -> Tensor:
-    """What a norm multiplies by: its weight, or in float32 one more than it, if the model's norms are zero-centred."""
-    centred = isinstance(config, DecoderConfig) and config.shape.zero_centered
-    return weight.float() + 1 if centred else weight
+    """What a norm multiplies by: its weight, or in float32 one more than it, if the model's norms are zero-centered."""
+    centered = isinstance(config, DecoderConfig) and config.shape.zero_centered
+    return weight.float() + 1 if centered else weight
 
 
 class RMSNorm(torch.nn.Module):
@@ -164,7 +164,7 @@ class LocalDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden
 
 
-def specialise(model: torch.nn.Module) -> None:
+def specialize(model: torch.nn.Module) -> None:
     """Replace linears and dispatchers whose group has one rank by faster ones without communication."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):

@@ -1,5 +1,5 @@
 """Jobs on what somebody wrote: an optimizer step on each ``batch_size`` rows of the data, and a measurement on held-out
-rows. What is learnt from the rows is the `JobObjective`'s.
+rows. What is learned from the rows is the `JobObjective`'s.
 
 What jobs on pairs learn: to prefer answers (``job=dpo``, also of single answers with labels), or to score texts
 (``job=reward_model``).
@@ -101,14 +101,14 @@ class LeftOut:
     """Prompts that have no units: of those that are refused, why, and the ids of those without a turn to learn."""
 
     refused: tuple[str, ...] = ()
-    unlearnt: tuple[str, ...] = ()
+    unlearned: tuple[str, ...] = ()
 
     def __add__(self, other: LeftOut) -> LeftOut:
-        return LeftOut(refused=self.refused + other.refused, unlearnt=self.unlearnt + other.unlearnt)
+        return LeftOut(refused=self.refused + other.refused, unlearned=self.unlearned + other.unlearned)
 
     def sequences(self, config: RunConfig) -> int:
         """How many they are, a conversation one: those that it would have are not known."""
-        return (len(self.refused) + len(self.unlearnt)) * (2 if config.kind.rows == "pairs" else 1)
+        return (len(self.refused) + len(self.unlearned)) * (2 if config.kind.rows == "pairs" else 1)
 
     def told(self, of: str, config: RunConfig) -> list[str]:
         """A sentence for each reason, of the prompts that ``of`` counts."""
@@ -118,10 +118,10 @@ class LeftOut:
                 f"{len(self.refused)} of {of} are refused and left out, by {config.job}.on_refused=drop; the first: "
                 f"{self.refused[0]}"
             )
-        if self.unlearnt:
+        if self.unlearned:
             told.append(
-                f"{len(self.unlearnt)} of {of} have no turn to learn and are left out: their messages of the assistant "
-                f"have a weight of 0, or there are none; the first: prompt {self.unlearnt[0]!r}"
+                f"{len(self.unlearned)} of {of} have no turn to learn and are left out: their messages of the "
+                f"assistant have a weight of 0, or there are none; the first: prompt {self.unlearned[0]!r}"
             )
         return told
 
@@ -135,8 +135,8 @@ def made_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) 
             raise DataError(f"{error}; {or_left_out(config)}") from error
         units, refused = units_of_each(prompts, units_of)
     known = {unit[0].id for unit in units}.union(name for name, _ in refused)
-    unlearnt = tuple(prompt.id for prompt in prompts if prompt.id not in known)
-    return units, LeftOut(refused=tuple(why for _, why in refused), unlearnt=unlearnt)
+    unlearned = tuple(prompt.id for prompt in prompts if prompt.id not in known)
+    return units, LeftOut(refused=tuple(why for _, why in refused), unlearned=unlearned)
 
 
 def or_left_out(config: RunConfig) -> str:
@@ -217,7 +217,7 @@ class WrittenJob:
     """Those of the objective."""
     name: str
     end_token_ids: EndTokens = field(default_factory=dict)
-    """After what is learnt of each source; empty where no end is."""
+    """After what is learned of each source; empty where no end is."""
     dropped: int = 0
     """Rows that are not in the data, as they were too long when it was read."""
     seconds_at_peak: Callable[[Iterable[int]], float] | None = None
@@ -556,7 +556,7 @@ def _eval_row(found: Sequence[Mapping[str, float]], parts: Sequence[Samples]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedSteps:
-    """Steps of ``learner`` by the mean cross-entropy of a batch's learnt tokens."""
+    """Steps of ``learner`` by the mean cross-entropy of a batch's learned tokens."""
 
     learner: Learner
     packer: Packer
@@ -590,7 +590,7 @@ class FineTuning(JobObjective):
 
     @override
     async def held_out(self) -> Row:
-        """``eval/loss``, the mean over learnt tokens of -log pi(token), and ``eval/perplexity``, its exponential."""
+        """``eval/loss``, the mean over learned tokens of -log pi(token), and ``eval/perplexity``, its exponential."""
         learner, total, tokens = self.supervised.learner, 0.0, 0
         self._batches = self._batches or [self.supervised.packer.pack(part) for part in self.parts]
         for part, batch in zip(self.parts, self._batches, strict=True):

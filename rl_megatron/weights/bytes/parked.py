@@ -79,7 +79,7 @@ class Pinned:
         self._room += extent[1] - extent[0]
         insort(self._free, extent)
         at = self._free.index(extent)
-        for left in (at, at - 1):  # the right neighbour first, so that the left one's place stays
+        for left in (at, at - 1):  # the right neighbor first, so that the left one's place stays
             if 0 <= left < len(self._free) - 1:
                 (start, middle), (same, end) = self._free[left : left + 2]
                 if middle == same and middle % self._slab:

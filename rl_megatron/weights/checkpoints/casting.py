@@ -1,4 +1,4 @@
-"""Casts, quantises or dequantises a checkpoint's tensors while they are streamed."""
+"""Casts, quantizes or dequantizes a checkpoint's tensors while they are streamed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.bits import as_dtype, to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable, Streamed
-from rl_megatron.weights.formats.quantise import block_scales, quantise, read_quantised
-from rl_megatron.weights.formats.schemes import BLOCK, SCALES, Quantised, is_quantised
+from rl_megatron.weights.formats.quantize import block_scales, quantize, read_quantized
+from rl_megatron.weights.formats.schemes import BLOCK, SCALES, Quantized, is_quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +31,15 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dequantised:
-    """A quantised weight, dequantised box by box as it is read. ``parts`` are its tensors, with their dtypes."""
+class Dequantized:
+    """A quantized weight, dequantized box by box as it is read. ``parts`` are its tensors, with their dtypes."""
 
-    weight: Quantised
+    weight: Quantized
     parts: Mapping[str, tuple[Bits, DType]]
     wanted: DType
 
     def __getitem__(self, box: tuple[slice, ...]) -> Bits:
-        values = read_quantised(self.weight, tuple((cut.start, cut.stop) for cut in box), self._part)
+        values = read_quantized(self.weight, tuple((cut.start, cut.stop) for cut in box), self._part)
         return as_dtype(self.weight.numbers, values, self.wanted)
 
     def _part(self, name: str, box: Box) -> Tensor:
@@ -48,8 +48,8 @@ class Dequantised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Quantised:
-    """The quantised numbers of float32 ``values``, or with ``scales`` their scales."""
+class _Quantized:
+    """The quantized numbers of float32 ``values``, or with ``scales`` their scales."""
 
     values: Copy
     scales: bool
@@ -74,7 +74,7 @@ class _Quantised:
         """Rows in order. The scales read the values a second time, so that memory does not grow with the weight."""
         for values in self.values.blocks(lambda n: None, multiple=BLOCK):
             rows = to_tensor(values, DType.F32)
-            block = to_bits(block_scales(rows) if self.scales else quantise(rows)[0])
+            block = to_bits(block_scales(rows) if self.scales else quantize(rows)[0])
             on_bytes(block.nbytes)
             yield block
 
@@ -84,9 +84,9 @@ def cast(tensor: Copy, dtype: DType) -> Copy:
     return tensor.read_by(lambda source: Cast(name=tensor.name, source=source, given=tensor.dtype, wanted=dtype), dtype)
 
 
-def quantised(tensor: Copy) -> list[Streamed]:
+def quantized(tensor: Copy) -> list[Streamed]:
     """The tensors to write: float8 numbers and their scales for a linear layer's weight, else the tensor itself."""
-    if not is_quantised(tensor.name, tensor.shape):
+    if not is_quantized(tensor.name, tensor.shape):
         return [tensor]
     values = tensor if tensor.dtype is DType.F32 else cast(tensor, DType.F32)
-    return [_Quantised(values=values, scales=scales) for scales in (False, True)]
+    return [_Quantized(values=values, scales=scales) for scales in (False, True)]

@@ -75,7 +75,7 @@ def hf_to_megatron(
 ) -> list[int]:
     """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
-    Copies config.json and the `companions`, so that the conversion back needs nothing else. Dequantises
+    Copies config.json and the `companions`, so that the conversion back needs nothing else. Dequantizes
     block-scaled float8 to ``dtype``, or to config.json's dtype. Tensors that share one of megatron's are cast to the
     widest dtype among them, which it has. ``family`` is one of the user's own, as `read_shape`
     takes it. Returns the shares that lack files, as `write_files`. Raises CheckpointError,
@@ -141,16 +141,16 @@ def megatron_to_hf(
     """Write a ``torch_dist`` checkpoint, saved in any layout, as a Hugging Face folder.
 
     ``config`` is a folder with config.json and tokenizer if the checkpoint has none; ``variables`` are set in its chat
-    template as `copy_companions` does. float8_e4m3fn quantises linear
+    template as `copy_companions` does. float8_e4m3fn quantizes linear
     layers to block-scaled float8, and keeps other tensors as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
     shape = converted_shape(source, config, family)
-    quantise = dtype is DType.F8_E4M3
+    quantize = dtype is DType.F8_E4M3
     stored, files = megatron_copies(source, shape)
-    plain = stored if quantise else in_dtype(stored, dtype, hf_layout(shape))
-    tensors = _quantised(plain) if quantise else list(plain)
-    quantization = quantization_config([(tensor.name, tensor.shape) for tensor in tensors]) if quantise else None
+    plain = stored if quantize else in_dtype(stored, dtype, hf_layout(shape))
+    tensors = _quantized(plain) if quantize else list(plain)
+    quantization = quantization_config([(tensor.name, tensor.shape) for tensor in tensors]) if quantize else None
     return write_hf(
         source,
         out,
@@ -278,7 +278,7 @@ def _cast(tensor: Copy, dtype: DType | None) -> Copy:
     return cast(tensor, dtype)
 
 
-def _quantised(tensors: Sequence[Copy]) -> list[Streamed]:
-    from rl_megatron.weights.checkpoints.casting import quantised
+def _quantized(tensors: Sequence[Copy]) -> list[Streamed]:
+    from rl_megatron.weights.checkpoints.casting import quantized
 
-    return [one for tensor in tensors for one in quantised(tensor)]
+    return [one for tensor in tensors for one in quantized(tensor)]

@@ -1,6 +1,6 @@
 """The tensors of a Hugging Face folder, read block by block, and its files as they are written.
 
-No torch, unless numbers are dequantised on the way.
+No torch, unless numbers are dequantized on the way.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rl_megatron.weights.formats.hf_folder import (
     raise_uncounted,
     read_headers,
 )
-from rl_megatron.weights.formats.schemes import Quantised
+from rl_megatron.weights.formats.schemes import Quantized
 from rl_megatron.weights.layouts.families import hf_layout
 
 
 def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Copy], Files]:
-    """Every tensor of a folder in its stored dtype; quantised ones dequantised to ``dtype`` or config.json's.
+    """Every tensor of a folder in its stored dtype; quantized ones dequantized to ``dtype`` or config.json's.
 
     Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown or misshapen, or an
     output matrix that differs from the embedding which it is tied to: both are read for that.
@@ -72,8 +72,8 @@ def _reading(source: Path, headers: Headers, dtype: DType | None) -> tuple[Files
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in headers.entries.items()}
 
     def copy_of(name: str) -> Copy:
-        if weight := headers.quantised.get(name):
-            return _dequantised(name, weight, homes, dtype or weight.scheme.dtype)
+        if weight := headers.quantized.get(name):
+            return _dequantized(name, weight, homes, dtype or weight.scheme.dtype)
         entry, file = homes[name]
         return _stored(name, entry.shape, entry.dtype, partial(entry.view, file))
 
@@ -92,13 +92,13 @@ def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceabl
     return Copy(name=name, shape=shape, dtype=dtype, fragments=(Fragment(box=box, source=source, src_box=box),))
 
 
-def _dequantised(name: str, weight: Quantised, homes: Mapping[str, tuple[Entry, MappedFile]], dtype: DType) -> Copy:
-    from rl_megatron.weights.checkpoints.casting import Dequantised
+def _dequantized(name: str, weight: Quantized, homes: Mapping[str, tuple[Entry, MappedFile]], dtype: DType) -> Copy:
+    from rl_megatron.weights.checkpoints.casting import Dequantized
 
-    def source() -> Dequantised:
+    def source() -> Dequantized:
         parts = {part: homes[part] for part in (weight.numbers, weight.scales)}
         views = {part: (entry.view(file), entry.dtype) for part, (entry, file) in parts.items()}
-        return Dequantised(weight=weight, parts=views, wanted=dtype)
+        return Dequantized(weight=weight, parts=views, wanted=dtype)
 
     return _stored(name, weight.shape, dtype, source)
 

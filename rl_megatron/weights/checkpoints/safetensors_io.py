@@ -39,7 +39,7 @@ from rl_megatron.weights.formats.hf_folder import (
     raise_uncounted,
     read_headers,
 )
-from rl_megatron.weights.formats.quantise import read_quantised
+from rl_megatron.weights.formats.quantize import read_quantized
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout, keeping_dtype
 from rl_megatron.weights.layouts.tables.drafts import holds_draft
@@ -53,7 +53,7 @@ class TensorSource(Protocol):
     folder: Path
 
     def shapes(self) -> dict[str, Shape]:
-        """The shape of every tensor by name, as if nothing was quantised."""
+        """The shape of every tensor by name, as if nothing was quantized."""
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -64,7 +64,7 @@ class TensorSource(Protocol):
 class HFFolder:
     """The tensors of an HF folder, one file or sharded with an index. The constructor reads only the headers.
 
-    Quantised weights read as float32. Raises CheckpointError that names every missing or torn file, WeightError that
+    Quantized weights read as float32. Raises CheckpointError that names every missing or torn file, WeightError that
     names every tensor that is not in its file of the index, or whose scales do not fit.
     """
 
@@ -77,13 +77,13 @@ class HFFolder:
         self._home = {tensor: opened[name] for tensor, name in homes.items()}
 
     def shapes(self) -> dict[str, Shape]:
-        """The shape of every tensor by name, as if nothing was quantised."""
+        """The shape of every tensor by name, as if nothing was quantized."""
         return self._shapes
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of one tensor, in the file's dtype, on the CPU. Reads only the box."""
-        weight = self._headers.quantised.get(name)
-        return self._part(name, box) if weight is None else read_quantised(weight, box, self._part)
+        weight = self._headers.quantized.get(name)
+        return self._part(name, box) if weight is None else read_quantized(weight, box, self._part)
 
     def _part(self, name: str, box: Box) -> Tensor:
         file = self._home[name]

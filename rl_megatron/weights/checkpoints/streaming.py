@@ -319,7 +319,7 @@ def _there(out: Path) -> CheckpointError:
 
 
 def fingerprint(folder: Path) -> list[list[object]]:
-    """Name, size and time of every file, to recognise the same source."""
+    """Name, size and time of every file, to recognize the same source."""
     found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 

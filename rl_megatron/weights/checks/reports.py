@@ -174,7 +174,7 @@ class Report:
     """Checksums of what one rank holds, and the seconds that the rank waited for them.
 
     ``read`` are checksums of what the rank read or received, before its kernels converted it; ``window`` is the most
-    bytes in which it received that, beside the parameters. ``changes`` are, of a learner's rank that quantises, squared
+    bytes in which it received that, beside the parameters. ``changes`` are, of a learner's rank that quantizes, squared
     Frobenius norms of its boxes and of what that changed in them, by tensor.
     """
 
@@ -413,9 +413,9 @@ def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[st
 
 
 def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tuple[float, str] | None:
-    """The largest relative error of a quantised tensor, in Frobenius norms, and its name; None if none is quantised.
+    """The largest relative error of a quantized tensor, in Frobenius norms, and its name; None if none is quantized.
 
-    ``changes`` are squared norms of boxes and of what quantising changed in them (`Report.changes`).
+    ``changes`` are squared norms of boxes and of what quantizing changed in them (`Report.changes`).
     """
     sums: dict[str, tuple[float, float]] = {}
     for one in changes:

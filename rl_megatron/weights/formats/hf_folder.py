@@ -21,7 +21,7 @@ from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
-from rl_megatron.weights.formats.schemes import Quantised, find_quantised, scheme_of
+from rl_megatron.weights.formats.schemes import Quantized, find_quantized, scheme_of
 from rl_megatron.weights.layouts.families import adapters_alone, family_of
 from rl_megatron.weights.layouts.layout import Layout
 
@@ -71,14 +71,14 @@ class Headers:
     """What the headers of a folder's files say of every tensor."""
 
     entries: Mapping[str, tuple[str, Entry]]  # the tensor's file, and where in it the tensor lies
-    quantised: Mapping[str, Quantised]  # by the weight's name
+    quantized: Mapping[str, Quantized]  # by the weight's name
     parts: Set[str]  # the tensors that belong to these
 
     @property
     def shapes(self) -> dict[str, Shape]:
         """The shape of every weight."""
         plain = {name: entry.shape for name, (_, entry) in self.entries.items() if name not in self.parts}
-        return plain | {name: weight.shape for name, weight in self.quantised.items()}
+        return plain | {name: weight.shape for name, weight in self.quantized.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +122,9 @@ def read_headers(folder: Path) -> Headers:
     wrong = [f"{file} has no tensor {one}" for one, file in placed.items() if entries.get(one, ("",))[0] != file]
     raise_lines(f"{folder}: {INDEX} does not match its files", wrong)
     held = {name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}
-    quantised, parts, wrong = find_quantised(held, scheme_of(folder))
+    quantized, parts, wrong = find_quantized(held, scheme_of(folder))
     raise_lines(f"{folder} does not match the quantization_config of its config.json", wrong)
-    return Headers(entries=entries, quantised=quantised, parts=parts)
+    return Headers(entries=entries, quantized=quantized, parts=parts)
 
 
 def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:

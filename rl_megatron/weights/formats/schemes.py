@@ -1,4 +1,4 @@
-"""The quantised formats of Hugging Face checkpoints that are read: which tensors make up a weight. No torch.
+"""The quantized formats of Hugging Face checkpoints that are read: which tensors make up a weight. No torch.
 
 - ``fp8`` with ``weight_block_size`` (DeepSeek-V3, Kimi-K2, Qwen3-FP8): ``x.weight``, e4m3, and ``x.weight_scale_inv``,
   one a block.
@@ -10,12 +10,12 @@
 - ``mxfp4`` (gpt-oss): ``x_blocks`` [expert, row, group, 16], bytes of two e2m1, the low half first, and ``x_scales``
   [expert, row, group], exponents above theirs by 127; the weight is [expert, column, row].
 
-A weight is its numbers times their scales (`quantise.read_quantised`). Every other method is refused by name. Scales of
+A weight is its numbers times their scales (`quantize.read_quantized`). Every other method is refused by name. Scales of
 activations beside a weight are for engines, and are left out. Sources: transformers
 ``integrations/{finegrained_fp8,mxfp4}.py``; compressed-tensors 0.13 ``compressors/quantized_compressors``.
 
 One is written: block-scaled float8, of DeepSeek-V3's checkpoint (arXiv:2412.19437, section 3.3.2), which transformers,
-vLLM and SGLang read, with a float32 factor for each block of 128 rows and 128 columns. Linear layers are quantised;
+vLLM and SGLang read, with a float32 factor for each block of 128 rows and 128 columns. Linear layers are quantized;
 norms, biases, convolutions, embedding, output layer, router, gates of one row a head and the indexer's weights of heads
 are not: engines hold them whole (vLLM 0.32.0 ``qwen_gdn_linear_attn.py``: a delta net's decays and steps have fewer
 rows than a block; SGLang 0.5.21 ``qwen3_next_mtp.py``: the draft layer's ``fc``).
@@ -40,16 +40,16 @@ _OF_HEADS = ("weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a")  # which ha
 _WHOLE_MODULES = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj", "fc", *_OF_HEADS)
 
 
-def is_quantised(name: str, shape: Shape) -> bool:
-    """Whether the format quantises this tensor, that is, whether it is a linear layer's weight."""
+def is_quantized(name: str, shape: Shape) -> bool:
+    """Whether the format quantizes this tensor, that is, whether it is a linear layer's weight."""
     return len(shape) == 2 and name.endswith(".weight") and name.split(".")[-2] not in _WHOLE_MODULES
 
 
 def quantization_config(tensors: Sequence[tuple[str, Shape]]) -> dict[str, Any]:
     """config.json's ``quantization_config`` for a checkpoint of tensors with these names and shapes.
 
-    Experts of one tensor a layer, which are not quantised, are named by their module: readers take each ``experts``
-    that is not named for quantised.
+    Experts of one tensor a layer, which are not quantized, are named by their module: readers take each ``experts``
+    that is not named for quantized.
     """
     names = {name for name, _ in tensors}
     matrices = (name for name, shape in tensors if len(shape) == 2 and name.endswith(".weight"))
@@ -71,7 +71,7 @@ _FACTORS = (*_PLAIN, DType.F8_E8M0)
 _WORD = 32  # bits
 _GROUP = 32  # columns that share an exponent in mxfp4
 _ADVICE = (
-    "Give an unquantised checkpoint, or write one with the quantiser's own library (with transformers: "
+    "Give an unquantized checkpoint, or write one with the quantizer's own library (with transformers: "
     "model.dequantize(), then save_pretrained)"
 )
 
@@ -80,7 +80,7 @@ _ADVICE = (
 class Scheme:
     """One format, as config.json describes it."""
 
-    dtype: DType  # of the tensors that are not quantised, and of a weight where no other is asked for
+    dtype: DType  # of the tensors that are not quantized, and of a weight where no other is asked for
     stored: DType  # of the tensor with the numbers: U8 has two e2m1 a byte, I32 several integers a word
     numbers: str = ".weight"  # ends its name
     weight: str = ".weight"  # ends the weight's name
@@ -91,7 +91,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantised:
+class Quantized:
     """A weight that is stored as numbers and their scales."""
 
     scheme: Scheme
@@ -103,7 +103,7 @@ class Quantised:
 
 
 def scheme_of(folder: Path) -> Scheme | None:
-    """How the checkpoint in ``folder`` is quantised; None if it is not. Raises ConfigError naming a format not read."""
+    """How the checkpoint in ``folder`` is quantized; None if it is not. Raises ConfigError naming a format not read."""
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -150,11 +150,11 @@ _COMPRESSED: Mapping[tuple[str, str], tuple[DType, tuple[int, ...]]] = {  # by f
     ("naive-quantized", "float"): (DType.F8_E4M3, (8,)),
     ("naive-quantized", "int"): (DType.I8, (8,)),
 }
-_ORDERS = (None, False, "weight", "static")  # of columns when they were quantised; others permute the groups
+_ORDERS = (None, False, "weight", "static")  # of columns when they were quantized; others permute the groups
 
 
 def _compressed(given: Fields, path: Path, dtype: DType) -> Scheme:
-    """All modules must be quantised alike: which of them is in which group is not read."""
+    """All modules must be quantized alike: which of them is in which group is not read."""
     if given.get("transform_config"):
         _refuse(path, "a transform_config, which rotates weights", "none")
     kinds = {
@@ -206,14 +206,14 @@ _METHODS: Mapping[str, Callable[[Fields, Path, DType], Scheme]] = {
 }
 
 
-def find_quantised(
+def find_quantized(
     held: Mapping[str, tuple[DType, Shape]], scheme: Scheme | None
-) -> tuple[dict[str, Quantised], set[str], list[str]]:
-    """The quantised weights by name, the names of all tensors that belong to them, and a line for each misfit.
+) -> tuple[dict[str, Quantized], set[str], list[str]]:
+    """The quantized weights by name, the names of all tensors that belong to them, and a line for each misfit.
 
     ``held`` has every tensor of the checkpoint. A dtype that neither a weight nor its format has is a misfit.
     """
-    found: dict[str, Quantised] = {}
+    found: dict[str, Quantized] = {}
     parts: set[str] = set()
     wrong: list[str] = []
     for name, (dtype, shape) in held.items():
@@ -243,10 +243,10 @@ def find_quantised(
     return found, parts, wrong + [f"{name} is {dtype}, but {told}" for name, dtype in odd.items()]
 
 
-def _matrix(scheme: Scheme, name: str, stored: Shape, scales: str, dtype: DType, given: Shape) -> Quantised | str:
+def _matrix(scheme: Scheme, name: str, stored: Shape, scales: str, dtype: DType, given: Shape) -> Quantized | str:
     """The weight, or the line that says what does not fit."""
     if len(stored) != 2 or 0 in stored:
-        return f"{name} has shape {stored}; only matrices are read quantised"
+        return f"{name} has shape {stored}; only matrices are read quantized"
     if dtype not in _FACTORS:
         return f"{scales} is {dtype}; allowed: {', '.join(_FACTORS)}"
     rows, columns = stored[0], stored[1] * (_WORD // scheme.bits if scheme.stored is DType.I32 else 1)
@@ -261,19 +261,19 @@ def _matrix(scheme: Scheme, name: str, stored: Shape, scales: str, dtype: DType,
         edges = rows, columns
     else:
         return f"{scales} has shape {given}; {(rows, columns)} needs {(rows, 1)}, or one in all"
-    return Quantised(scheme=scheme, shape=(rows, columns), numbers=name, scales=scales, scales_shape=given, edges=edges)
+    return Quantized(scheme=scheme, shape=(rows, columns), numbers=name, scales=scales, scales_shape=given, edges=edges)
 
 
 def _expert_weight(
     scheme: Scheme, name: str, stored: Shape, scales: str, dtype: DType, given: Shape
-) -> Quantised | str:
+) -> Quantized | str:
     """Reads as `_matrix` a stack of experts in mxfp4."""
     if len(stored) != 4 or 2 * stored[3] != _GROUP:
         return f"{name} has shape {stored}; mxfp4 is [expert, row, group, {_GROUP // 2}]"
     if given != stored[:3] or dtype is not DType.U8:
         return f"{scales} is {dtype} {given}; it should be {DType.U8} {stored[:3]}"
     experts, rows, groups, _ = stored
-    return Quantised(
+    return Quantized(
         scheme=scheme,
         shape=(experts, groups * _GROUP, rows),
         numbers=name,

@@ -40,11 +40,11 @@ class Delivered:
 
 
 def with_error(update: WeightUpdate, seal: Seal) -> WeightUpdate:
-    """The update with the seal's error of quantised weights, which it logs; as it is if none are."""
+    """The update with the seal's error of quantized weights, which it logs; as it is if none are."""
     if seal.error is None:
         return update
     error, tensor = seal.error
-    logger.info("version %d is quantised: largest relative error of a tensor %.3g, %s", update.version, error, tensor)
+    logger.info("version %d is quantized: largest relative error of a tensor %.3g, %s", update.version, error, tensor)
     return replace(update, quantization_error=error)
 
 

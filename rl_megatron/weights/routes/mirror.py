@@ -132,7 +132,7 @@ class Mirror:
         float32: Collection[str] = frozenset(),
         writers: int = 1,
     ) -> None:
-        """Make the file, for this user alone. ``config`` becomes the folder's config.json, except for its quantisation.
+        """Make the file, for this user alone. ``config`` becomes the folder's config.json, except for its quantization.
 
         Called by one process of a node, before any opens it. Raises SyncError if the folder of ``path`` already exists
         and other users can access it: they can guess its name.
@@ -253,7 +253,7 @@ def _mapped(path: Path, entries: Stored) -> dict[str, Tensor]:
 
 def _plain(path: Path) -> Path:
     """The tensors before they are encoded."""
-    return path.with_name("unquantised.safetensors")
+    return path.with_name("unquantized.safetensors")
 
 
 def read(path: Path, version: int) -> dict[str, Tensor]:
@@ -268,7 +268,7 @@ def read(path: Path, version: int) -> dict[str, Tensor]:
 class Seal:
     """The checksum of each tensor of a version.
 
-    ``error`` is the largest relative error of a quantised tensor, and its name; None if none is quantised.
+    ``error`` is the largest relative error of a quantized tensor, and its name; None if none is quantized.
     """
 
     checksums: Mapping[str, int]

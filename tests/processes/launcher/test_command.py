@@ -131,7 +131,7 @@ SAID = "error: reward.function='its_own:score': 'score' of its_own is not there;
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder; nothing of ours is imported from it, and of its own a module with a word misspelt."""
+    """The current folder; nothing of ours is imported from it, and of its own a module with a word misspelled."""
     for name in ("launcher", "rl_megatron", "tools"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('of the project')\n")

@@ -61,7 +61,7 @@ print(forking.hindrance())
 held = socket.create_server(("127.0.0.1", 0))
 print(forking.hindrance())
 class Driver:
-    state = 3  # not initialised
+    state = 3  # not initialized
     def cuCtxGetCurrent(self, context):
         return self.state
 forking.ctypes.CDLL = lambda *_, **__: Driver()
@@ -132,7 +132,7 @@ def test_what_forbids_a_fork_is_named() -> None:
     assert found[1] == "the imports changed the blocked signals to ['SIGHUP', 'SIGINT', 'SIGTERM']"
     assert found[2].startswith("the imports opened a socket at addr(ip='127.0.0.1', port=")
     assert found[3] == found[2]  # a driver that is loaded, but that nobody has asked
-    assert found[4] == "the imports initialised CUDA"
+    assert found[4] == "the imports initialized CUDA"
     assert last.startswith("the imports started threads: there are 2 ")
 
 

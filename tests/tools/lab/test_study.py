@@ -79,8 +79,8 @@ def test_arms_that_are_not_paired_have_seeds_of_their_own_that_no_other_arm_or_s
     seeds = {cell.seed for cell in before}
     assert (len(seeds), max(seeds) < 2**31) == (8, True)
     assert all(cell.config.seed == cell.seed for cell in before)
-    labelled = ["algorithm=cispo", {"mine": "algorithm=gspo"}, "algorithm=grpo"]
-    more = {"axes": {"a": labelled, "rate": ["train.learning_rate=9e-3", *RATES]}, "seeds": [7, 0, 5]}
+    labeled = ["algorithm=cispo", {"mine": "algorithm=gspo"}, "algorithm=grpo"]
+    more = {"axes": {"a": labeled, "rate": ["train.learning_rate=9e-3", *RATES]}, "seeds": [7, 0, 5]}
     after = cells_of(study_of(tmp_path, **more, paired=False))
     assert len(after) == len({cell.seed for cell in after}) == 27
     assert {config_digest(cell.config) for cell in before} <= {config_digest(cell.config) for cell in after}
@@ -519,7 +519,7 @@ def test_results_are_those_of_the_rows(
     assert f"{cells[15].name} (waiting)" in text
     assert "moe gspo: refused, as it has not bent" in text
     assert len(re.findall(r'<th><span class="runname s\d">[a-z]+-[a-z]+-s\d-', page)) == 15
-    assert page.count('type="checkbox"') == 4, "a colour an arm"
+    assert page.count('type="checkbox"') == 4, "a color an arm"
     charts = Page(tmp_path / "out" / "report.html").charts()
     for title in ("eval/accuracy", "dense gspo: eval/accuracy by RL steps"):
         assert any("low" in line for line in charts[title]["series"]), "a band"

@@ -96,7 +96,7 @@ def taking(model: Qwen3MoeForCausalLM, samples: Samples) -> Iterator[None]:
 
             def replace_choice(_m: Any, _i: Any, output: Any, chosen: Tensor = padded[:, index]) -> Any:
                 logits = output[0]
-                return logits, logits.gather(1, chosen).softmax(-1), chosen  # renormalised over the chosen
+                return logits, logits.gather(1, chosen).softmax(-1), chosen  # renormalized over the chosen
 
             hooks.append(layer.mlp.gate.register_forward_hook(replace_choice))
     try:

@@ -26,7 +26,7 @@ from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.placement.files import weights_folder, writers_of_files
 from rl_megatron.placement.routes import engine_nodes, route_of
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.formats.schemes import is_quantised
+from rl_megatron.weights.formats.schemes import is_quantized
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout, float32_in_files
 from rl_megatron.weights.layouts.learner import engine_layout, learner_layout
@@ -237,7 +237,7 @@ def test_a_file_has_the_bytes_that_the_writer_of_it_makes_room_for(name: str, ki
     hf, expected = hf_layout(shape), 0
     float32 = float32_in_files(hf)
     for tensor, size in hf.local_shapes(0).items():
-        if kind == "none" or not is_quantised(tensor, size):
+        if kind == "none" or not is_quantized(tensor, size):
             expected += prod(size) * (4 if tensor in float32 else 2)
         else:
             rows, columns = size

@@ -209,16 +209,16 @@ def test_quantised_servers_read_their_own_bytes() -> None:
     for quantization in ("none", "fp8"):
         config = load_config(QWEN_30B, [*keys, f"rollout.server.quantization={quantization}"])
         shapes.append(server_shape(config, config.rollout.server, weights_served(config, SHAPE), SHAPE, H100))
-    plain, quantised = shapes
+    plain, quantized = shapes
     assert plain.experts == 2
     assert plain.others == pytest.approx(2, rel=1e-3)  # but for norms
-    assert quantised.experts == pytest.approx(1 + 4 / 128**2)
+    assert quantized.experts == pytest.approx(1 + 4 / 128**2)
     attention, head = 48 * 2048 * (2 * 32 + 2 * 4) * 128, 151936 * 2048
     router = 48 * 2048 * 128
-    assert quantised.others == pytest.approx((attention + 2 * (head + router)) / (attention + head + router), rel=1e-2)
-    freed = quantised.cache - plain.cache
+    assert quantized.others == pytest.approx((attention + 2 * (head + router)) / (attention + head + router), rel=1e-2)
+    freed = quantized.cache - plain.cache
     assert freed == pytest.approx((48 * 128 * 3 * 2048 * 768 + attention) / 8, rel=0.01)  # a byte of each, on 8 GPUs
-    fast, slow = (token_seconds(SHAPE, one, H100, 8, 1000) for one in (quantised, plain))
+    fast, slow = (token_seconds(SHAPE, one, H100, 8, 1000) for one in (quantized, plain))
     assert fast < slow
 
 

@@ -380,7 +380,7 @@ def test_every_term_of_a_step_is_explained() -> None:
     terms = step_terms(replace(more, dims=ParallelDims(tp=2, ep=4, cp=2, dp=2)))
     terms |= step_terms(replace(more, dims=ParallelDims(tp=2, ep=4, pp=2, dp=2)))
     assert {"draft layers", "activations on the host", "optimizer on the host", "between stages"} <= terms.keys()
-    assert "orthogonalisation" in terms
+    assert "orthogonalization" in terms
     parts = {**plan.step.parts, "teacher_of_sums": 1.0}
     shown = replace(plan, step=replace(plan.step, training=terms, parts=parts))
     for term in (*terms, *parts):

@@ -168,7 +168,7 @@ def test_bests_are_of_a_group() -> None:
         group_advantages(torch.rand(4), torch.zeros(4).long(), mean="batch", std="none", leave_one_out=False, best_of=2)
 
 
-# The optimal token baseline (arXiv:2602.07078): its closed form in plain loops, and the variance that it minimises.
+# The optimal token baseline (arXiv:2602.07078): its closed form in plain loops, and the variance that it minimizes.
 LENGTHS = (3, 1, 4, 2, 0, 4, 5)
 GROUPS = (7, 2, 7, 2, 7, 7, 2)
 

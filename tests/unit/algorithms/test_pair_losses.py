@@ -361,7 +361,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(kept: list[bool]) ->
         assert found.metrics[name].value.item() == pytest.approx((of_pairs * of_pair).sum().item(), abs=1e-6)
 
 
-# The values that the arithmetic returns cannot be changed, and a misspelt field is refused.
+# The values that the arithmetic returns cannot be changed, and a misspelled field is refused.
 MODULES = [
     importlib.import_module(f"{algorithms.__name__}.{m.name}") for m in pkgutil.iter_modules(algorithms.__path__)
 ]

@@ -153,7 +153,7 @@ def test_a_prompts_row_is_found_without_a_copy_of_all_rows(tmp_path: Path) -> No
 
 
 def test_a_text_that_many_rows_have_counts_in_each_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has it once, and memory for each row. What later rows have is learnt on the way."""
+    """The file has it once, and memory for each row. What later rows have is learned on the way."""
     monkeypatch.setattr(parquet, "_BATCH_BYTES", most := 1 << 18)
     groups, size = 4, 1024
     longer = np.zeros((groups, size), np.int32)

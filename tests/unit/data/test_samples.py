@@ -149,7 +149,7 @@ def test_pairs_stay_together_in_minibatches() -> None:
 
 # Columns of completions, as routes are: checked, concatenated, and restored from a checkpoint.
 def chosen(positions: int, *, first: int = 0, num_experts: int = 16) -> np.ndarray:
-    """[positions, 2, 3], every number below ``num_experts``; each position differs from its neighbours."""
+    """[positions, 2, 3], every number below ``num_experts``; each position differs from its neighbors."""
     experts = (first + np.arange(positions * 6).reshape(positions, 2, 3)) % num_experts
     return experts.astype(np.uint8 if num_experts <= 256 else np.int16)
 

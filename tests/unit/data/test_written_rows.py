@@ -333,7 +333,7 @@ def test_parameters_of_tools_may_be_json_text(suffix: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("field", ["good", "in.it"])
 def test_an_answer_of_messages_is_refused_and_other_lists_are_none(suffix: str, field: str, tmp_path: Path) -> None:
-    """As TRL's files with a prompt and a completion have it, and ShareGPT's; it would be learnt as JSON."""
+    """As TRL's files with a prompt and a completion have it, and ShareGPT's; it would be learned as JSON."""
     held_out = written(tmp_path / "e.jsonl", [{"q": "9", "good": "9", "in": {"it": "9"}}])
     messages = talk("1", "2")[1:], talk("1", "2")[1], [{"from": "gpt", "value": "2"}]
     for number, good in enumerate((*messages, [{"role": "buyer", "name": "1"}], {"from": "USD", "value": 2})):

@@ -154,8 +154,8 @@ def test_what_judges_no_sample_may_differ_and_how_samples_were_drawn_is_told(tmp
     drawn = ["temperature (0.0 and 0.5)", f"max_new_tokens ({tokens} and 9)", "rollout.ignore_eos (False and True)"]
     assert drawn_otherwise(first, other) == {"one": drawn}
     served = ("rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16", "weights.transport=file")
-    quantised = [evaluated(tmp_path, *served, f"rollout.server.quantization={one}") for one in ("none", "fp8")]
-    assert drawn_otherwise(*quantised) == {"one": ["rollout.server.quantization (none and fp8)"]}
+    quantized = [evaluated(tmp_path, *served, f"rollout.server.quantization={one}") for one in ("none", "fp8")]
+    assert drawn_otherwise(*quantized) == {"one": ["rollout.server.quantization (none and fp8)"]}
 
 
 def way(*keys: str, mark: str = "", tests: str = "") -> str:

@@ -206,7 +206,7 @@ def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
     (model / "chat_template.jinja").write_text(template or SHOWS)
     assert f"rows.jsonl:{before + 1}" in found()[0]
     if name == "gsm8k":
-        assert bool(found("warm_start.steps=0")) == ("label" not in row)  # whose answer is not learnt then
+        assert bool(found("warm_start.steps=0")) == ("label" not in row)  # whose answer is not learned then
         return
     job = {"reward": "reward_model"}.get(name, name)
     assert all("no row is left" in text for text in found(f"{job}.on_refused=drop"))
@@ -432,7 +432,7 @@ _KL, _FIX = "algorithm.kl.coefficient=0.01", "algorithm.correction"
     ],
 )
 def test_ratios_to_an_engine_that_leaves_tokens_out(more: tuple[str, ...], refused: str, noted: str) -> None:
-    """The engine renormalises over top_p's tokens, so every token's ratio is below that of the two policies."""
+    """The engine renormalizes over top_p's tokens, so every token's ratio is below that of the two policies."""
     load_config("tiny_cpu", list(more))
     if refused:
         with pytest.raises(ConfigError, match=rf"rollout\.top_p=0\.95 with \S*{refused}: "):

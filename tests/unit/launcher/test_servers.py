@@ -1,4 +1,4 @@
-"""How servers start with quantised weights, which restarts count, and a controller at its limit of open files."""
+"""How servers start with quantized weights, which restarts count, and a controller at its limit of open files."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def test_a_restart_without_files_is_not_the_servers_fault(code: int) -> No
                 await it.engine.generate(ENGINE_REQUEST)
 
 
-# The options and files with which servers start if weights are quantised.
+# The options and files with which servers start if weights are quantized.
 METHODS = {"none": None, "fp8": "fp8", "int8": "compressed-tensors"}
 GPU = ["rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16"]
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.features.muon import learner
-from rl_megatron.features.muon.learner import WHOLE, LayerWise, Matrices, Muon, find_matrices, orthogonalised, share_out
+from rl_megatron.features.muon.learner import WHOLE, LayerWise, Matrices, Muon, find_matrices, orthogonalized, share_out
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.optimizer import create_state, step
 from rl_megatron.models.named import NAMED
@@ -92,7 +92,7 @@ def test_fused_experts_step_as_the_matrices_that_their_forward_pass_multiplies_b
 def test_an_update_is_orthogonal_and_keeps_the_singular_vectors(shape: tuple[int, int]) -> None:
     u, values, v = torch.linalg.svd(drawn(*shape).double(), full_matrices=False)
     values = values.clamp(min=0.2 * float(values[0]))
-    around = u.T @ orthogonalised(u @ torch.diag(values) @ v, torch.float64) @ v.T
+    around = u.T @ orthogonalized(u @ torch.diag(values) @ v, torch.float64) @ v.T
     found = around.diagonal()
     assert 0.65 < float(found.min()) < float(found.max()) < 1.2
     assert float((around - torch.diag(found)).abs().max()) < 1e-12
@@ -103,7 +103,7 @@ def test_an_update_is_orthogonal_and_keeps_the_singular_vectors(shape: tuple[int
 
 
 def test_a_gradient_of_zero_moves_nothing() -> None:
-    assert torch.equal(orthogonalised(torch.zeros(4, 6), torch.float32), torch.zeros(4, 6))
+    assert torch.equal(orthogonalized(torch.zeros(4, 6), torch.float32), torch.zeros(4, 6))
 
 
 def test_ranks_get_equal_shares_of_the_state_and_each_parameter_once() -> None:
@@ -153,13 +153,13 @@ def test_the_planner_counts_the_products(name: str, degrees: dict[str, int], sha
         size, is_expert = layout.first_chunk(spec)[0].shape, "{expert}" in spec.name
         if "{layer}" in spec.name and len(size) == 2:
             with FlopCounterMode(display=False) as counted:
-                orthogonalised(torch.empty(size, device="meta"), torch.bfloat16)
+                orthogonalized(torch.empty(size, device="meta"), torch.bfloat16)
             each = layout.shape.num_experts if is_expert else 1
             flops[is_expert] += counted.get_total_flops() * each * len(layout.layer_stages(spec))
     given = replace(work(name, **degrees), muon=True)
     found, without = step_terms(given, IDEAL), step_terms(replace(given, muon=False), IDEAL)
     expected = (flops[False] / shared + flops[True] / of_experts) / 989.5e12
-    assert found.pop("orthogonalisation") == pytest.approx(expected, rel=1e-6)
+    assert found.pop("orthogonalization") == pytest.approx(expected, rel=1e-6)
     assert found == without
 
 

@@ -75,7 +75,7 @@ def filled(
         {"num_key_value_heads": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         {"num_key_value_heads": 1, "num_experts_per_tok": 1},
     ],
-    ids=["gqa", "tied", "unnormalised", "mha", "mqa"],
+    ids=["gqa", "tied", "unnormalized", "mha", "mqa"],
 )
 def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, object]) -> None:
     theirs, shape, checkpoint = saved(tmp_path, **changes)

@@ -168,7 +168,7 @@ async def later(*, prompts, completions, completion_ids, level=None):
 def chat(completions, prompts, **kwargs):
     assert prompts[0] == [{"role": "user", "content": "1+1?"}]
     return [float(message["content"] == "2") for (message,) in completions]
-def lost(prompts, completions, answer, colour, **kwargs):
+def lost(prompts, completions, answer, color, **kwargs):
     return [1.0 for _ in completions]
 def logs(prompts, completions, log_metric):
     return [1.0 for _ in completions]
@@ -198,7 +198,7 @@ def test_functions_of_trl_are_called_in_its_way(tmp_path: Path, monkeypatch: pyt
     for name, prompt in (("named", texts), ("named", other), ("chat", messages), ("judge", texts), ("ours", texts)):
         assert [one.total for one in called(name, prompt)] == [1.0, 0.0], name
     assert [one.total for one in called("later")] == [4.0, 4.0]
-    for name, parameter in (("lost", "colour"), ("logs", "log_metric")):
+    for name, parameter in (("lost", "color"), ("logs", "log_metric")):
         with pytest.raises(
             RewardError, match=f"its parameters {parameter} are not fields of the row, which has answer, level"
         ):

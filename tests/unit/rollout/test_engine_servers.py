@@ -47,7 +47,7 @@ LABELS.start = "t"
 class Words(Adapter):
     """An adapter whose server answers {"label": ...} to /generate, and "tokens" and "finish" where it likes."""
 
-    name, module, tested, renormalises_top_p = "Words", "words", "1", True
+    name, module, tested, renormalizes_top_p = "Words", "words", "1", True
 
     def command(self, options: StartOptions) -> Command:
         raise NotImplementedError
@@ -196,7 +196,7 @@ async def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> No
     [
         ((503, {}), "status 503: {}; attempts made: 4", 4),
         ((400, "too hot"), 'status 400: "too hot"', 1),
-        ((200, {"label": "default"}), "labelled 'default', which this run did not push", 1),
+        ((200, {"label": "default"}), "labeled 'default', which this run did not push", 1),
         ((200, {"label": "3@t"}), "was sampled with version 3, but 4 to 4 were served", 1),
         ((200, {"label": "4@another"}), "another run has pushed its weights to the server", 1),
     ],

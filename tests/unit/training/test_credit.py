@@ -324,9 +324,9 @@ def in_plain_loops(
             for k, value in enumerate(r):
                 peers = [x for other in rewards for j, x in enumerate(other) if baseline == "all" or j == k]
                 equal = len({round(x, 9) for x in peers}) == 1
-                centred = value - (statistics.fmean(peers) if mean == "group" else 0.0)
+                centered = value - (statistics.fmean(peers) if mean == "group" else 0.0)
                 scale = 0.0 if equal else 1 / (statistics.stdev(peers) + 1e-6)
-                above.append(centred * (scale if std == "group" else 1.0))
+                above.append(centered * (scale if std == "group" else 1.0))
             out.append([sum(gamma ** (j - k) * above[j] for j in range(k, len(r))) for k in range(len(r))])
     return out
 

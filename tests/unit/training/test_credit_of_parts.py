@@ -97,7 +97,7 @@ def sampled(seed: int, groups: int = 3) -> tuple[list[RolloutGroup], list[list[l
     return [group(f"p{n}", one) for n, one in enumerate(of)], told
 
 
-def normalised(values: Sequence[float], std: str) -> list[float]:
+def normalized(values: Sequence[float], std: str) -> list[float]:
     if len({round(value, 9) for value in values}) == 1:
         return [0.0] * len(values)
     scale = statistics.stdev(values) + 1e-6 if std == "group" else 1.0
@@ -108,7 +108,7 @@ def by_the_paper(
     trajectories: Sequence[Sequence[Shown]], *, gamma: float, weight: float, std: str
 ) -> list[list[float]]:
     """Equations 3 to 8, of one group."""
-    episodes = normalised([sum(reward for _, reward in one) for one in trajectories], std)
+    episodes = normalized([sum(reward for _, reward in one) for one in trajectories], std)
     returns, peers = dict[tuple[int, int], float](), defaultdict[str, list[tuple[int, int]]](list)
     for i, one in enumerate(trajectories):
         for t, (state, _) in enumerate(one):
@@ -117,7 +117,7 @@ def by_the_paper(
     steps = {
         place: step
         for places in peers.values()
-        for place, step in zip(places, normalised([returns[p] for p in places], std), strict=True)
+        for place, step in zip(places, normalized([returns[p] for p in places], std), strict=True)
     }
     return [
         [whole + weight * steps[i, t] for t in range(len(one))]
@@ -264,7 +264,7 @@ def advantages(row: AlgorithmSection, groups: Sequence[RolloutGroup] = GROUPS) -
     return found
 
 
-def standardised(values: Sequence[float], others: bool = False) -> list[float]:
+def standardized(values: Sequence[float], others: bool = False) -> list[float]:
     """(r - mean) / std of one group, or with the mean of the others; 0 where all are equal."""
     spread, total, count = statistics.stdev(values), sum(values), len(values)
     means = [(total - value) / (count - 1) if others else total / count for value in values]
@@ -273,8 +273,8 @@ def standardised(values: Sequence[float], others: bool = False) -> list[float]:
 
 def summed(others: bool = False) -> list[float]:
     """Equations 4 and 5 of arXiv:2601.05242, with its weights."""
-    first = [a + 0.5 * b for a, b in zip(standardised(RIGHT, others), standardised(SHORT, others), strict=True)]
-    return [*first, *standardised([0.0, 0.0, 1.0, 0.0], others)]
+    first = [a + 0.5 * b for a, b in zip(standardized(RIGHT, others), standardized(SHORT, others), strict=True)]
+    return [*first, *standardized([0.0, 0.0, 1.0, 0.0], others)]
 
 
 @pytest.mark.parametrize("others", [False, True])
@@ -462,7 +462,7 @@ def first_with(tokens: Sequence[int], end: int) -> int:
 
 
 def in_plain_loops(tokens: Sequence[Sequence[int]], steps: Sequence[Steps]) -> list[list[float]]:
-    """Every token's sum of the normalised rewards of the steps that end at it or behind it."""
+    """Every token's sum of the normalized rewards of the steps that end at it or behind it."""
     placed = []
     for one, its in zip(tokens, steps, strict=True):
         by_end: dict[int, float] = {}

@@ -121,7 +121,7 @@ PATHS: dict[str, dict[str, Any]] = {
         name: {"preference": keys, "old_logprobs": "rollout", "unfinished_reward": -1.0}
         for name, keys in {
             "dpo": {"beta": 0.4, "label_smoothing": 0.1},
-            "length-normalised dpo": {"beta": 2.0, "per_token": True, "nll": 0.5},
+            "length-normalized dpo": {"beta": 2.0, "per_token": True, "nll": 0.5},
             "ipo": {"loss": "ipo", "beta": 0.4, "per_token": True},
             "simpo": {"beta": 2.0, "per_token": True, "reference_free": True, "target_margin": 1.0},
             "orpo": {"loss": "orpo", "beta": 0.3, "per_token": True, "reference_free": True, "nll": 1.0},

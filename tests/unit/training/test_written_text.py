@@ -148,13 +148,13 @@ async def test_rows_that_were_looked_at_are_made_once_and_trained_on_in_the_orde
 
     its.units_of = noted
     await its.start(fresh=True)
-    learnt = []
+    learned = []
     for number in range(1, 5):
         row = await its.step(number, Stopwatch())
-        learnt.append(int(str(row["data/dropped"])))
+        learned.append(int(str(row["data/dropped"])))
         assert row["steps/skipped"] == 0
     await its.close()
-    dropped = learnt
+    dropped = learned
     drawn = [prompt.id for prompt in PromptStream(DATA, seed=0).take(12)]
     batches = [drawn[start : start + 3] for start in range(0, 12, 3)]
     assert dropped == [sum(int(name.split(":")[1]) in LONG for name in batch) for batch in batches]
@@ -284,8 +284,8 @@ async def test_it_is_counted_in_the_row_of_its_step(
 @pytest.mark.parametrize(
     ("then", "now", "said"),
     [
-        ({"": 257}, {"": 258}, "what is learnt ends with the token 258 from here on, and ended with 257 before this"),
-        ({"a": 7, "b": None}, {"a": 7, "b": 8}, "what is learnt of data.sources.b ends with the token 8 from here on"),
+        ({"": 257}, {"": 258}, "what is learned ends with the token 258 from here on, and ended with 257 before this"),
+        ({"a": 7, "b": None}, {"a": 7, "b": 8}, "what is learned of data.sources.b ends with the token 8 from here on"),
         ({"": 257}, {"": 257}, ""),
         ({}, {"": 257}, ""),  # an older version's
     ],

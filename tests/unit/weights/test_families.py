@@ -470,8 +470,8 @@ def test_a_key_that_the_family_does_not_read_may_have_any_value(name: str, saved
 def test_keys_of_other_kinds_of_ropes_and_quantisations_may_have_any_value(saved: Path, tmp_path: Path) -> None:
     config = json.loads((saved / "llama_linear" / "config.json").read_text())
     rope = {**config["rope_parameters"], "beta_fast": -1, "low_freq_factor": "x", "original_max_position_embeddings": 0}
-    quantised = {"quant_method": "fp8", "weight_block_size": [16, 16], "config_groups": 0, "transform_config": -1}
-    config |= {"rope_parameters": rope, "quantization_config": quantised}
+    quantized = {"quant_method": "fp8", "weight_block_size": [16, 16], "config_groups": 0, "transform_config": -1}
+    config |= {"rope_parameters": rope, "quantization_config": quantized}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_shape(tmp_path) == read_shape(saved / "llama_linear")
     scheme = scheme_of(tmp_path)

@@ -35,7 +35,7 @@ from rl_megatron.weights.checkpoints.megatron import copies_between, find_homes,
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
 from rl_megatron.weights.formats.hf_folder import INDEX, PREFIX, file_names, index_text, raise_misfits, weight_files
-from rl_megatron.weights.formats.schemes import Scheme, find_quantised
+from rl_megatron.weights.formats.schemes import Scheme, find_quantized
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece
 from tests.draft_models import save_with_drafts
@@ -493,7 +493,7 @@ def test_scales_of_a_quantised_cache_are_left_aside_and_named(tmp_path: Path) ->
 def test_scales_by_another_formats_name_are_named() -> None:
     scheme = Scheme(dtype=DType.BF16, stored=DType.F8_E4M3, scales=(".weight_scale_inv",), edges=(4, 4))
     held = {"a.weight": (DType.F8_E4M3, (8, 8)), "a.weight_scale": (DType.F32, (2, 2))}
-    _, _, (line,) = find_quantised(held, scheme)
+    _, _, (line,) = find_quantized(held, scheme)
     assert line.endswith("there is no a.weight_scale_inv; a.weight_scale is there, which the format does not read")
 
 

@@ -1,4 +1,4 @@
-"""Block-scaled float8 checkpoints, ours and others', against loops over blocks and transformers' own quantiser."""
+"""Block-scaled float8 checkpoints, ours and others', against loops over blocks and transformers' own quantizer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-from rl_megatron.weights.formats.quantise import block_maxima, dequantise, quantise
-from rl_megatron.weights.formats.schemes import BLOCK, is_quantised
+from rl_megatron.weights.formats.quantize import block_maxima, dequantize, quantize
+from rl_megatron.weights.formats.schemes import BLOCK, is_quantized
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -49,7 +49,7 @@ def blocks(shape: tuple[int, ...]) -> list[tuple[int, int, tuple[slice, slice]]]
     ]
 
 
-def loop_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+def loop_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Another rounding of the scales than ours: powers of two, as DeepSeek-V3.1 has them."""
     scales = torch.empty(-(-x.shape[0] // 128), -(-x.shape[1] // 128))
     out = torch.empty(x.shape, dtype=FP8)
@@ -59,7 +59,7 @@ def loop_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-def loop_dequantise(x: Tensor, scales: Tensor) -> Tensor:
+def loop_dequantize(x: Tensor, scales: Tensor) -> Tensor:
     out = torch.empty(x.shape)
     for i, j, box in blocks(tuple(x.shape)):
         out[box] = x[box].float() * scales[i, j].float()
@@ -94,8 +94,8 @@ def foreign(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     small, wide = {}, {}
     for name, x in tensors(plain).items():
         if is_linear(name):
-            small[name], small[f"{name}_scale_inv"] = loop_quantise(x)
-            wide[name] = loop_dequantise(small[name], small[f"{name}_scale_inv"]).bfloat16()
+            small[name], small[f"{name}_scale_inv"] = loop_quantize(x)
+            wide[name] = loop_dequantize(small[name], small[f"{name}_scale_inv"]).bfloat16()
         else:
             small[name] = wide[name] = x.bfloat16()
     save_file(small, fp8 / "model.safetensors", metadata={"format": "pt"})
@@ -138,7 +138,7 @@ def test_writing_quantises_linear_layers_alone(plain: Path, tmp_path: Path) -> N
             assert torch.equal(written[name], x), name
             continue
         assert (written[name].dtype, written[f"{name}_scale_inv"].dtype) == (FP8, torch.float32)
-        read = loop_dequantise(written[name], written[f"{name}_scale_inv"])
+        read = loop_dequantize(written[name], written[f"{name}_scale_inv"])
         for _, _, box in blocks(tuple(x.shape)):  # half of a last place: of three bits, or of the least number
             bound = torch.maximum(x[box].abs() * 2**-4, x[box].abs().max() / 448 * 2**-10)
             assert ((read[box] - x[box]).abs() <= bound * 1.001).all(), name
@@ -188,7 +188,7 @@ PUBLISHED = {  # modules with scales in the checkpoints on the hub
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_is_quantised_is_what_the_published_checkpoints_quantise(name: str) -> None:
     shapes = hf_layout(NAMED[name]).local_shapes(0)
-    found = {re.sub(r"experts\.\d+", "experts.N", n) for n, shape in shapes.items() if is_quantised(n, shape)}
+    found = {re.sub(r"experts\.\d+", "experts.N", n) for n, shape in shapes.items() if is_quantized(n, shape)}
     assert {re.sub(r"^model\.layers\.\d+\.(.*)\.weight$", r"\1", n) for n in found} == PUBLISHED[name]
 
 
@@ -211,7 +211,7 @@ def test_numbers_are_those_of_transformers() -> None:
     x[128:256, :128] = 0.0
     quantizer = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(BLOCK, BLOCK), scale_fmt=None))
     theirs = Fp8Quantize(quantizer).convert({"x.weight": x})
-    weight, scales = quantise(x)
+    weight, scales = quantize(x)
     assert torch.allclose(
         scales[x.unflatten(0, (3, 128)).unflatten(2, (2, 128)).abs().amax((1, 3)) > 0],
         theirs["x.weight_scale_inv"][theirs["x.weight_scale_inv"] < 1],
@@ -220,8 +220,8 @@ def test_numbers_are_those_of_transformers() -> None:
     differ = weight.float() != theirs["x.weight"].float()  # where a last bit of the scale moves a tie
     assert differ.float().mean() < 1e-3
     read = Fp8Dequantize(quantizer)._dequantize_one(weight, scales, torch.float32)
-    assert torch.equal(dequantise(weight, scales, (0, 0), (BLOCK, BLOCK)), read)
-    assert torch.equal(dequantise(weight[100:300, 60:200], scales, (100, 60), (BLOCK, BLOCK)), read[100:300, 60:200])
+    assert torch.equal(dequantize(weight, scales, (0, 0), (BLOCK, BLOCK)), read)
+    assert torch.equal(dequantize(weight[100:300, 60:200], scales, (100, 60), (BLOCK, BLOCK)), read[100:300, 60:200])
     assert torch.equal(read[128:256, :128], torch.zeros(128, 128))
 
 
@@ -277,7 +277,7 @@ def test_float8_for_megatron_is_refused(foreign: tuple[Path, Path], tmp_path: Pa
         convert.hf_to_megatron(foreign[0], tmp_path / "out", dtype=DType.F8_E4M3)
 
 
-# Quantised checkpoints of others, written here number by number, against the values that they stand for.
+# Quantized checkpoints of others, written here number by number, against the values that they stand for.
 # Groups and words end inside the halves of tp=2, and a group is not whole at the end of a row of 200.
 SHALLOW = TinySizes(hidden_size=160, expert_width=200, num_layers=1, num_experts=2, head_dim=40)
 Stored = tuple[dict[str, Tensor], Tensor]  # tensors by what ends their names; the values they stand for, float64
@@ -378,7 +378,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stored(
     request: pytest.FixtureRequest, shallow: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A quantised folder, and what it stands for in bfloat16. Experts are quantised, attention is not."""
+    """A quantized folder, and what it stands for in bfloat16. Experts are quantized, attention is not."""
     torch.manual_seed(1)
     config, store = KINDS[request.param]
     root = tmp_path_factory.mktemp("stored")
@@ -403,7 +403,7 @@ def test_every_number_is_read_as_what_it_stands_for(stored: tuple[Path, Path], t
     convert.hf_to_megatron(small, tmp_path / "megatron")
     assert list(verify(tmp_path / "megatron", against=wide)) == []
     assert "quantization_config" not in json.loads((tmp_path / "megatron/config.json").read_text())
-    assert "scales of quantised weights" in {part.what for part in describe(small).parts}
+    assert "scales of quantized weights" in {part.what for part in describe(small).parts}
 
 
 def test_a_rank_cuts_its_boxes_out_of_words_and_groups(stored: tuple[Path, Path]) -> None:

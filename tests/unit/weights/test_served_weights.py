@@ -1,4 +1,4 @@
-"""Which pushes into engine servers are served, and what these read of quantised weights, against loops over blocks."""
+"""Which pushes into engine servers are served, and what these read of quantized weights, against loops over blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncError
 from rl_megatron.features.quantize import formats as served_formats
-from rl_megatron.features.quantize.encoding import BLOCKS, ENCODINGS, Quantisation
+from rl_megatron.features.quantize.encoding import BLOCKS, ENCODINGS, Quantization
 from rl_megatron.features.quantize.formats import FORMATS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
@@ -35,8 +35,8 @@ from rl_megatron.weights.checks.compare import Comparison, compare
 from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, checksum, not_private, sealed_by
 from rl_megatron.weights.formats.hf_folder import stored
-from rl_megatron.weights.formats.quantise import dequantise, divide
-from rl_megatron.weights.formats.schemes import is_quantised
+from rl_megatron.weights.formats.quantize import dequantize, divide
+from rl_megatron.weights.formats.schemes import is_quantized
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.push.sync import ServedWeights
 from rl_megatron.weights.push.trust import Probe, ScoredText, Trust
@@ -158,7 +158,7 @@ def test_the_error_is_told(tmp_path: Path, error: tuple[float, str] | None, capl
     with caplog.at_level(logging.INFO):
         update = asyncio.run(both.weights().push(4))
     assert update.quantization_error == (error[0] if error else None)
-    assert ("version 4 is quantised: largest relative error of a tensor 0.03, layers.1.up" in caplog.text) == (
+    assert ("version 4 is quantized: largest relative error of a tensor 0.03, layers.1.up" in caplog.text) == (
         error is not None
     )
 
@@ -414,7 +414,7 @@ def test_servers_of_the_same_reports_are_compared_once(tmp_path: Path, monkeypat
         asyncio.run(verifies(1, {"a": one, "b": same, "c": wrong}, sums))
 
 
-# What engine servers read of quantised weights, against loops over blocks and rows, and the learner's own numbers.
+# What engine servers read of quantized weights, against loops over blocks and rows, and the learner's own numbers.
 LAYER = "model.layers.0."
 MATRICES = {
     LAYER + "self_attn.q_proj.weight": (201, 137),  # of an odd number of bytes
@@ -478,7 +478,7 @@ def entries(path: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def by_loops(kind: str, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers that a quantised matrix stands for, float32, and the scale of each."""
+    """The numbers that a quantized matrix stands for, float32, and the scale of each."""
     factors = torch.empty(weight.shape)
     for row in range(weight.shape[0]):
         for column in range(weight.shape[1]):
@@ -526,7 +526,7 @@ def test_a_weight_that_is_not_finite_is_refused_where_it_is_sent_from(kind: str,
     """A block with it would be zeros."""
     hf, name = hf_layout(SMALL_MOE), LAYER + "self_attn.k_proj.weight"
     tensors = {name: torch.ones(shape) for name, shape in hf.local_shapes(0).items()}
-    encoding = Quantisation(kind)
+    encoding = Quantization(kind)
     encoder = encoding.encoder(encoding.layout(hf, hf), 0, tensors)
     encoder.begin(lambda maxima: None)
     tensors[name][1, 2] = value
@@ -538,7 +538,7 @@ def test_a_weight_that_is_not_finite_is_refused_where_it_is_sent_from(kind: str,
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"])
 def test_of_delta_nets_what_engines_hold_whole_is_not_quantised(kind: str, family: str) -> None:
     """Convolutions and gates, whose heads have a row each; experts that are one tensor are refused."""
-    form = Quantisation(kind)
+    form = Quantization(kind)
     shape = replace(
         NAMED["qwen3-next-80b-a3b"], family=family, num_layers=4, delta_layers=(0, 1, 2), num_experts=2, drafts=True
     )
@@ -663,11 +663,11 @@ def test_the_probe_tolerates_quantised_weights_and_refuses_exchanged_ones(tmp_pa
             said = model(text).logits.log_softmax(-1)[:, :-1]
         return [[float(x) for x in row] for row in said.gather(-1, text[:, 1:, None])[..., 0]]
 
-    def quantised(name: str, tensor: Tensor) -> Tensor:
+    def quantized(name: str, tensor: Tensor) -> Tensor:
         if tensor.ndim == 3:
-            return torch.stack([quantised("expert.weight", one) for one in tensor])
+            return torch.stack([quantized("expert.weight", one) for one in tensor])
         form = FORMATS[kind]
-        if not is_quantised("x." + name, tuple(tensor.shape)):
+        if not is_quantized("x." + name, tuple(tensor.shape)):
             return tensor
         shape = tuple(tensor.shape)
         numbers, scales = (
@@ -675,10 +675,10 @@ def test_the_probe_tolerates_quantised_weights_and_refuses_exchanged_ones(tmp_pa
             torch.empty(form.blocks.grid(shape)),
         )
         form.write(name, tensor, numbers, scales)
-        return dequantise(numbers, scales, (0, 0), form.blocks.edges(shape))
+        return dequantize(numbers, scales, (0, 0), form.blocks.edges(shape))
 
     learner = scores(given)
-    weights = {name: quantised(name, tensor) for name, tensor in given.items()}
+    weights = {name: quantized(name, tensor) for name, tensor in given.items()}
     said: list[ScoredText] = probe.scored(scores(weights))
     assert scores(weights) != learner
     assert not probe.judge(said, learner, "the learner's")[1]

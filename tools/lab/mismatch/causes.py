@@ -320,7 +320,7 @@ def _sampling_fix(pairs: Mapping[str, tuple[float, float]], setting: Setting) ->
 
 def _shift(case: Case) -> Finding:
     cause, o = "token shift", case.outcomes.observation
-    by_one = f"held against the neighbours' the mean |d| is {shifted(o, 1):.2g} and {shifted(o, -1):.2g} nats"
+    by_one = f"held against the neighbors' the mean |d| is {shifted(o, 1):.2g} and {shifted(o, -1):.2g} nats"
     if case.explained == cause:
         return Finding(
             cause=cause,

@@ -193,8 +193,8 @@ class _Examination:
 
     def _expected(self, path: Path) -> tuple[dict[str, int], str]:
         """The checksums that servers should hold, and a text that says whose they are."""
-        quantised = self.config.rollout.server.quantization != "none"
-        if self.kept is None or quantised or is_megatron(self.kept):
+        quantized = self.config.rollout.server.quantization != "none"
+        if self.kept is None or quantized or is_megatron(self.kept):
             return dict(seal_of(path, 1).checksums), "the learner's weights"
         return checksums(HFFolder(self.kept), shapes(path), dtypes(path)), str(self.kept)
 

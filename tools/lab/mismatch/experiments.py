@@ -82,7 +82,7 @@ def shown(gaps: Tensor) -> str:
 def shifted(observation: Observation, by: int) -> float:
     """Size of the gaps where the engine's log-prob of token t is held against the learner's of token t - ``by``.
 
-    Tokens without such a neighbour in their sequence are left out.
+    Tokens without such a neighbor in their sequence are left out.
     """
     engine, learner = (x[observation.samples.mask] for x in (observation.engine, observation.learner))
     owners = observation.owners
@@ -512,7 +512,7 @@ def _before(observation: Observation, places: Tensor) -> Iterator[tuple[Tensor, 
 def predicted(evidence: Evidence, parameters: Parameters) -> Tensor:
     """Log-probs [m] of the tokens as ``parameters`` would have them; -inf where they could not have been sampled."""
     p = parameters
-    z = _penalised(evidence, p) / p.temperature
+    z = _penalized(evidence, p) / p.temperature
     token_logits = z.gather(1, evidence.tokens[:, None])[:, 0]
     logprobs = token_logits - z.logsumexp(1)
     if p.top_k or p.top_p < 1:
@@ -529,7 +529,7 @@ def predicted(evidence: Evidence, parameters: Parameters) -> Tensor:
     return logprobs
 
 
-def _penalised(evidence: Evidence, p: Parameters) -> Tensor:
+def _penalized(evidence: Evidence, p: Parameters) -> Tensor:
     """Logits [m, V] after the penalties: CTRL's (arXiv:1909.05858) on tokens before, OpenAI's on sampled ones."""
     scales = (p.repetition_penalty, p.sampled_repetition_penalty)
     if scales == (1, 1) and not p.presence_penalty and not p.frequency_penalty:
@@ -599,7 +599,7 @@ def sampled_otherwise(evidence: Evidence, reported: Parameters) -> str:
     Under it the mean log-prob of m tokens has a known mean and variance, and no token is likely to be always among the
     most likely ones.
     """
-    z = _penalised(evidence, reported) / reported.temperature
+    z = _penalized(evidence, reported) / reported.temperature
     logprobs = z.log_softmax(1)
     probabilities = logprobs.exp()
     own = logprobs.gather(1, evidence.tokens[:, None])[:, 0].double()

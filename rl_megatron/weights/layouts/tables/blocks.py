@@ -4,7 +4,7 @@ Sources: transformers ``models/*/modeling_*`` (checkpoint names, one tensor an e
 ``transformer/attention.py`` (``linear_qkv`` is, per query group, its q heads, then k, then v), ``transformer/mlp.py``
 and ``transformer/moe/{router,shared_experts,experts}.py`` (``linear_fc1`` is gate then up, each cut by itself); vLLM
 ``model_executor/layers/linear.py`` (``QKVParallelLinear``: each rank its q heads, then k, then v, a key/value head
-repeated on neighbouring ranks where there are more ranks than heads).
+repeated on neighboring ranks where there are more ranks than heads).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def decoder(*blocks: Block, planned: bool = True) -> Tables:
 
     Layout ``hf`` cuts no tensor (only ``dp``: full copies). ``megatron`` has TransformerEngine's parameter names with
     the expert number made global: ``linear_fc1.weight{expert}``. ``engine`` is for planning: a replica is ``tp``
-    neighbouring ranks, ``dp`` counts replicas, experts are cut by ``etp=tp`` or spread by ``ep=tp``;
+    neighboring ranks, ``dp`` counts replicas, experts are cut by ``etp=tp`` or spread by ``ep=tp``;
     ``w13_weight.{expert}`` is the expert's matrix inside the engine's fused tensor.
     """
     hf = (

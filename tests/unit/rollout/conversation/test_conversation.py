@@ -627,8 +627,8 @@ def test_turns_that_are_marked_as_not_learnt_are_context(mark: str, no: object, 
     shown = WrittenConversation(id="chats:1", messages=messages, tools=()).tidied()
     assert mark not in set().union(*shown)  # no template sees it
     (row,) = rows_of("chatml", messages, TOOLS)
-    learnt = [decoded("chatml", row.token_ids[start:stop]) for start, stop in row.turns]
-    assert learnt == ["It is 17.<|im_end|>", "No: 日本 18.<|im_end|>"]
+    learned = [decoded("chatml", row.token_ids[start:stop]) for start, stop in row.turns]
+    assert learned == ["It is 17.<|im_end|>", "No: 日本 18.<|im_end|>"]
     assert "tool_call" in decoded("chatml", row.token_ids)
 
 

@@ -319,7 +319,7 @@ def test_calls_that_the_template_leaves_out_are_refused_but_for_sampled_ones(
 
 
 def written(tokenizer: PreTrainedTokenizerFast, content: object) -> tuple[str, list[str]]:
-    """The texts of the row that is learnt, and of the whole that is scored."""
+    """The texts of the row that is learned, and of the whole that is scored."""
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else "<|user|>")
     talk = WrittenConversation(id="t:1", messages=[{"role": "user", "content": content}, SAYS], tools=())
     maker = WrittenConversations(tokenizer, [stop])

@@ -1,4 +1,4 @@
-"""Quantises to float8 or int8 with a scale for each block of a weight, box by box, and dequantises."""
+"""Quantizes to float8 or int8 with a scale for each block of a weight, box by box, and dequantizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_megatron.weights.boxes import Box, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.formats.schemes import BLOCK, Quantised
+from rl_megatron.weights.formats.schemes import BLOCK, Quantized
 
 _E2M1 = torch.tensor([sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 _FP8 = torch.float8_e4m3fn
@@ -17,7 +17,7 @@ LARGEST_FP8, LARGEST_INT8 = torch.finfo(_FP8).max, 127.0  # of either sign
 _LEAST_POWER = 2.0**-126  # smaller floats have no exponent of their own
 
 
-def dequantise(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:
+def dequantize(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:
     """Multiply numbers [r, c], a box that begins at ``start`` of a weight, by the weight's ``scales``; float32."""
     return weight.float().mul_(_of_elements(scales, start, weight.shape, edges))
 
@@ -36,8 +36,8 @@ def _of_elements(scales: Tensor, start: Sequence[int], size: Sequence[int], edge
     return bands[torch.arange(top % high, top % high + rows, device=scales.device) // high]
 
 
-def read_quantised(weight: Quantised, box: Box, part: Callable[[str, Box], Tensor]) -> Tensor:
-    """A box of a quantised weight, float32; ``part`` reads a box of a tensor by its name."""
+def read_quantized(weight: Quantized, box: Box, part: Callable[[str, Box], Tensor]) -> Tensor:
+    """A box of a quantized weight, float32; ``part`` reads a box of a tensor by its name."""
     if weight.scheme.stored is DType.U8:
         return _read_mxfp4(weight, box, part)
     (low, high), (left, right) = box
@@ -56,7 +56,7 @@ def read_quantised(weight: Quantised, box: Box, part: Callable[[str, Box], Tenso
         rows = (low // edge, (high - 1) // edge + 1)
         scales, start = part(weight.scales, (rows, *whole_box(given[1:]))), low - rows[0] * edge
         scales = scales.reshape(len(scales), -1)
-    return dequantise(numbers, scales, (start, left), weight.edges)
+    return dequantize(numbers, scales, (start, left), weight.edges)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
@@ -67,7 +67,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return data.float().sub_(1 << (bits - 1))
 
 
-def _read_mxfp4(weight: Quantised, box: Box, part: Callable[[str, Box], Tensor]) -> Tensor:
+def _read_mxfp4(weight: Quantized, box: Box, part: Callable[[str, Box], Tensor]) -> Tensor:
     experts, (left, right), rows = box
     size = weight.edges[1]
     groups = (left // size, -(-right // size))
@@ -78,8 +78,8 @@ def _read_mxfp4(weight: Quantised, box: Box, part: Callable[[str, Box], Tensor])
     return values.transpose(1, 2)
 
 
-def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise [r, c] to float8 [r, c] and its scales; a block's largest number becomes 448."""
+def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize [r, c] to float8 [r, c] and its scales; a block's largest number becomes 448."""
     scales = block_scales(values)
     return to_float8(divide(values, scales, (0, 0), (BLOCK, BLOCK))), scales
 
