@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from bench import memory
 from launcher.__main__ import app
+from launcher.commands import docs as command_docs
 from launcher.preflight.checks import checks
 from launcher.preflight.sizes import size_problems
 from rl_megatron.config.docs import _Described, _section, render
@@ -314,6 +315,14 @@ def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 def test_the_page_is_current() -> None:
     command = "python -m rl_megatron.config.docs > docs/configuration.md"
     assert PAGE.read_text(encoding="utf-8") == render(), f"run {command}"
+
+
+def test_the_page_of_commands_is_current() -> None:
+    """It has every command that the program knows."""
+    text, command = command_docs.render(), "python -m launcher.commands.docs > docs/commands.md"
+    assert (REPO / "docs" / "commands.md").read_text(encoding="utf-8") == text, f"run {command}"
+    every = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert [name for name in re.findall(r"^## (.*)$", text, re.M) if " " not in name] == list(every)
 
 
 def test_every_key_is_there_with_its_default(tmp_path: Path) -> None:
