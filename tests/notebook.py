@@ -1,6 +1,6 @@
 """Executes the cells of a notebook, in one interpreter and in their order.
 
-``python -m tests.notebook FILE PAGE`` stores in the file what they print, and writes the cells as a page of Markdown.
+``python -m tests.notebook FILE`` stores in the file what they print.
 """
 
 from __future__ import annotations
@@ -55,17 +55,6 @@ def _run(notebook: Path, folder: Path, files: Sequence[Path], environment: Mappi
         exec(compile("".join(cell["source"]), "cell", "exec"), names)
 
 
-def page(notebook: Path) -> str:
-    """The notebook's texts, its code, and below each what it prints."""
-    parts = []
-    for cell in _read(notebook)["cells"]:
-        text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        if printed := "".join("".join(part["text"]) for part in cell.get("outputs", ())):
-            parts.append(f"```text\n{printed}```")
-    return "\n\n".join(parts) + "\n"
-
-
 def _read(notebook: Path) -> Any:
     return json.loads(notebook.read_text())
 
@@ -86,4 +75,3 @@ def _store(notebook: Path) -> None:
 
 if __name__ == "__main__":
     _store(Path(sys.argv[1]).resolve())
-    Path(sys.argv[2]).write_text(page(Path(sys.argv[1])))

@@ -16,7 +16,7 @@ import pytest
 from tests.documents import blocks
 from tests.e2e.conftest import Refused, Told
 from tests.e2e.processes import Place
-from tests.notebook import executed, page, shown
+from tests.notebook import executed, shown
 from tests.proof.run import stale
 
 
@@ -164,11 +164,7 @@ def test_a_rank_whose_memory_is_full_says_the_plan_of_it(place: Place, where: st
 
 
 # The notebook of the Python API prints what is stored in it.
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "python_api.ipynb"
-
-
-def test_the_page_is_the_notebook() -> None:
-    assert (NOTEBOOK.with_suffix(".md")).read_text() == page(NOTEBOOK)
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "python_api.ipynb"
 
 
 def test_each_cell_prints_what_the_notebook_shows(tmp_path: Path) -> None:
