@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,8 @@ import pytest
 
 from rl_megatron.agents.source import Waves
 from rl_megatron.config.sections.reward import EnvironmentSection
-from rl_megatron.environments.registry import resolve_environment
+from rl_megatron.environments.protocol import Reply
+from rl_megatron.environments.registry import EnvironmentMaker, demonstrated, resolve_environment
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import Prompt
 from tests.completions import drawn
@@ -31,13 +33,52 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_env", raising=False)
 
 
+def calculates(text: str) -> str:
+    return f"!{text.rpartition(':')[2]}" if ":" in text else "?6*7"
+
+
 @pytest.mark.usefixtures("written")
-def test_the_environment() -> None:
-    ours = sampler(Waves(Scripted(lambda text: "1")), function="my_env:Guess", options={"most": 1}, max_turns=2)
+@pytest.mark.parametrize(
+    ("script", "reward", "stop", "bad"),
+    [(calculates, 1.0, "done", 0.0), (lambda _: "?6+7", 0.0, "turns", 2.0), (lambda _: "?1234*7", 0.0, "turns", 2.0)],
+)
+def test_the_environment(script: Callable[[str], str], reward: float, stop: str, bad: float) -> None:
+    options = {"max_length": 4}
+    ours = sampler(Waves(Scripted(script)), function="my_env:Calculator", options=options, max_turns=2)
     played = trajectories(asyncio.run(ours.groups(drawn([TASK] * 4))))
-    assert {(one.reward, one.stop, len(one.turns)) for one in played} == {(1.0, "done", 1), (0.0, "turns", 2)}
-    assert {one.metrics["own/wrong"] for one in played if not one.reward} == {2.0}
-    assert {one.turns[0].reward for one in played if one.reward} == {1.0}
+    assert {(one.reward, one.stop, len(one.turns)) for one in played} == {(reward, stop, 2)}
+    assert {one.metrics.get("own/bad_calls", 0.0) for one in played} == {bad}
+    assert {one.turns[1].reward for one in played} == {1.0 if reward else None}
+
+
+@pytest.mark.usefixtures("written")
+def test_the_demonstration_of_the_environment_is_a_right_trajectory() -> None:
+    made = resolve_environment(EnvironmentSection(function="my_env:Calculator"))
+    assert isinstance(made, EnvironmentMaker)
+    short, long = demonstrated(made, "my_env:Calculator", [TASK, TASK], [1, 3])
+    assert (short, long) == (["!42"], ["?6*7", ":42", "!42"])
+
+
+@pytest.mark.usefixtures("written")
+@pytest.mark.parametrize(
+    ("arguments", "content"),
+    [('{"a": 6, "b": 7}', "42"), ('{"a": 6}', "error: KeyError('b')"), ('{"a": 6, "b": "x"}', "error: ValueError(")],
+)
+async def test_the_tool_of_a_chat_template(arguments: str, content: str) -> None:
+    made = resolve_environment(EnvironmentSection(function="my_env:Multiply"))
+    assert isinstance(made, EnvironmentMaker)
+    environment = made()
+    assert [tool["function"]["name"] for tool in (await environment.start(TASK, 0)).tools] == ["multiply"]
+    call = {"id": "c", "type": "function", "function": {"name": "multiply", "arguments": arguments}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    read = (await environment.step(Reply(text="", message=message, finish_reason="stop"))).observation
+    assert read is not None
+    (result,) = read.messages
+    assert (result["role"], result["tool_call_id"]) == ("tool", "c")
+    assert result["content"].startswith(content)
+    said = "It is 42"
+    ended = await environment.step(Reply(text=said, message={"role": "assistant", "content": said}, finish_reason="stop"))
+    assert (ended.reward, ended.observation) == (1.0, None)
 
 
 @pytest.mark.usefixtures("written")
@@ -69,10 +110,10 @@ def test_the_function(name: str) -> None:
     ("given", "said"),
     [
         ({"function": "kalkulator"}, "'kalkulator' is unknown; did you mean 'calculator'"),
-        ({"function": "my_env:Gues"}, "'Gues' of my_env is not there; did you mean 'Guess'"),
+        ({"function": "my_env:Calculater"}, "'Calculater' of my_env is not there; did you mean 'Calculator'"),
         ({"function": "my_env:EnvironmentStep"}, "is a class without start, step, score, close; give it"),
         ({"function": "my_env:solve", "max_observation_tokens": 9}, "environment.max_observation_tokens=9: .* and has"),
-        ({"function": "my_env:Guess", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
+        ({"function": "my_env:Calculator", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
         ({"function": "my_env:solve", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
     ],
 )
