@@ -49,7 +49,7 @@ def installed(wheel: Path, folder: Path) -> Path:
     return folder / "bin"
 
 
-def test_the_tutorial_is_followed_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_the_page_of_installing_is_followed_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     bin_, empty = installed(wheel, tmp_path / "environment"), tmp_path / "empty"
     empty.mkdir()
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -70,8 +70,8 @@ def test_the_tutorial_is_followed_without_the_checkout(wheel: Path, tmp_path: Pa
     for name in ("rl_megatron", "launcher.entry", "tools.convert.conversion"):
         file = said("python", "-c", f"import {name} as it; print(it.__file__)")
         assert Path(file.strip()).is_relative_to(packages), name
-    page = REPO / "docs" / "tutorial.md"
-    (reward,) = blocks(page, "python")
+    page = REPO / "docs" / "install.md"
+    (reward,) = (b for b in blocks(REPO / "docs" / "quickstart.md", "python") if b.text.startswith("# my_rewards.py"))
     (empty / "my_rewards.py").write_text(reward.text)
     shown = [block.text for block in blocks(page, "sh") if block.mark == "run by tests/e2e/test_wheel.py"]
     answers = {}
