@@ -1,7 +1,7 @@
 """Counts what the project has: lines and files, keys, commands, make targets, metrics, pages and words.
 
 ``python -m tests.budgets`` writes tests/budgets.yaml with the counts of today, where none has grown. Only a decision in
-docs/adr raises a budget, by hand.
+docs/how_it_works.md raises a budget, by hand.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
     ]
     grown += [f"{name}: {now[name]}, no budget" for name in now.keys() - budgets if budgets]
     if grown:
-        raise SystemExit("\n".join(["a decision in docs/adr raises a budget, by hand:", *sorted(grown)]))
+        raise SystemExit("\n".join(["a decision in docs/how_it_works.md raises a budget, by hand:", *sorted(grown)]))
     FILE.write_text(yaml.safe_dump(now, sort_keys=False))
 
 

@@ -1,6 +1,6 @@
 """What others can reach and read of a run: its listening sockets, its command lines, its files.
 
-Tests call this of runs that they have for other reasons. docs/security.md is the list that it holds runs to.
+Tests call this of runs that they have for other reasons. docs/how_it_works.md has the list that it holds runs to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMED = {
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
     r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts|ray[./]util[./]client": "Ray",
 }
-"""Who may listen without a token of ours, as docs/security.md calls them, by patterns of command lines."""
+"""Who may listen without a token of ours, as docs/how_it_works.md calls them, by patterns of command lines."""
 _SERVER = "An engine server"
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY")
 _TOKEN = re.compile(r"\b(?:[0-9a-f]{48}|[0-9a-f]{64})\b")  # as this package makes them

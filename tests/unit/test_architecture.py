@@ -22,7 +22,7 @@ FILES = [
 ]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 100
 DOCUMENTS = [
-    path.relative_to(REPO) for folder in (".", "docs", "docs/adr", "slurm") for path in (REPO / folder).glob("*.md")
+    path.relative_to(REPO) for folder in (".", "docs", "slurm") for path in (REPO / folder).glob("*.md")
 ]
 ONE_EACH = {  # functions that may have one name, by where they are: a table takes them, or a program
     "check": "launcher/preflight",

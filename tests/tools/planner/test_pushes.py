@@ -192,7 +192,7 @@ def test_a_push_to_the_same_node_is_as_fast_as_that_nodes_memory(at_speeds: Call
 def test_the_235b_recipe_gets_its_weights_in_a_second_and_not_in_minutes(at_speeds: Callable[..., str]) -> None:
     config = job(QWEN_235B)
     (straight,) = push_cost(config, NAMED["qwen3-235b-a22b"]).hops
-    assert straight.received / 1e9 == pytest.approx(59.0, abs=0.05)  # docs/weights.md: an eighth of 470 GB, and norms
+    assert straight.received / 1e9 == pytest.approx(59.0, abs=0.05)  # an eighth of 470 GB, and norms
     assert straight.seconds == straight.received / 50e9
     filled, written, read = push_cost(job(QWEN_235B, "weights.transport=file"), named(config)).hops
     model = 2 * 235_093_634_560  # as published
