@@ -206,7 +206,7 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
 @pytest.fixture(scope="module")
 def ahead(place: Place) -> Run:
     """A pipeline with rollouts ahead, whose objective is the page's file, and whose second step is profiled."""
-    (documented,) = blocks(REPO / "docs" / "algorithms.md", "python")
+    documented, *_ = blocks(REPO / "docs" / "algorithms.md", "python")
     (place.folder / "mine.py").write_text(documented.text)
     keys = ("train.steps=4", "algorithm.objective=mine:gmpo", "profile.steps=2")
     return place.fork("ahead", *PIPELINE, *keys).finish()

@@ -1,4 +1,4 @@
-"""vLLM or SGLang as a run's teacher, by the commands of docs/distillation.md: its divergence and gradient are those of
+"""vLLM or SGLang as a run's teacher, by the commands of docs/sft.md: its divergence and gradient are those of
 the same teacher on ranks."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl_megatron.observability.files import read_jsonl
 from tests.engines.benches import interpreter
 from tests.engines.conftest import needs
 
-PAGE = (Path(__file__).parents[2] / "docs/distillation.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/sft.md").read_text()
 LIMIT = 300.0  # seconds of a run
 LENGTH = 64  # tokens that a server's caches are made for
 KEYS = (

@@ -48,7 +48,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_algorithm(tmp_path: Path) -> None:
     """The row that docs/algorithms.md gives as an example."""
-    documented, *_ = blocks(Path(__file__).parents[2] / "docs" / "algorithms.md", "yaml")
+    page = Path(__file__).parents[2] / "docs" / "algorithms.md"
+    (documented,) = [block for block in blocks(page, "yaml") if block.text.startswith("# mine.yaml:")]
     path = tmp_path / "mine.yaml"
     path.write_text(documented.text)
     keys = ["train.minibatches=1", "train.epochs=2", "train.learning_rate=2.0", "train.lr_decay=none"]

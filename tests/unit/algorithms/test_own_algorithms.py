@@ -38,7 +38,7 @@ from tests.unit.algorithms.test_pair_losses import check_equation
 from tests.unit.training.test_credit import advantages, group
 from tests.unit.training.test_update_oracle import groups
 
-PAGE = Path(__file__).parents[3] / "docs" / "own_algorithms.md"
+PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 LENGTHS = [5, 9, 1, 3, 7, 4]
 LOW, HIGH, CAP = 0.2, 0.3, 1.5
 OBJECTIVES = {
@@ -122,7 +122,7 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in blocks(PAGE, "python"):
         name = block.text.removeprefix("# ").partition(":")[0]
         (tmp_path / name).write_text(block.text)
-    (documented,) = blocks(ALGORITHMS_PAGE, "python")
+    documented, *_ = blocks(PAGE, "python")
     (tmp_path / "gmpo_of_the_page.py").write_text(documented.text)
     (tmp_path / "faulty.py").write_text(FAULTY)
     (tmp_path / "faulty_objectives.py").write_text(FAULTY_OBJECTIVES)
@@ -131,7 +131,7 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_has_one_file_for_each() -> None:
     names = [block.text.partition(".py:")[0].removeprefix("# ") for block in blocks(PAGE, "python")]
-    assert names == ["cpgd", "aspo", "maxrl", "opo", "gfpo", "kto"]
+    assert names == ["mine", "cpgd", "aspo", "maxrl", "opo", "gfpo", "kto"]
 
 
 def evaluate(loss: Loss, inputs: LossInputs) -> tuple[float, Tensor]:
@@ -445,7 +445,6 @@ def test_a_function_of_lengths_gets_those_of_completions_and_of_turns() -> None:
 
 
 # An objective of the user's own: the page's GMPO beside the row, and what is refused before a run.
-ALGORITHMS_PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 FAULTY_OBJECTIVES = """
 import torch
 
