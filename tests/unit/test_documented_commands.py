@@ -47,10 +47,7 @@ from tools.planner.plan import _texts
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "slurm/*.md")
-    for path in REPO.glob(pattern)
-    if path.name != "CHANGELOG.md"
+    path for pattern in ("*.md", "docs/**/*.md") for path in REPO.glob(pattern) if path.name != "CHANGELOG.md"
 )
 SHELL = {
     *("mkdir", "ln", "install", "openssl", "cp", "source", "cd", "export", "git", "sbatch", "lm_eval", "vllm")
@@ -100,7 +97,7 @@ def configuration(name: str, overrides: list[str]) -> RunConfig:
 
 def test_documents_have_commands() -> None:
     assert len(EVERY) > 50
-    assert {"README.md", "docs/quickstart.md", "slurm/README.md"} <= {c.place.partition(":")[0] for c in EVERY}
+    assert {"README.md", "docs/quickstart.md", "docs/cluster.md"} <= {c.place.partition(":")[0] for c in EVERY}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
@@ -172,7 +169,7 @@ def test_other_programs_of_documents_are_there(command: Command) -> None:
 def test_the_script_to_edit_trains_on_two_nodes_by_the_words_for_its_sixth_line() -> None:
     script = (REPO / "slurm" / "train.sbatch").read_text()
     (line,) = re.findall(r"^CONFIG=\((.*)\)$", script, re.M)
-    (words,) = re.findall(r"sixth line too,.*?as in\s`(.*?)`", (REPO / "slurm" / "README.md").read_text(), re.S)
+    (words,) = re.findall(r"sixth line too,.*?as in\s`(.*?)`", (REPO / "docs" / "cluster.md").read_text(), re.S)
     option, name, *keys = shlex.split(line)
     config = load_config(name, [*keys, "run.launcher=slurm", *shlex.split(words)])
     assert (option, config.learner.dims.world_size, config.slurm.nodes) == ("--config", 16, 2)
@@ -203,7 +200,7 @@ def test_the_bench_of_memory_refuses_steps_without_its_baseline_before_they_run(
 
 # The paths and tests that documents name exist, and the site shows what their comments say.
 PAGES = [REPO / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
-PAGES += [*sorted((REPO / "docs").rglob("*.md")), REPO / "slurm" / "README.md"]
+PAGES += sorted((REPO / "docs").rglob("*.md"))
 OTHERS = ("examples/", "verl/", "areal/", "trl/", "slime/", "src/transformers/")  # files of peers
 EXAMPLES = {"my_rewards.py", "utils.py"}  # a reader's own; one that must not be
 
@@ -223,8 +220,8 @@ def test_tests_that_a_document_names_are_there(document: Path) -> None:
     assert [f"{path}::{test}" for path, test in named if test not in there[path]] == []
 
 
-def test_pages_of_running_and_in_the_sites_navigation() -> None:
-    page = (REPO / "docs" / "running.md").read_text(encoding="utf-8")
+def test_the_page_of_checks_and_pages_in_the_sites_navigation() -> None:
+    page = (REPO / "docs" / "cluster.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| check \|.*\n\|---.*\n((?:\|.*\n)*)", page, re.M)
     assert re.findall(r"^\| ([a-z ]+) \|", table, re.M) == list(checks())
     # ``make docs`` says so too, later.

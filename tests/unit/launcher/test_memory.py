@@ -137,7 +137,7 @@ def test_a_recipe_fills_its_gpus_and_no_more(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_table_of_recipes_says_what_their_fullest_gpu_holds(name: str) -> None:
-    page = (CONF.parent / "slurm" / "README.md").read_text(encoding="utf-8")
+    page = (CONF.parent / "docs" / "cluster.md").read_text(encoding="utf-8")
     (said,) = re.findall(rf"^\| `{name}` \|.* (\d+) GB \|$", page, re.M)
     assert int(said) == round(fullest(*recipe(name)).total / GB)
 

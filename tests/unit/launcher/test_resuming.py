@@ -115,7 +115,7 @@ def test_every_section_is_marked_and_every_mark_is_of_a_key() -> None:
 
 
 def test_the_docs_have_the_table() -> None:
-    assert table() in (REPO / "docs/running.md").read_text()
+    assert table() in (REPO / "docs/cluster.md").read_text()
 
 
 def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Path) -> None:
