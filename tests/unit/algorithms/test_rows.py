@@ -1,4 +1,4 @@
-"""Rows of conf/algorithm: each builds, has the keys of rows.yaml, and gives the losses of the formulas that other projects publish."""
+"""Rows of conf/algorithm: each builds, has the keys of rows.yaml, and gives the losses of published formulas."""
 
 from __future__ import annotations
 
