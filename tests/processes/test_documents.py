@@ -166,8 +166,8 @@ def test_skypilots_machine_has_a_gpu_for_each_rank(tmp_path: Path) -> None:
 # docs/proof.md: every kind of complaint has threads, command, output and test; quick ones of both pages hold.
 KINDS = 12
 CLAIMS = list(claims())
-CLAIMS_OF_DESIGN = list(claims(REPO / "docs" / "how_it_works.md"))
-QUICK = [claim for claim in [*CLAIMS, *CLAIMS_OF_DESIGN] if claim.runner == "tests/processes/test_documents.py"]
+CLAIMS_OF_OTHERS = [claim for name in ("how_it_works.md", "cluster.md") for claim in claims(REPO / "docs" / name)]
+QUICK = [claim for claim in [*CLAIMS, *CLAIMS_OF_OTHERS] if claim.runner == "tests/processes/test_documents.py"]
 
 
 def test_every_kind_of_complaint_has_threads_a_command_its_output_and_a_test() -> None:
@@ -274,4 +274,6 @@ def test_nothing_grows_past_its_budget() -> None:
     budgets, now = yaml.safe_load(FILE.read_text()), counts()
     assert budgets.keys() == now.keys()
     grown = {name: f"{now[name]}, budget {budgets[name]}" for name in now if now[name] > budgets[name]}
-    assert grown == {}, "remove as much, or raise the budget in tests/budgets.yaml by a decision in docs/how_it_works.md"
+    assert grown == {}, (
+        "remove as much, or raise the budget in tests/budgets.yaml by a decision in docs/how_it_works.md"
+    )
