@@ -21,9 +21,7 @@ FILES = [
     path.relative_to(REPO) for folder in (*PRODUCT, "bench", "tests") for path in sorted((REPO / folder).rglob("*.py"))
 ]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 100
-DOCUMENTS = [
-    path.relative_to(REPO) for folder in (".", "docs", "slurm") for path in (REPO / folder).glob("*.md")
-]
+DOCUMENTS = [path.relative_to(REPO) for folder in (".", "docs", "slurm") for path in (REPO / folder).glob("*.md")]
 ONE_EACH = {  # functions that may have one name, by where they are: a table takes them, or a program
     "check": "launcher/preflight",
     "read": "rl_megatron/models/families",
