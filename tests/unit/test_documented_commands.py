@@ -24,6 +24,7 @@ from launcher.__main__ import app
 from launcher.commands import docs as command_docs
 from launcher.preflight.checks import checks
 from launcher.preflight.sizes import size_problems
+from rl_megatron import types
 from rl_megatron.config.docs import _Described, _section, render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -228,6 +229,14 @@ def test_the_page_of_checks_and_pages_in_the_sites_navigation() -> None:
     listed = re.findall(r"^ +- (\S+\.md)$", (REPO / "docs" / "site.yaml").read_text(encoding="utf-8"), re.M)
     pages = [str(path.relative_to(REPO)) for path in [*PAGES, REPO / "CHANGELOG.md"]]
     assert sorted(listed) == sorted(pages)
+
+
+def test_the_picture_of_a_step_names_files_and_types_that_are_there() -> None:
+    picture = (REPO / "docs/img/step.svg").read_text(encoding="utf-8")
+    files, names = (re.findall(rf'<text class="{kind}[^>]*>([^<]+)<', picture) for kind in ("file", "type"))
+    assert len(files) > 6
+    assert [path for path in files if not (REPO / "rl_megatron" / path).is_file()] == []
+    assert {*names} - {"gradients"} <= {*vars(types)}
 
 
 def test_the_site_shows_whether_each_block_of_commands_is_run() -> None:
