@@ -76,8 +76,8 @@ async def test_the_tool_of_a_chat_template(arguments: str, content: str) -> None
     (result,) = read.messages
     assert (result["role"], result["tool_call_id"]) == ("tool", "c")
     assert result["content"].startswith(content)
-    said = "It is 42"
-    ended = await environment.step(Reply(text=said, message={"role": "assistant", "content": said}, finish_reason="stop"))
+    final = {"role": "assistant", "content": "It is 42"}
+    ended = await environment.step(Reply(text=final["content"], message=final, finish_reason="stop"))
     assert (ended.reward, ended.observation) == (1.0, None)
 
 
