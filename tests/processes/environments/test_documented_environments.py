@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from rl_megatron.agents.source import Waves
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.protocol import Reply
-from rl_megatron.environments.registry import EnvironmentMaker, demonstrated, resolve_environment
+from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import Prompt
 from tests.completions import drawn
@@ -43,8 +44,7 @@ def calculates(text: str) -> str:
     [(calculates, 1.0, "done", 0.0), (lambda _: "?6+7", 0.0, "turns", 2.0), (lambda _: "?1234*7", 0.0, "turns", 2.0)],
 )
 def test_the_environment(script: Callable[[str], str], reward: float, stop: str, bad: float) -> None:
-    options = {"max_length": 4}
-    ours = sampler(Waves(Scripted(script)), function="my_env:Calculator", options=options, max_turns=2)
+    ours = sampler(Waves(Scripted(script)), function="my_env:Calculator", options={"max_length": 4}, max_turns=2)
     played = trajectories(asyncio.run(ours.groups(drawn([TASK] * 4))))
     assert {(one.reward, one.stop, len(one.turns)) for one in played} == {(reward, stop, 2)}
     assert {one.metrics.get("own/bad_calls", 0.0) for one in played} == {bad}
@@ -52,32 +52,16 @@ def test_the_environment(script: Callable[[str], str], reward: float, stop: str,
 
 
 @pytest.mark.usefixtures("written")
-def test_the_demonstration_of_the_environment_is_a_right_trajectory() -> None:
-    made = resolve_environment(EnvironmentSection(function="my_env:Calculator"))
-    assert isinstance(made, EnvironmentMaker)
-    short, long = demonstrated(made, "my_env:Calculator", [TASK, TASK], [1, 3])
-    assert (short, long) == (["!42"], ["?6*7", ":42", "!42"])
-
-
-@pytest.mark.usefixtures("written")
-@pytest.mark.parametrize(
-    ("arguments", "content"),
-    [('{"a": 6, "b": 7}', "42"), ('{"a": 6}', "error: KeyError('b')"), ('{"a": 6, "b": "x"}', "error: ValueError(")],
-)
-async def test_the_tool_of_a_chat_template(arguments: str, content: str) -> None:
-    made = resolve_environment(EnvironmentSection(function="my_env:Multiply"))
-    assert isinstance(made, EnvironmentMaker)
-    environment = made()
+async def test_its_demonstration_and_the_tool_of_a_chat_template() -> None:
+    environment = importlib.import_module("my_env").Multiply()
+    texts = [environment.demonstration(TASK, seed) for seed in (1, 3)]
+    assert texts == [["!42"], ["?6*7", ":42", "!42"]]
     assert [tool["function"]["name"] for tool in (await environment.start(TASK, 0)).tools] == ["multiply"]
-    call = {"id": "c", "type": "function", "function": {"name": "multiply", "arguments": arguments}}
-    message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    read = (await environment.step(Reply(text="", message=message, finish_reason="stop"))).observation
-    assert read is not None
-    (result,) = read.messages
-    assert (result["role"], result["tool_call_id"]) == ("tool", "c")
-    assert result["content"].startswith(content)
-    final = {"role": "assistant", "content": "It is 42"}
-    ended = await environment.step(Reply(text=final["content"], message=final, finish_reason="stop"))
+    for arguments, content in (('{"a": 6, "b": 7}', "42"), ('{"a": 6}', "error: KeyError('b')")):
+        call = {"id": "c", "function": {"name": "multiply", "arguments": arguments}}
+        step = await environment.step(Reply(text="", message={"tool_calls": [call]}, finish_reason="stop"))
+        assert list(step.observation.messages) == [{"role": "tool", "tool_call_id": "c", "content": content}]
+    ended = await environment.step(Reply(text="It is 42", message={}, finish_reason="stop"))
     assert (ended.reward, ended.observation) == (1.0, None)
 
 
