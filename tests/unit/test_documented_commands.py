@@ -20,8 +20,8 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 from bench import memory
+from launcher import docs as command_docs
 from launcher.__main__ import app
-from launcher.commands import docs as command_docs
 from launcher.preflight.checks import checks
 from launcher.preflight.sizes import size_problems
 from rl_megatron import types
@@ -325,7 +325,7 @@ def test_the_page_is_current() -> None:
 
 def test_the_page_of_commands_is_current() -> None:
     """It has every command that the program knows."""
-    text, command = command_docs.render(), "python -m launcher.commands.docs > docs/commands.md"
+    text, command = command_docs.render(), "python -m launcher.docs > docs/commands.md"
     assert (REPO / "docs" / "commands.md").read_text(encoding="utf-8") == text, f"run {command}"
     every = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [name for name in re.findall(r"^## (.*)$", text, re.M) if " " not in name] == list(every)

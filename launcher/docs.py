@@ -1,4 +1,4 @@
-"""Generates docs/commands.md from the commands' help: ``python -m launcher.commands.docs > docs/commands.md``."""
+"""Generates docs/commands.md from the commands' help: ``python -m launcher.docs > docs/commands.md``."""
 
 from __future__ import annotations
 
