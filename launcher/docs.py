@@ -12,8 +12,7 @@ from launcher.__main__ import app
 _HEAD = """\
 # Commands
 
-Every command with its arguments and options, generated from the text that `rl-megatron COMMAND --help` prints.
-[Configuration](configuration.md) lists the keys for `section.key=value` and `group=name`.
+Generated from `rl-megatron COMMAND --help`. [Configuration](configuration.md) lists the keys of `section.key=value`.
 
 | exit status | meaning |
 |--:|---|
@@ -38,8 +37,7 @@ def _sections(name: str, command: Any) -> Iterator[str]:
     yield from (f"\n{_line(paragraph)}\n" for paragraph in command.help.split("\n\n"))
     if rows := [f"| `{_form(one)}` | {_line(one.help)}{_default(one)} |\n" for one in command.params]:
         yield "\n| argument or option | meaning |\n|---|---|\n" + "".join(rows)
-    for below in (one for one in inner if not inner[one].hidden):
-        yield from _sections(f"{name} {below}", inner[below])
+    yield from (part for one in inner if not inner[one].hidden for part in _sections(f"{name} {one}", inner[one]))
 
 
 def _form(one: Any) -> str:
