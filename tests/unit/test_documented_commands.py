@@ -275,6 +275,7 @@ def test_each_feature_beside_other_frameworks_names_a_test_that_a_command_runs()
     tests = dict(re.findall(r"^\[?\^?(\w+)\]: (.*?)(?=^\[\^|\Z)", notes, re.M | re.S))
     rows = re.findall(r"^\| (?!here)([^|]+) \| ([^|]+) \|", table.replace("| | here", ""), re.M)
     assert len(rows) > 20
+    assert {len(line.split("|")) for line in table.splitlines() if line.startswith("|")} == {13}  # ten frameworks
     linked = {feature: re.findall(r"\[\^(\w+)\]", cell) for feature, cell in rows}
     assert [feature for feature, names in linked.items() if not names] == []
     named = {name for names in linked.values() for name in names}
