@@ -135,7 +135,7 @@ if [ -s "$attempt/failed_node" ] || { [ -e "$attempt/failed_node" ] && [ -n "$be
     fi
 fi
 if [ "$status" -eq 0 ] && [ -e "$attempt/requeue" ]; then
-    say "saved, but slurm.requeues=$REQUEUES are used up; to go on, submit its script again (slurm/README.md)"
+    say "saved, but slurm.requeues=$REQUEUES are used up; to go on, submit its script again (docs/cluster.md)"
     exit 1
 fi
 if [ "$status" -eq 0 ]; then say "done"; else say "failed with status $status: ${reason:-see controller.txt}"; fi

@@ -54,7 +54,7 @@ PHRASES: Mapping[str, re.Pattern[str]] = {
     "nobody": re.compile(r"\b(nobody|somebody|whoever)\b", re.I),
     "what": re.compile(r"(?:^|[.!?] )What (?!to do)(?![^.!?]*\?)"),
     "British": re.compile(
-        r"\b\w*(quantis|normalis|initialis|optimis|synchronis|serialis|tokenis|parallelis|materialis|summaris|recognis"
+        r"\b\w*(quantis|normalis|initialis|optimis|synchronis|serialis|tokenis|parallelise|materialis|summaris|recognis"
         r"|organis|utili[s]|minimis|maximis|behaviour|colour|favour|neighbour|centred|centring|licence|catalogue|modelled"
         r"|labell|cancel(?:led|ling)|travell|learnt|spelt)\w*",
         re.I,

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _SAVED = (
     "code of a model's folder is never run: save its tokenizer as tokenizer.json, and leave auto_map out of "
-    "tokenizer_config.json (docs/weights.md, Kimi-K2's tokenizer)"
+    "tokenizer_config.json (docs/checkpoints.md, Kimi-K2's tokenizer)"
 )
 
 

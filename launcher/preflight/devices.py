@@ -225,7 +225,7 @@ def _controller(slurm: SlurmSection) -> Iterator[Found]:
     elif not there:
         yield problem(
             f"{key}: torch is not installed there, and the controller runs in it, outside of containers; install this "
-            "package and torch there (slurm/README.md)"
+            "package and torch there (docs/cluster.md)"
         )
 
 

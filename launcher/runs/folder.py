@@ -64,7 +64,7 @@ def lock(file: BinaryIO) -> bool:
         path = os.readlink(f"/proc/self/fd/{file.fileno()}")
         if error.errno not in _NO_LOCKS:
             raise OSError(error.errno, error.strerror, path) from error
-        said = "%s cannot be locked (%s): nothing keeps a second process out, so start none (slurm/README.md)"
+        said = "%s cannot be locked (%s): nothing keeps a second process out, so start none (docs/cluster.md)"
         logger.warning(said, path, error.strerror)
     return True
 

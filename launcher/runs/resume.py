@@ -124,7 +124,7 @@ def _check_same(
         raise CheckpointError(
             f"--resume with another configuration than {folder} was trained with:\n"
             + "\n".join(changed)
-            + f"\n{advice}, or begin another run.name; docs/running.md says what may change"
+            + f"\n{advice}, or begin another run.name; docs/cluster.md says what may change"
         )
 
 

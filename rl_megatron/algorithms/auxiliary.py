@@ -97,7 +97,7 @@ def with_slopes(loss: PairLoss, better: Tensor, worse: Tensor, beta: float) -> t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
     """Mean over pairs of ``row``'s loss of a pair, and of ``row.nll`` times the mean over its tokens of the better
-    answer's -log pi (docs/preferences.md).
+    answer's -log pi (docs/sft.md).
 
     Sequences 2i and 2i + 1 of a micro-batch are the chosen and the rejected one of a pair; a last one without a
     partner, or one without a trained token, is padding. Means over pairs: ``preference/accuracy`` (margin above 0) and

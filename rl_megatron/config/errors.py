@@ -19,7 +19,7 @@ from rl_megatron.section import Section
 _MOST_KEY = 80  # characters of a key
 _NAME = "<name>"  # of the user's own, in a key of a mapping's section
 _MOST_KEYS = 10  # of a section; else the nearest of them
-_ELSEWHERE = {"job": "algorithms, distillation too, are of job=rl, as algorithm=gkd (docs/distillation.md)"}
+_ELSEWHERE = {"job": "algorithms, distillation too, are of job=rl, as algorithm=gkd (docs/sft.md)"}
 """By its key, where to find what is no value of it."""
 
 

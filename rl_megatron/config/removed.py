@@ -45,7 +45,7 @@ def _entries(section: str, name: str, *switches: str) -> Mapping[str, Removed]:
     return {f"{section}.{one}": Removed(f"set {name}={one}", name=name, entry=one) for one in switches}
 
 
-_STARTED = "start the server in slurm.setup or in a job of its own, and give its URL (docs/rewards.md)"
+_STARTED = "start the server in slurm.setup or in a job of its own, and give its URL (docs/data.md)"
 _ON_BAD_CALL = Removed("the model reads why a call cannot be read", fixed=("observe",))
 _CLOSE_SECONDS = Removed("an environment has 10 s to close", fixed=(10.0,))
 _RETRIES = Removed("a request is sent at most 3 times again", fixed=(3,))

@@ -1,4 +1,4 @@
-"""The keys that a resume may change; checkpoints and docs/running.md use this table."""
+"""The keys that a resume may change; checkpoints and docs/cluster.md use this table."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _defaults(section: BaseModel) -> dict[str, Any]:
 
 
 def table() -> str:
-    """The table of docs/running.md, in Markdown, without keys of which their section's row says the same."""
+    """The table of docs/cluster.md, in Markdown, without keys of which their section's row says the same."""
     above = {key: _longest(FREE, key.split(".")[:-1]) if "." in key else None for key in FREE}
     rows = "".join(f"| `{key}` | {'yes' if free else 'no'} |\n" for key, free in FREE.items() if free != above[key])
     return f"| section or key | may change |\n|---|---|\n{rows}"

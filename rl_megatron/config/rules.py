@@ -111,7 +111,7 @@ def _of_servers() -> Iterator[Rule]:
         (NOT_SERVED, f"{_IN_LEARNER} with torch's products, whose last bits depend on the number of rows",
          "set rollout=vllm or sglang, or leave it out"),
         (ON_CPU, "the engines' kernels for it need GPUs", "leave it out"),
-        (RUNNING, "it is for servers that the run starts", "start those so (docs/mismatch.md), and leave it out"))
+        (RUNNING, "it is for servers that the run starts", "start those so (docs/troubleshooting.md) and leave it out"))
     yield from _excluded((invariant, *ONE_NCCL),
         (On("rollout.engine", Not("sglang")), *_NCCL),
         ((On("rollout.engine", "sglang"), On("rollout.server.ranks", Above(1), "rollout.server.tp")), *_NCCL))

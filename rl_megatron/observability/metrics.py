@@ -256,7 +256,7 @@ SAMPLING: MetricTuples = (
     ("idle/engine_fraction", "", "share of the servers' slots without a completion, in the mean of that time",
      Curve("Health", "Engines idle: slots unused", first=True)),
     ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights; all of "
-     "mismatch/ are from before the update, and absent where the learner does not score the batch (docs/mismatch.md)",
+     "mismatch/ are from before the update, and absent if the learner does not score it (docs/troubleshooting.md)",
      Curve("Health", "Train-rollout log-prob gap", peak="mismatch/logprob_abs_max")),
     ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
     ("mismatch/k1", "nats", "k1 estimate of KL(engine || learner) per token: mean engine - learner log-prob",

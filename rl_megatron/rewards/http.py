@@ -1,4 +1,4 @@
-"""Asks a server for rewards: JSON over HTTP. docs/rewards.md shows request and answer."""
+"""Asks a server for rewards: JSON over HTTP. docs/data.md shows request and answer."""
 
 from __future__ import annotations
 

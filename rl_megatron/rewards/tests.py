@@ -1,4 +1,4 @@
-"""Rewards a completion whose Python passes its problem's tests. docs/rewards.md shows the forms of tests.
+"""Rewards a completion whose Python passes its problem's tests. docs/data.md shows the forms of tests.
 
 What a test expects never enters the sandbox: a program gets a test's input, and what it prints or returns is compared
 here. So no code can find the answer, whatever it reads.

@@ -1,7 +1,7 @@
 """Runs programs that a model wrote: checks what is given, waits for a free slot, and has an executor run it.
 
 A program runs as a process of this machine that bubblewrap fences (keeper.py), or on the user's server: JSON over HTTP.
-docs/sandbox.md shows the server's request and answer."""
+docs/data.md shows the server's request and answer."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class SubprocessExecutor(Executor):
         if "refused" in told:
             raise SandboxError(
                 f"sandbox.type=subprocess: {told['refused']}; use another machine or sandbox.type, or set "
-                "sandbox.allow_unfenced=true if the model's code may do what you may (docs/sandbox.md)"
+                "sandbox.allow_unfenced=true if the model's code may do what you may (docs/data.md)"
             )
         out, err = (base64.b64decode(told[key]).decode(errors="replace") for key in ("stdout", "stderr"))
         return Ran(ended=told["ended"], exit=told["exit"], stdout=out, stderr=err, seconds=told["seconds"])

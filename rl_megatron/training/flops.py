@@ -81,7 +81,7 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], learner: LearnerSe
     """FLOPs of forward and backward over sequences of so many positions, attended to causally, without recomputation.
 
     Weights that stand still beside adapters have no gradients, whatever the learner computes on the way to the
-    adapters' (docs/lora.md), nor have frozen routers; attention's products and the adapters' own have all passes. Draft
+    adapters' (docs/sft.md), nor have frozen routers; attention's products and the adapters' own have all passes. Draft
     layers are counted if ``shape`` has them trained.
     """
     batch = _Batch.of(shape, lengths)

@@ -90,7 +90,7 @@ def convert(
     If a conversion was killed, the same command continues it. A checkpoint of adapters (learner.lora) becomes a folder
     of peft, or with --merge a Hugging Face folder; --config is the model that they were trained beside.
 
-    With --upcycle OUT is a Hugging Face folder too: each expert begins as the dense layer's MLP (docs/weights.md).
+    With --upcycle OUT is a Hugging Face folder too: each expert begins as the dense layer's MLP (docs/checkpoints.md).
 
     Started by srun as several tasks, on one node or many, each writes its share of the files.
     """

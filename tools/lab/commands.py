@@ -60,7 +60,7 @@ def submit() -> None:
     """Raises ConfigError that says what to do instead: version 0.3.0 sent cells to Slurm as tasks of an array."""
     raise ConfigError(
         "no command 'experiment submit' any longer; `experiment run STUDY.yaml --check` writes a file for each cell, "
-        "which `rl-megatron submit` takes (docs/experiments.md)"
+        "which `rl-megatron submit` takes (docs/evaluation.md)"
     )
 
 

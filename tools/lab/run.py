@@ -114,7 +114,7 @@ def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
             raise ConfigError(
                 f"budget.cells_at_once={asked}: this is inside job {os.environ['SLURM_JOB_ID']}, and each cell would "
                 "place its ranks on all of the job's nodes; allowed: 1. For more at once submit each cell "
-                "(docs/experiments.md)"
+                "(docs/evaluation.md)"
             )
         return 1
     if any(cell.config.learner.device != "cpu" for cell in cells):

@@ -408,7 +408,7 @@ class Predicted:
                 f"{1 + step.server.accepted:.2f} tokens of a row (assumed)"
             )
         yield (
-            f"  expect training at {low:g} to {high:g} times its rate, whole steps less surely (docs/scaling.md); "
+            f"  expect training at {low:g} to {high:g} times its rate, whole steps less surely (docs/cluster.md); "
             f"completions of {self.mean:,.0f} tokens in the mean are assumed (slurm.speeds.mean_tokens)"
         )
 
@@ -480,7 +480,7 @@ class Estimate:
             yield (
                 f"each push of weights goes through {self.push.route.file}: {self.push.seconds:,.1f} s at assumed "
                 "speeds. Give servers nodes of their own (slurm.engines.nodes) and weights.transport=direct, or "
-                "keep learner and servers on one node (docs/weights.md)"
+                "keep learner and servers on one node (docs/how_it_works.md)"
             )
         if self.step is not None and self.step.seconds > self.signal_seconds:
             yield (

@@ -4,7 +4,7 @@ GPUs have memory, links and power; `flops.PEAKS` has their peaks. Sources, all N
 H200 and of the DGX B200, B300, GB200 NVL72 and GB300 NVL72 systems; of H800 and H20, which have none in public,
 arXiv:2505.09343 and press. Rates are of one direction. The network is that of the usual system: 400 Gb/s for each GPU,
 800 for B300 and GB300, 200 for A100. So is a host's memory: 2 TB of a DGX, 960 GB of a tray of 4 GPUs in an NVL72 rack
-(17 TB in 18 trays). The constants are fitted to published runs by bench/step_time.py (docs/scaling.md).
+(17 TB in 18 trays). The constants are fitted to published runs by bench/step_time.py (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -145,5 +145,5 @@ PRIOR = Constants(
 FITTED = replace(PRIOR, gemm=0.648, gemm_fp8=0.842, attention=0.589, links=0.659, imbalance=1.156, fixed=0.328)
 """Constants fitted to bench/published_runs.json by bench/step_time.py, which free six of them."""
 RANGE = (0.75, 1.3)
-"""Times the predicted rate of training between which a measured one is expected (docs/scaling.md)."""
+"""Times the predicted rate of training between which a measured one is expected (docs/cluster.md)."""
 MEMORY = 0.8  # share of a GPU's memory rate that kernels reach; not fitted: ``passes`` would take it back

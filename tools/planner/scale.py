@@ -35,7 +35,7 @@ from tools.planner.search import PlannedRun, SearchResult, explain_term, search
 _SHOWN = 8  # rejected layouts
 _ORDER = (
     "the order of layouts is a guess: of five pairs of published steps that were kept back one came in the predicted "
-    "order; time the first few layouts (docs/scaling.md)"
+    "order; time the first few layouts (docs/cluster.md)"
 )
 _OWN = ("gpus", "gpu", "goal", "mean_tokens")
 _GROUPS = {"algorithm": "gspo", "data": "gsm8k", "rollout": "vllm"}
@@ -140,7 +140,7 @@ def _rates(asked: Asked, best: PlannedRun) -> list[str]:
     rate, (low, high) = step.tokens_a_second, RANGE
     lines = [
         f"a step: {step.seconds:,.1f} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} a GPU; expect training at {low:g} to "
-        f"{high:g} times its rate, whole steps less surely (docs/scaling.md)",
+        f"{high:g} times its rate, whole steps less surely (docs/cluster.md)",
         f"completions of {asked.mean:,.0f} tokens in the mean, of at most {asked.most:,} (mean_tokens=), are assumed",
     ]
     if step.sampled.held_back:

@@ -66,8 +66,8 @@ class PreferenceSection(Section):
     key: ClassVar[str] = "algorithm.preference"
     """The section's name in messages."""
     loss: PairLossName | OwnCode = "dpo"
-    """The loss of a pair as a function of its answers' log pi/ref (docs/preferences.md), or with kto, for job=dpo, the
-    loss of single answers with a label; ``package.module:name`` is a function of your own (docs/own_algorithms.md)."""
+    """The loss of a pair as a function of its answers' log pi/ref (docs/sft.md), or with kto, for job=dpo, the
+    loss of single answers with a label; ``package.module:name`` is a function of your own (docs/algorithms.md)."""
     beta: PositiveFloat | None = None
     """Train on the best and the worst completion of each group, by a loss with this beta, in place of the policy
     gradient; null: the policy gradient."""
@@ -177,7 +177,7 @@ class KLSection(Section):
     """Add the KL to the loss, or subtract it from each token's reward, or from the completion's."""
     estimator: Literal["k1", "k2", "k3", "abs", "top_k"] = "k3"
     """Estimator of the KL at a sampled token (docs/algorithms.md); top_k: no estimate but a divergence over the
-    reference's most probable tokens and one bucket of all others (docs/distillation.md)."""
+    reference's most probable tokens and one bucket of all others (docs/sft.md)."""
     top_k: Positive = 64
     """estimator=top_k: how many tokens the reference names at each position; all, where it has no more."""
     beta: Fraction = 0.5

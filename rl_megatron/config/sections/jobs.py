@@ -113,7 +113,7 @@ class PairsSection(WrittenSection):
 
 
 class DpoSection(PreferenceSection, PairsSection):
-    """Preference optimization on written pairs (docs/preferences.md); ``job=dpo`` reads this, and no other job does."""
+    """Preference optimization on written pairs (docs/sft.md); ``job=dpo`` reads this, and no other job does."""
 
     key: ClassVar[str] = "dpo"
     beta: PositiveFloat = 0.1
@@ -131,7 +131,7 @@ class DpoSection(PreferenceSection, PairsSection):
 
 
 class RewardTrainingSection(PairsSection):
-    """Training of a reward model (docs/preferences.md); ``job=reward_model`` reads this, and no other job does."""
+    """Training of a reward model (docs/sft.md); ``job=reward_model`` reads this, and no other job does."""
 
     centring: NonNegativeFloat = 0.0
     """Weight in the loss of the mean over pairs of the squared sum of both scores, which keeps them around 0
@@ -177,7 +177,7 @@ class LogSection(Section):
 
 
 class ProfileSection(Section):
-    """Kernels and operators of chosen steps, by torch's profiler (docs/running.md)."""
+    """Kernels and operators of chosen steps, by torch's profiler (docs/troubleshooting.md)."""
 
     steps: Annotated[tuple[Positive, ...], LISTED] = ()
     """Steps to profile, on the first rank of each role, as a list or text as 3,4."""

@@ -169,7 +169,7 @@ class ComputeKeys(Section):
     """Device of the ranks: CPUs, which communicate over gloo, or GPUs, over NCCL."""
     model: OwnCode | None = None
     """A Family of your own, as ``package.module:name`` in an installed package, which reads the config.json of
-    ``model.path`` (docs/weights.md). Its code is run. null: the family that config.json names."""
+    ``model.path`` (docs/checkpoints.md). Its code is run. null: the family that config.json names."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters and activations; the optimizer keeps float32."""
     fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
@@ -184,7 +184,7 @@ class ComputeKeys(Section):
     the model (it has no float32 attention with cp > 1), else torch's. It groups experts' products in one call, as
     torch's do in bfloat16 on Hopper and Blackwell; else torch's are one expert after the other. ``package.module:name``
     is a function of your own, ``(shape, layer) -> ModuleSpec`` of megatron's, called for each decoder layer from 0 on
-    (docs/weights.md). Its code is run."""
+    (docs/checkpoints.md). Its code is run."""
 
     @field_validator("fp8", mode="before")
     @classmethod
@@ -256,7 +256,7 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
     deterministic: bool = False
     """Whether ranks use kernels alone that add in the same order each time: of two equal runs on the same machines
     every number is then equal to the bit, on GPUs too. They are slower there, by how much is not measured; CPUs' are
-    such kernels anyway (docs/mismatch.md)."""
+    such kernels anyway (docs/troubleshooting.md)."""
 
     @property
     def dims(self) -> ParallelDims:

@@ -63,14 +63,14 @@ class LengthSection(Section):
 
 
 class HttpSection(Section):
-    """Options of a reward served at a URL (docs/rewards.md); ``reward.timeout_seconds`` bounds all its attempts."""
+    """Options of a reward served at a URL (docs/data.md); ``reward.timeout_seconds`` bounds all its attempts."""
 
     timeout_seconds: PositiveFloat = 10.0
     """Time limit of one attempt."""
 
 
 class RewardModelSection(Section):
-    """Options of a Hugging Face sequence classifier (``hf:<folder>``, ``ranks:<name>``) as a reward (docs/rewards.md).
+    """Options of a Hugging Face sequence classifier (``hf:<folder>``, ``ranks:<name>``) as a reward (docs/data.md).
 
     On ranks ``learner`` says the rest: only ``chat_template`` and ``max_tokens`` are read.
     """
@@ -91,7 +91,7 @@ REWARD = "reward_"
 
 class RankedModelSection(Section):
     """A reward model on ranks of its own, in the learner's layout or that of ``roles.layouts.reward_<name>``, which
-    ``reward.function=ranks:<name>`` asks (docs/rewards.md)."""
+    ``reward.function=ranks:<name>`` asks (docs/data.md)."""
 
     path: Path
     """Hugging Face folder of a sequence classifier with one label and its tokenizer, as job=reward_model exports it."""
@@ -101,7 +101,7 @@ class TestsSection(Section):
     """Options of ``tests``: runs the Python of a completion against its problem's tests, in the sandbox."""
 
     field: str = "tests"
-    """The field of a problem's row that holds its tests (docs/rewards.md)."""
+    """The field of a problem's row that holds its tests (docs/data.md)."""
     score: Literal["all", "fraction"] = "all"
     """all: 1 if every test passes, else 0; fraction: the share of tests that pass."""
 
@@ -112,7 +112,7 @@ def reward_key(source: str) -> str:
 
 
 class RewardSection(Section):
-    """Scores completions (docs/rewards.md) by one ``function``, or by the weighted sum of ``parts``."""
+    """Scores completions (docs/data.md) by one ``function``, or by the weighted sum of ``parts``."""
 
     function: str = _DEFAULT
     """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, hf:<folder>, ranks:<name> of
@@ -120,7 +120,7 @@ class RewardSection(Section):
     parts: Mapping[EntryName, RewardPart] = Field(default_factory=dict)
     steps: bool = False
     """Whether ``function``, of your own, may return rewards of a completion's steps with their ends, which
-    algorithm.credit=turn compares (docs/rewards.md)."""
+    algorithm.credit=turn compares (docs/data.md)."""
     on_error: Literal["fail", "drop"] | Finite = "fail"
     """What to do if a reward raises, times out or is not finite: end the run (fail), drop the group, or score the
     completion with a number."""
@@ -178,7 +178,7 @@ class RewardSection(Section):
 
 class SandboxSection(Section):
     """Where code that a model wrote runs, for reward.function=tests and environments that ask for it
-    (docs/sandbox.md)."""
+    (docs/data.md)."""
 
     type: Literal["subprocess", "remote"] = "subprocess"
     """subprocess: a process of this machine that bubblewrap fences; remote: a server of yours at ``url``."""

@@ -139,7 +139,7 @@ class ServerSection(Section):
     batch_invariant: bool = False
     """Whether servers use kernels alone for which a token's log-prob does not depend on the requests beside it, on
     GPUs: vLLM's VLLM_BATCH_INVARIANT, SGLang's --enable-deterministic-inference. Slower; by how much is not measured
-    here (docs/mismatch.md)."""
+    here (docs/troubleshooting.md)."""
     probes: Literal["auto", "always"] = "auto"
     """When to compare servers' log-probs of fixed texts with the learner's. always: all texts at every weight version;
     auto: all texts at a server's first version, then one text if checksums cannot verify every tensor."""

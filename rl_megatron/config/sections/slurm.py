@@ -69,7 +69,7 @@ class SpeedsSection(Section):
 
     gpu: str | None = None
     """Kind of the GPUs, by which ``plan`` and ``submit`` predict a step's seconds by phase, as h100, or a YAML file as
-    ``rl-megatron scale`` takes (docs/scaling.md), which has the speeds of links and files, too; null: they say only
+    ``rl-megatron scale`` takes (docs/cluster.md), which has the speeds of links and files, too; null: they say only
     what no step can beat, on an H100."""
     mean_tokens: PositiveFloat | None = None
     """Mean length of completions, in tokens, of the predicted step; null: half of rollout.max_new_tokens."""
@@ -86,7 +86,7 @@ class EngineNodesSection(Section):
 
 
 class SlurmSection(Section):
-    """A job of ``rl-megatron submit`` (slurm/README.md), whose nodes are alike: the learner, the critic, the reference,
+    """A job of ``rl-megatron submit`` (docs/cluster.md), whose nodes are alike: the learner, the critic, the reference,
     teachers, reward models and the engine servers take theirs in this order. A key that is null leaves the cluster's
     default."""
 
@@ -141,7 +141,7 @@ class SlurmSection(Section):
     outside of containers, and needs torch there."""
     container: Word | None = None
     """Image of the container that ranks run in; null: no container. Servers have ``slurm.engines.container``; the
-    controller, which starts all of them by srun, is in none (slurm/README.md)."""
+    controller, which starts all of them by srun, is in none (docs/cluster.md)."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """How ranks start in the container: by srun --container-image (pyxis), or by apptainer exec."""
     container_mounts: Word | None = None

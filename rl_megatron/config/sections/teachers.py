@@ -48,7 +48,7 @@ def prompt_parts(prompt: str) -> list[tuple[str, str | None]]:
 
 
 class TeacherSection(Section):
-    """A model that judges what the policy samples (docs/distillation.md), on ranks of its own or behind a server of an
+    """A model that judges what the policy samples (docs/sft.md), on ranks of its own or behind a server of an
     engine; or the policy itself, which reads another prompt."""
 
     server: Annotated[str, AfterValidator(_of_server)] | None = None

@@ -32,7 +32,7 @@ FILE = TransportKind(name="file", direct=False)
 
 @with_features("weights")
 class WeightsSection(Section):
-    """The transport of the learner's weights to the in-process engine (docs/weights.md) or to engine servers
+    """The transport of the learner's weights to the in-process engine (docs/how_it_works.md) or to engine servers
     (docs/engines.md)."""
 
     transport: Literal["auto", "file", "direct"] = "auto"
@@ -41,7 +41,7 @@ class WeightsSection(Section):
     others send. file:
     whole checkpoints in ``folder``, which the servers' own loaders read. auto: direct for servers on nodes of their
     own, unless ``folder`` or ``delta`` is set; else file. The in-process engine always gets weights over the process
-    group of the learner's ranks (docs/weights.md)."""
+    group of the learner's ranks (docs/how_it_works.md)."""
     delta: bool = False
     """Into the in-process engine, and into the file of servers: whether to send only the bytes that changed since the
     last version."""

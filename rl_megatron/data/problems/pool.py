@@ -487,7 +487,7 @@ class PromptTable:
 
 _SAME_LEAKS = (
     "and with data.on_leak and eval.sets by which the same problems are dropped; if nothing of these has changed, an "
-    "older version of rl_megatron, with which to resume it, took other problems for equal (docs/running.md)"
+    "older version of rl_megatron, with which to resume it, took other problems for equal (docs/cluster.md)"
 )
 
 

@@ -26,7 +26,7 @@ class BatchInvariantKeys(Section):
     batch_invariant: bool = False
     """Whether products, norms and attention of TransformerEngine's layers use megatron-core's kernels in which a row's
     sums do not depend on the other rows, on GPUs, for models without experts; slower. Not run; whether log-probs are
-    then equal to the bit is not measured (docs/mismatch.md)."""
+    then equal to the bit is not measured (docs/troubleshooting.md)."""
 
 
 def _asked(learner: LearnerSection) -> bool:

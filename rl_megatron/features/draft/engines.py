@@ -125,7 +125,7 @@ class SGLangDrafts(Drafts):
         if not settings.get("speculative_algorithm"):
             return 0, ()
         return int(settings["speculative_num_steps"]), [
-            f"its {name} is {settings.get(name)}; start it with {wanted} (docs/draft_layers.md)"
+            f"its {name} is {settings.get(name)}; start it with {wanted} (docs/sft.md)"
             for name, wanted in _LOSSLESS.items()
             if settings.get(name) != wanted
         ]

@@ -44,7 +44,7 @@ class DraftTokenKeys(Section):
 
     draft_tokens: NonNegative = 0
     """Tokens that the model's draft layer proposes at each step of a server, which accepts or replaces them so that
-    what is sampled stays the model's (docs/draft_layers.md); 0 is off. Needs learner.draft.train=true: pushes then
+    what is sampled stays the model's (docs/sft.md); 0 is off. Needs learner.draft.train=true: pushes then
     bring the layer beside the model."""
 
 
@@ -66,7 +66,7 @@ def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
 
     if not has_draft_rows(family_of(shape).tables["megatron"]):
         raise ConfigError(
-            f"{_TRAIN}: draft layers of model_type={shape.family!r} are not known here (docs/weights.md); leave it out"
+            f"{_TRAIN}: draft layers of model_type={shape.family!r} are unknown (docs/checkpoints.md); leave it out"
         )
     return replace(shape, drafts=True)
 

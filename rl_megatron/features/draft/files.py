@@ -21,5 +21,5 @@ def check_files(folder: Path, shape: ModelShape) -> Iterator[tuple[Literal["prob
         yield (
             "note",
             f"model.path={folder}: {name} is no copy of {of}, which the draft layer reads in its place; no run "
-            "trains or exports it, and until the layer has learned it proposes other tokens (docs/draft_layers.md)",
+            "trains or exports it, and until the layer has learned it proposes other tokens (docs/sft.md)",
         )

@@ -58,7 +58,7 @@ class PushKeys(Section):
     """The feature's key of pushes."""
 
     push: Literal["merged", "adapters"] = "merged"
-    """What servers get of a model with adapters (docs/lora.md). merged: at each push the whole model, adapters merged,
+    """What servers get of a model with adapters (docs/sft.md). merged: at each push the whole model, adapters merged,
     so that engines need no LoRA of their own; adapters: the frozen model once, then each version's adapters, which
     servers hold beside those before and load while they sample."""
 

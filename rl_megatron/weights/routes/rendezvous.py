@@ -5,7 +5,7 @@ there that it is ready; if one cannot take part, the controller cancels the rend
 send to a server that refuses.
 
 Ranks exchange JSON. Nothing from a network is unpickled: gloo and NCCL accept any process that reaches them
-(docs/security.md), and reading a pickle executes it.
+(docs/how_it_works.md), and reading a pickle executes it.
 """
 
 from __future__ import annotations

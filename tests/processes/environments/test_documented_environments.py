@@ -94,7 +94,7 @@ def test_the_function(name: str) -> None:
     ("given", "said"),
     [
         ({"function": "kalkulator"}, "'kalkulator' is unknown; did you mean 'calculator'"),
-        ({"function": "my_env:Calculater"}, "'Calculater' of my_env is not there; did you mean 'Calculator'"),
+        ({"function": "my_env:Calculators"}, "'Calculators' of my_env is not there; did you mean 'Calculator'"),
         ({"function": "my_env:EnvironmentStep"}, "is a class without start, step, score, close; give it"),
         ({"function": "my_env:solve", "max_observation_tokens": 9}, "environment.max_observation_tokens=9: .* and has"),
         ({"function": "my_env:Calculator", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),

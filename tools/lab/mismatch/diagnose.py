@@ -106,7 +106,7 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
     _show(found, str(target.checkpoint or f"{config.model.path or 'the tiny model'}, untrained"))
     report = {"checkpoint": target.checkpoint and str(target.checkpoint), "findings": [asdict(f) for f in found]}
     write_atomically(folder / "mismatch.json", json.dumps(report, indent=1).encode())
-    print(f"written: {folder / 'mismatch.json'}; docs/mismatch.md says how to read it")
+    print(f"written: {folder / 'mismatch.json'}; docs/troubleshooting.md says how to read it")
     return any(f.verdict in ("guilty", "not checked") for f in found)
 
 
@@ -221,7 +221,7 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 def _not_served(error: str) -> list[Finding]:
     """The findings if an engine could not load the weights: nothing else can be checked."""
-    fix = "docs/engines.md: what is verified at every push"
+    fix = "docs/how_it_works.md: what a push verifies"
     rest = [Finding(cause=cause, verdict="not checked", evidence="no weights are served") for cause in CAUSES[1:]]
     return [Finding(cause="weights", verdict="guilty", evidence=error, fix=fix), *rest]
 
