@@ -37,10 +37,10 @@ from launcher.controller.group import Failure, WorkerGroup, WorkerHandle
 from launcher.controller.roles import BatchCalls, LearnerGroup
 from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.rows import HeldRows
-from rl_megatron.interfaces import Roles
+from rl_megatron.data.rows import RankRows
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.training.update import Update
+from rl_megatron.training.update import PolicyUpdate
 from rl_megatron.types import Batch, Loss, Metric, ParallelDims, RolloutGroup, StepResult, Want
 
 BAR_SECONDS, BAR_CALLBACK, BAR_BYTES = 1.0, 0.020, 1.05
@@ -58,7 +58,7 @@ class StandIns:
 
     def serve(self, stream: Connection, rank: int) -> None:
         """Be one rank until the controller closes; answers ``count`` with the bytes that came since."""
-        held, dims, came = HeldRows(), ParallelDims(), 0
+        held, dims, came = RankRows(), ParallelDims(), 0
         while True:
             try:
                 message = wire.receive(stream)
@@ -86,7 +86,7 @@ class StandIns:
                 stream.close()
                 return
 
-    def _passed(self, rank: int, dims: ParallelDims, name: str, held: HeldRows, given: Any) -> object:
+    def _passed(self, rank: int, dims: ParallelDims, name: str, held: RankRows, given: Any) -> object:
         d, stage = dims.dp_rank(rank), rank // (dims.tp * dims.cp * dims.dp)
         with self._making:
             lengths = self._lengths[d]
@@ -182,8 +182,8 @@ async def step(streams: Sequence[Connection], groups: Sequence[RolloutGroup], *,
     plane = BatchCalls(group, dims)
     policy = Pickled(group, dims, plane) if pickled else LearnerGroup(group, "policy", plane)
     unused: Any = None
-    roles = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
-    update = Update(config=config_of(dims), roles=roles, attention_cost=1e-5)
+    roles = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    update = PolicyUpdate(config=config_of(dims), roles=roles, attention_cost=1e-5)
     assert update.config.learner.dims == dims
     longest = Longest()
     for number in (1, 2):

@@ -35,7 +35,7 @@ from bench.results import parse, write
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.endpoint.server import Endpoint
 from rl_megatron.agents.endpoint.shapes import chat_answer
-from rl_megatron.agents.episode import Episode, PlaySetting, TrajectoryPlace
+from rl_megatron.agents.episode import Episode, EpisodeSettings, TrajectoryKey
 from rl_megatron.agents.parsers import PARSERS
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
@@ -68,7 +68,7 @@ class Timed:
 
 def episode(engine: Timed, number: int) -> Episode:
     """A conversation of Qwen3's template with the parser of its calls."""
-    setting = PlaySetting(
+    setting = EpisodeSettings(
         engine=engine,  # type: ignore[arg-type]  # it is asked to generate alone
         section=EnvironmentSection(max_turns=1000, max_tokens=100_000),
         params=SamplingParams(
@@ -80,7 +80,7 @@ def episode(engine: Timed, number: int) -> Episode:
         vocab_size=len(tokenizer_of("qwen3")),
     )
     task = Prompt(id=str(number), text="", token_ids=(1,), answer="")
-    return Episode(setting, TrajectoryPlace(task=task, name="bench", number=number, seed=number))
+    return Episode(setting, TrajectoryKey(task=task, name="bench", number=number, seed=number))
 
 
 @functools.cache

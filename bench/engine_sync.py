@@ -22,7 +22,7 @@ import torch
 
 from bench.results import parse, write
 from launcher.hosts.local import LocalLauncher
-from launcher.servers.pool import ServedLauncher
+from launcher.servers.pool import ServerLauncher
 from rl_megatron.config.io import load_config
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import WeightUpdate
@@ -45,7 +45,7 @@ async def measure(engine: str, model: Path, folder: Path, pushes: int, keys: Seq
     given = [f"rollout={engine}", f"rollout.python={python}", "learner.ep=1", "rollout.slots=64", *keys]
     config = load_config("tiny_cpu", given)
     shape = read_shape(model)
-    launcher = ServedLauncher(LocalLauncher(model, folder), model, folder, shape)
+    launcher = ServerLauncher(LocalLauncher(model, folder), model, folder, shape)
     async with launcher.start(config) as roles:
         return [await roles.weights.push(version) for version in range(pushes)]
 

@@ -32,9 +32,9 @@ from safetensors.torch import load_file
 
 from bench.results import parse, write
 from launcher.servers.engines import SERVERS
-from launcher.servers.pool import ServedEngines
+from launcher.servers.pool import ServerPool
 from rl_megatron.config.io import load_config
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.engines.http import Server
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
@@ -120,7 +120,7 @@ def prompts(count: int, turn: int) -> list[GenerationRequest]:
     ]
 
 
-async def seconds_of(engine: ServedEngine, requests: Sequence[GenerationRequest]) -> float:
+async def seconds_of(engine: ServerEngine, requests: Sequence[GenerationRequest]) -> float:
     """Time our adapter; the engine's own limit keeps as many requests in flight as the other client does."""
     started = time.perf_counter()
     await asyncio.gather(*(engine.generate(request) for request in requests))
@@ -158,7 +158,7 @@ def interpreter(name: str) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def serving(name: str, model: Path, folder: Path, concurrency: int) -> AsyncIterator[ServedEngine]:
+async def serving(name: str, model: Path, folder: Path, concurrency: int) -> AsyncIterator[ServerEngine]:
     """A server as a run starts it, with the model's weights."""
     config = load_config(
         "tiny_cpu",
@@ -171,7 +171,7 @@ async def serving(name: str, model: Path, folder: Path, concurrency: int) -> Asy
     )
     path, tensors = folder / f"{name}-weights" / "model.safetensors", load_file(model / "model.safetensors")
     shape = read_shape(model)
-    servers = ServedEngines(config, SERVERS[name](shape), model, folder, shape)
+    servers = ServerPool(config, SERVERS[name](shape), model, folder, shape)
     async with servers.running(path) as engine:
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         Mirror.make(path, shapes, torch.float32, model / "config.json")

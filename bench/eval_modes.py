@@ -39,10 +39,10 @@ from bench.results import parse, write
 from bench.streaming import Learns, config_of, measured, servers
 from bench.streaming_model import GROUP, MEAN, MOST, PROMPTS, SERVERS, TOKEN_SECONDS, TRAIN_TOKEN, WARM
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
-from rl_megatron.evaluation.sets import ProblemSet
+from rl_megatron.evaluation.sets import EvalSet
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
+from rl_megatron.training.evaluation import BackgroundEvaluator, Evaluator
 from rl_megatron.types import Prompt
 
 EVERY, PROBLEMS = 10, 2 * PROMPTS * GROUP
@@ -58,7 +58,7 @@ class Evaluating:
     mode: str  # few: beside, with `FEW` requests at once
     last: int  # the version of the last step
     rows: list[Any] = field(default_factory=list)
-    beside: EvaluationBeside | None = None
+    beside: BackgroundEvaluator | None = None
 
     async def __call__(self, sampler: RolloutSampler, version: int) -> None:
         """Begin or make what is due; at the last version wait for what is under way."""
@@ -66,11 +66,11 @@ class Evaluating:
             return
         if self.beside is None:
             problems = [Prompt(id=f"held {n}", text="", token_ids=(1,), answer="") for n in range(PROBLEMS)]
-            one = ProblemSet(name=None, prompts=problems, section=EvalSetSection(), temperature=0.0)
-            evaluation = Evaluation(sampler=sampler, sets=[one], section=EvalSection(every=EVERY), last_step=0)
+            one = EvalSet(name=None, prompts=problems, section=EvalSetSection(), temperature=0.0)
+            evaluation = Evaluator(sampler=sampler, sets=[one], section=EvalSection(every=EVERY), last_step=0)
             recorder: Any = SimpleNamespace(write=AsyncMock(side_effect=self.rows.append))
             few = FEW if self.mode == "few" else None
-            self.beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=few)
+            self.beside = BackgroundEvaluator(evaluation=evaluation, recorder=recorder, at_once=few)
         if version == self.last:
             await self.beside.finish(version)
         elif version % EVERY == 0 and self.mode != "blocking":

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from bench.results import parse, write
 from rl_megatron.evaluation.figures import (
-    all_at,
+    all_at_k,
     beta_quantiles,
     chance_interval,
     majority,
-    pass_at,
+    pass_at_k,
     rate_interval,
     share_interval,
 )
@@ -101,7 +101,7 @@ def value_of(figure: str, right: int, samples: int) -> float:
         return right / samples
     if kind == "maj":
         return majority(["right"] * right + ["wrong"] * (samples - right), [i < right for i in range(samples)])
-    return {"pass": pass_at, "all": all_at}[kind](right, samples, int(k))
+    return {"pass": pass_at_k, "all": all_at_k}[kind](right, samples, int(k))
 
 
 def rules_of(figure: str, samples: int) -> dict[str, Rule]:

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from bench.end_to_end import MID
 from bench.results import parse, write
-from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.algorithms.losses import policy_loss
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
@@ -42,7 +42,7 @@ from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGAT
 VOCABULARY = 512
 # model, tokens of a batch, length of a sequence (for long tail: the limit is four times as much), the bar
 SIZES = {"tiny": (TinySizes(), 10240, 32, 1.0), "mid": (MID, 6144, 128, 1.4)}
-GSPO = loss_of(
+GSPO = policy_loss(
     AlgorithmSection(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean"),
     kl_coefficient=0.0,
     max_new_tokens=1,
@@ -76,7 +76,7 @@ def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int,
 
     torch.set_num_threads(learner.threads or 1)
     shape = read_shape(folder)
-    device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=0)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=rendezvous, seed=0)
     megatron = make_policy(shape, learner, device, temperature=1.0)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)

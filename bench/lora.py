@@ -22,7 +22,7 @@ from bench.learner import GSPO, SIZES, VOCABULARY, make_samples, seconds
 from bench.results import parse, write
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
-from rl_megatron.features.lora.merging import Untrained
+from rl_megatron.features.lora.merging import UntrainedAdapters
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
@@ -45,7 +45,7 @@ def filled(folder: Path, learner: LearnerSection, device: torch.device) -> Megat
     read_boxes(HFFolder(folder), hf, ranks, 0, dict(made.tensors))
     if made.adapters:
         own = LoraLayouts(learner.lora).in_files(ranks, hf)
-        source = Untrained(folder, own.local_shapes(0), 0)
+        source = UntrainedAdapters(folder, own.local_shapes(0), 0)
         read_boxes(source, own, LoraLayouts(learner.lora).on_ranks(ranks), 0, made.adapters)
     made.adopt()
     return made
@@ -66,10 +66,10 @@ def step_of(made: MegatronLearner, samples: Samples, learner: LearnerSection) ->
 
 def state_bytes(made: MegatronLearner) -> int:
     """Of gradients, float32 copies and moments."""
-    from rl_megatron.learner.optimizer import state_of
+    from rl_megatron.learner.optimizer import optimizer_state
 
     buffers = [b.grad_data for chunk in made._trained for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    held = {t.data_ptr(): t for t in (*buffers, *state_of(made._optimizer)) if t.dim()}
+    held = {t.data_ptr(): t for t in (*buffers, *optimizer_state(made._optimizer)) if t.dim()}
     return sum(t.numel() * t.element_size() for t in held.values())
 
 
@@ -91,7 +91,7 @@ def measure(size: str, rank: int, threads: int, repeats: int, scratch: Path) -> 
     whole = LearnerSection(threads=threads)
     adapted = LearnerSection.model_validate({"threads": threads, "lora": {"rank": rank}})
     torch.set_num_threads(threads)
-    device = world.join(whole, rank=0, rendezvous=f"file://{scratch}/rendezvous-{size}", seed=0)
+    device = world.init_process_groups(whole, rank=0, rendezvous=f"file://{scratch}/rendezvous-{size}", seed=0)
     models = [filled(folder, learner, device) for learner in (whole, adapted)]
     steps = [step_of(made, samples, learner) for made, learner in zip(models, (whole, adapted), strict=True)]
     for step in steps * 2:
@@ -104,7 +104,7 @@ def measure(size: str, rank: int, threads: int, repeats: int, scratch: Path) -> 
         place.mkdir()
         made.save(place)
         saved.append(sum(path.stat().st_size for path in place.iterdir()))
-    world.leave()
+    world.destroy_process_groups()
     return {
         "size": size,
         "tokens": tokens,

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from bench.learner import SIZES, VOCABULARY, make_samples, our_step, seconds
 from bench.results import parse, write
-from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.algorithms.losses import policy_loss
 from rl_megatron.algorithms.returns import gae
 from rl_megatron.config.sections.algorithm import AlgorithmSection, KLSection
 from rl_megatron.config.sections.learner import LearnerSection
@@ -117,7 +117,7 @@ def credit_call(section: AlgorithmSection, length: int) -> Callable[[], object]:
 
 def loss_call(row: AlgorithmSection, length: int) -> Callable[[], object]:
     """Forward and backward of one packed micro-batch."""
-    loss = loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=length)
+    loss = policy_loss(row, kl_coefficient=row.kl.coefficient, max_new_tokens=length)
     num = TOKENS // length
     g = torch.Generator().manual_seed(0)
     ids = torch.arange(num).repeat_interleave(length)

@@ -30,7 +30,7 @@ def main() -> None:
     direction, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     learner = LearnerSection(dtype="bfloat16")
     with tempfile.TemporaryDirectory() as scratch:
-        world.join(learner, rank=0, rendezvous=f"file://{scratch}/rendezvous", seed=1)
+        world.init_process_groups(learner, rank=0, rendezvous=f"file://{scratch}/rendezvous", seed=1)
         shape = read_shape(source)
         (model,) = build_chunks(shape, learner, make_config(shape, learner))
         config = AutoConfig.from_pretrained(source)
@@ -47,7 +47,7 @@ def main() -> None:
                 bridge.save_weights([model], str(out))
         for path in {*companions(source), source / "config.json"}:
             (out / path.name).write_bytes(path.read_bytes())
-        world.leave()
+        world.destroy_process_groups()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bench.intervals import SAMPLES, Population, populations, rules_of, value_of
 from bench.results import parse, write
 from rl_megatron.evaluation.figures import difference_interval
-from rl_megatron.evaluation.results import draws_of
+from rl_megatron.evaluation.results import num_draws
 
 SECOND: dict[str, Callable[[np.random.Generator, Population, NDArray[np.float64]], NDArray[np.float64]]] = {
     "the same": lambda rng, population, rates: rates,
@@ -48,7 +48,7 @@ def covered(population: Population, second: str, problems: int, samples: int, k:
     row: Row = {"figure": figure, "population": population.name, "second": second}
     row |= {"problems": problems, "samples": samples, "truth": truth_of(population, second, k)}
     first, other = (values[one].tolist() for one in both)
-    for rule, draws in (("before", samples // k), ("now", draws_of(samples, k))):
+    for rule, draws in (("before", samples // k), ("now", num_draws(samples, k))):
         held, width = _shares(first, other, draws, float(row["truth"]))
         row |= {rule: held, f"{rule} width": width}
     own, truth = rules_of(figure, samples)["now"], 1 - population.chances(k)[0]

@@ -44,7 +44,9 @@ async def beats(groups: int) -> tuple[float, list[float]]:
 
 def measure(kind: str, groups: int) -> dict[str, object]:
     """One row."""
-    with patch.object(threads, "MOST_COMPUTING", groups if kind == "all at once" else threads.MOST_COMPUTING):
+    with patch.object(
+        threads, "MAX_COMPUTING_THREADS", groups if kind == "all at once" else threads.MAX_COMPUTING_THREADS
+    ):
         seconds, late = asyncio.run(beats(groups))
     return {
         "kind": kind,

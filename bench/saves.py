@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     from rl_megatron.learner.megatron import make_policy
 
     learner = LearnerSection(threads=args.threads)
-    device = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous", seed=0)
+    device = world.init_process_groups(learner, rank=0, rendezvous=f"file://{folder}/rendezvous", seed=0)
     torch.set_num_threads(args.threads)
     policy = make_policy(shape_of(args.gigabytes), learner, device, temperature=1.0)
     g = torch.Generator().manual_seed(0)
@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         found["again"].append(since(began))
         saving.durable()
     num_bytes = policy._staged.num_bytes
-    world.leave()
+    world.destroy_process_groups()
     row = {"bytes": float(num_bytes), "written": statistics.median(written)}
     for name, both in {**{name: medians(each) for name, each in found.items()}, "copy": copy_times(num_bytes)}.items():
         row[name], row[f"{name}_cpu"] = both

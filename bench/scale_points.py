@@ -17,7 +17,7 @@ from rl_megatron.training.flops import training_flops
 from rl_megatron.types import ParallelDims
 from tools.planner.hardware import FITTED, GPUS, Constants
 from tools.planner.memory import weights_served
-from tools.planner.rl_step import lengths_of, rl_step
+from tools.planner.rl_step import length_distribution, rl_step
 from tools.planner.time import LearnerWork, step_seconds
 
 Points = Sequence[Mapping[str, Any]]
@@ -88,7 +88,7 @@ def predict_rl_steps(points: Points) -> Iterator[Prediction]:
             config,
             shape,
             gpu,
-            lengths_of(point["rl"]["mean_tokens"], point["sequence_tokens"] - prompt),
+            length_distribution(point["rl"]["mean_tokens"], point["sequence_tokens"] - prompt),
             prompt=prompt,
             staleness=point["rl"]["staleness"],
             push=weights_served(config, shape).both / GB / rate,

@@ -32,7 +32,7 @@ from launcher.hosts.slurm.launcher import SlurmLauncher, step_command
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.placement.ranks import Placement
+from rl_megatron.placement.ranks import RankPlacement
 from tests.cluster.jobs import LIMIT, Cluster
 
 NODES = 22
@@ -53,7 +53,7 @@ class Timed(SlurmLauncher):
         self._nodes, self._slowed, self._task_a_rank = allocation.nodes, slowed, task_a_rank
 
     @override
-    def _command(self, config: RunConfig, placement: Placement) -> list[str]:
+    def _command(self, config: RunConfig, placement: RankPlacement) -> list[str]:
         where = [f"--export={self._slowed}", f"--nodelist={','.join(self._nodes)}"]
         if not self._task_a_rank:
             return step_command(config.slurm, placement, python=sys.executable, where=where)

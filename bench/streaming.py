@@ -53,31 +53,31 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.engines.engine import ServedEngine
-from rl_megatron.engines.engine_token import VARIABLE, EngineToken
+from rl_megatron.engines.engine import ServerEngine
+from rl_megatron.engines.engine_token import VARIABLE, AuthMiddleware
 from rl_megatron.engines.http import Server
 from rl_megatron.engines.local import adapter as wire
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Ledger, RolloutBatch, Stream
-from rl_megatron.training.update import Update
+from rl_megatron.rollout.stream import Ledger, RolloutBatch, RolloutStream
+from rl_megatron.training.update import PolicyUpdate
 from rl_megatron.types import (
     Batch,
     Completion,
     Loss,
     Metric,
     Prompt,
+    RewardResult,
     RolloutGroup,
-    Scored,
     Scores,
     Span,
     StepResult,
     Want,
 )
-from rl_megatron.weights.checks.reports import Report, packed_report
+from rl_megatron.weights.checks.reports import ChecksumReport, packed_report
 
 TRAIN = PROMPTS * GROUP * MEAN * TRAIN_TOKEN
 BARS = {"over_floor": 1.10, "speed_up": 1.8, "equal": 1.0, "simulator": 0.05}
@@ -101,7 +101,7 @@ class Sleeping:
             Route("/generate", self._generate, methods=["POST"]),
         ]
         routes += [Route(f"/{name}", getattr(self, f"_{name}"), methods=["POST"]) for name in empty]
-        return Starlette(routes=routes, middleware=[Middleware(EngineToken)])
+        return Starlette(routes=routes, middleware=[Middleware(AuthMiddleware)])
 
     async def _empty(self, _: Request) -> Response:
         return Response()
@@ -122,7 +122,7 @@ class Sleeping:
     async def _load(self, asked: Request) -> Response:
         body = await asked.json()
         self._version = body.get("version", self._version)  # a question for what is held has none
-        return JSONResponse(packed_report(Report(rows=[], seconds=0.0), body["known"]))
+        return JSONResponse(packed_report(ChecksumReport(rows=[], seconds=0.0), body["known"]))
 
     _held = _load
 
@@ -192,9 +192,9 @@ def _wait_for(url: str) -> None:
 class Counted:
     """Every reward is 0 or 1 by the place: a group's differ."""
 
-    async def __call__(self, prompt: Prompt, completions: list[Completion], texts: list[str]) -> list[Scored]:
+    async def __call__(self, prompt: Prompt, completions: list[Completion], texts: list[str]) -> list[RewardResult]:
         """Half of the places."""
-        return [Scored(total=float(place % 2), parts={}) for place in range(len(completions))]
+        return [RewardResult(total=float(place % 2), parts={}) for place in range(len(completions))]
 
 
 class Learns:
@@ -237,7 +237,7 @@ def config_of(k: int) -> RunConfig:
     return RunConfig.model_validate({"rollout": rollout, "train": train, "learner": learner})
 
 
-async def trained(stream: Stream, update: Update, step: int) -> RolloutBatch:
+async def trained(stream: RolloutStream, update: PolicyUpdate, step: int) -> RolloutBatch:
     """As `training.jobs.rl` trains on a step's batch."""
     batch = await stream.take(step)
     await update(batch.groups, step, Stopwatch())
@@ -264,7 +264,7 @@ async def measured(
     """Run ``steps`` steps after `WARM` others; ``pushed`` is awaited after each push."""
     adapter, k = EmbeddedAdapter(NAMED["qwen3-30b-a3b"]), config.train.max_staleness
     clients = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
-    engine = ServedEngine(adapter, clients, ServerSection(), max_length=4096, vocab_size=100)
+    engine = ServerEngine(adapter, clients, ServerSection(), max_length=4096, vocab_size=100)
     sampler = RolloutSampler(
         engine=engine,
         reward_function=Counted(),
@@ -276,13 +276,13 @@ async def measured(
         apart=config.one_by_one,
     )
     policy = policy or Learns()
-    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=engine, weights=policy)
-    update = Update(config=config, roles=roles, attention_cost=0.0)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=engine, weights=policy)
+    update = PolicyUpdate(config=config, roles=roles, attention_cost=0.0)
 
     def teaches(groups: Sequence[RolloutGroup]) -> list[bool]:
         return [True] * len(groups)
 
-    stream = Stream(
+    stream = RolloutStream(
         prompts=PromptStream(prompts, seed=0),
         source=sampler,
         section=config.rollout,

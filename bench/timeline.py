@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from bench.results import parse, write
 from rl_megatron.engines.adapter import EngineGauges
-from rl_megatron.engines.engine import PERIOD_SECONDS, GaugesInTurn
+from rl_megatron.engines.engine import PERIOD_SECONDS, GaugePoller
 from rl_megatron.engines.http import Server
 from rl_megatron.engines.replicas import ReplicaSet
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
@@ -166,7 +166,7 @@ def question(folder: Path) -> float:
     async def asked(url: str) -> None:
         server = Server(url, token=None, timeout_seconds=60)
         try:
-            async with GaugesInTurn(adapter, ReplicaSet("vLLM", [server]), 0.0).asked():
+            async with GaugePoller(adapter, ReplicaSet("vLLM", [server]), 0.0).asked():
                 while adapter.asked < QUESTIONS:
                     await asyncio.sleep(0.01)
         finally:

@@ -21,7 +21,7 @@ from launcher.processes import limits
 from rl_megatron.config.removed import COMMANDS as REMOVED_COMMANDS
 from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError, RLMegatronError
-from rl_megatron.user_code import import_from
+from rl_megatron.user_code import add_import_folder
 
 GROUP = "rl_megatron.commands"
 """The group of entry points that are commands: a function or a typer application each. The name ``doctor.x`` is a
@@ -145,7 +145,7 @@ def options(
             raise ConfigError(
                 f"{what}, {os.fsencode(text)!r}, is not UTF-8, which files of a run need; rename it"
             ) from error
-    import_from(here)
+    add_import_folder(here)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

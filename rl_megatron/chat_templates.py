@@ -45,7 +45,7 @@ class TemplateUnbounded(TemplateFailed):
     """A template took more time or memory than it may."""
 
 
-def begun_once(ids: Sequence[int], bos: int | None) -> Sequence[int]:
+def strip_second_bos(ids: Sequence[int], bos: int | None) -> Sequence[int]:
     """The tokens of a text without the ``bos`` that the tokenizer put before the template's own."""
     return ids[1:] if list(ids[:2]) == [bos, bos] else ids
 
@@ -212,13 +212,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return safe
 
 
-def _begin_anew() -> None:
+def _reset_after_fork() -> None:
     """Gives a forked child its own process."""
     global _process
     _process = BoundedProcess(_MODULE)
 
 
 _process = BoundedProcess(_MODULE)
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 if __name__ == "__main__":
     answer_calls(_answers, MEMORY_BYTES)

@@ -34,7 +34,7 @@ def digest_of(data: bytes) -> Digest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class SaveDigests:
     """What was written of a save: the digests of its files by name, and the seconds of whoever took longest."""
 
     files: Mapping[str, Digest]
@@ -67,7 +67,7 @@ def deal_out(files: Mapping[str, Digest], count: int) -> list[dict[str, Digest]]
     return [{name: files[name] for name in order[reader::count]} for reader in range(count)]
 
 
-def misfits(folder: Path, files: Mapping[str, Digest], *, read: bool) -> list[str]:
+def mismatches(folder: Path, files: Mapping[str, Digest], *, read: bool) -> list[str]:
     """A line for each file of ``folder`` that is missing, of another size or, where they are ``read``, changed."""
     lines = []
     for name, wanted in files.items():

@@ -22,7 +22,7 @@ class RLMegatronError(Exception):
     """Base of every error that is the user's to read; the command line prints it without a traceback."""
 
 
-class Stopped(RLMegatronError):
+class StopRequested(RLMegatronError):
     """A stop was asked before the first step, so there is nothing to save."""
 
 
@@ -38,7 +38,7 @@ class RewardError(RLMegatronError):
     """A reward that raised, was late or was not finite; names the prompt id."""
 
 
-class EnvironmentFailed(RLMegatronError):
+class EnvironmentFailure(RLMegatronError):
     """An environment that raised, was late or answered what is no answer; names the prompt id and the turn."""
 
 
@@ -58,7 +58,7 @@ class CheckpointError(RLMegatronError):
     """A checkpoint that is torn, missing or of another run; names the file."""
 
 
-class WorkerDied(RLMegatronError):
+class WorkerFailure(RLMegatronError):
     """A worker process ended or raised; carries its rank and traceback."""
 
 
@@ -70,7 +70,7 @@ class SyncError(RLMegatronError):
     """A weight version that did not arrive whole, so nobody serves it; names version, ranks and what was awaited."""
 
 
-class ReplicasLost(SyncError):
+class AllReplicasLost(SyncError):
     """Every engine server died that held the new weights; they can be loaded again once one is back."""
 
 
@@ -81,12 +81,12 @@ class CorruptionError(SyncError):
     """
 
 
-def shorten(value: object) -> str:
+def quote_start(value: object) -> str:
     """The value's repr, cut to fit a line of a message."""
-    return cut_to(repr(value), _MOST_SHOWN)
+    return truncate(repr(value), _MOST_SHOWN)
 
 
-def cut_to(text: str, most: int) -> str:
+def truncate(text: str, most: int) -> str:
     """The text, or so many characters of it with dots at the end."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -109,7 +109,7 @@ def of_the_hub(folder: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def together() -> AsyncIterator[TaskGroup]:
+async def task_group() -> AsyncIterator[TaskGroup]:
     """Tasks of which the first to fail ends the others, and is raised as itself: callers catch it by its type."""
     import asyncio  # what a quick command imports needs none of it
 
@@ -120,15 +120,16 @@ async def together() -> AsyncIterator[TaskGroup]:
         raise failed.exceptions[0] from failed
 
 
-async def unless_stopped(stop: Event, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. If ``stop`` is set first, cancels ``work``, waits for its end and raises Stopped."""
+async def wait_or_stop(stop: Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``. If ``stop`` is set first, cancels ``work``, waits for its end and raises
+    StopRequested."""
     import asyncio
 
     task, asked = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
-            raise Stopped("stopped before the first step")
+            raise StopRequested("stopped before the first step")
         return task.result()
     finally:
         asked.cancel()

@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from rl_megatron.config.sections.rollout import ServerSection
     from rl_megatron.engines.adapter import Sampling
     from rl_megatron.engines.http import Server
-    from rl_megatron.interfaces import FrozenModel, Roles
+    from rl_megatron.interfaces import FrozenModel, RunComponents
     from rl_megatron.learner.heads import Head
     from rl_megatron.learner.packed import PackedMicroBatch
     from rl_megatron.models.shape import ModelShape
     from rl_megatron.observability.recorder import Row, Stopwatch
     from rl_megatron.rules import On, Rule
-    from rl_megatron.training.scores import Measured
+    from rl_megatron.training.scores import ScoredSamples
     from rl_megatron.types import Batch, Completion, GenerationRequest, Metric, RolloutGroup, Samples, Want
     from rl_megatron.weights.boxes import Box, Shape
     from rl_megatron.weights.formats.hf_folder import Stored
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.learner import Rank, Terms
-    from rl_megatron.weights.routes.ends import Parcel
+    from rl_megatron.weights.routes.ends import BoundBucket
 
 S = TypeVar("S", bound=Section)
 GROUP = "rl_megatron.features"
@@ -279,7 +279,8 @@ class Feature:
     learner: str | None = None
     """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None leaves a model alone."""
     step: str | None = None
-    """``package.module:function`` that makes the `StepHooks` of a run's configuration and `Roles`; None: none."""
+    """``package.module:function`` that makes the `StepHooks` of a run's configuration and `RunComponents`; None:
+    none."""
     served: str | None = None
     """``package.module:function`` that makes its models behind servers, by their roles: from a run's configuration, the
     policy's `ModelShape`, what makes the adapter of an engine, and what hears how far it is. It raises EngineError for
@@ -299,7 +300,7 @@ class AdapterLayouts(Hashable, Protocol):
     section: ClassVar[str]
     """Its keys: of their rank, of experts' (expert_rank), and of whose matrices have some (targets)."""
     untrained: ClassVar[str]
-    """``package.module:Class`` of the `MadeUp` of their values before the first step."""
+    """``package.module:Class`` of the `RandomWeights` of their values before the first step."""
 
     @property
     def given(self) -> str:
@@ -392,11 +393,11 @@ class Compression(Protocol):
         """False if parcels to and from ``peer`` travel as they are in this version. Both ends say the same."""
         ...
 
-    def pack(self, parcel: Parcel) -> Tensor | None:
+    def pack(self, parcel: BoundBucket) -> Tensor | None:
         """The bytes [n] uint8 to send in place of the packed parcel's buffer with its trailer; None: the buffer."""
         ...
 
-    def unpack(self, frame: Tensor, parcel: Parcel) -> None:
+    def unpack(self, frame: Tensor, parcel: BoundBucket) -> None:
         """Writes the buffer of the parcel from what `pack` returned."""
         ...
 
@@ -462,11 +463,11 @@ class StepHooks:
         """What stands in for the reference on the samples, which are of ``groups``; None: nothing. Runs in a thread."""
         return None
 
-    def scored(self, found: Measured) -> Measured:
+    def scored(self, found: ScoredSamples) -> ScoredSamples:
         """The batch to train on, once it is scored and before credit is assigned. Runs in a thread."""
         return found
 
-    def described(self, found: Measured) -> Row:
+    def described(self, found: ScoredSamples) -> Row:
         """Metrics of a scored batch. Runs in a thread, beside the first optimizer step."""
         return {}
 
@@ -474,7 +475,7 @@ class StepHooks:
         """The limits of the ratios of a minibatch, right before the policy trains on it; None for the algorithm's."""
         return None
 
-    async def trained(self, found: Measured, ask: Ask) -> Row:
+    async def trained(self, found: ScoredSamples, ask: Ask) -> Row:
         """Runs after the optimizer steps of a batch; returns metrics. ``ask``: for scores of its samples by now."""
         return {}
 
@@ -701,7 +702,7 @@ def learner_hooks(built: Built) -> tuple[LearnerHooks, ...]:
     return tuple(hooks for hooks in made if hooks is not None)
 
 
-def step_hooks(config: RunConfig, roles: Roles) -> tuple[StepHooks, ...]:
+def step_hooks(config: RunConfig, roles: RunComponents) -> tuple[StepHooks, ...]:
     """The controller's sides of all features for a run. Raises as `features`."""
     made = (load_side(one.step)(config, roles) for one in features().values() if one.step is not None)
     return tuple(hooks for hooks in made if hooks is not None)

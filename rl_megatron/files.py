@@ -29,25 +29,25 @@ _REFUSED = re.compile(r"\(os error (\d+)\)$")  # as Rust's std::io::Error says i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class InHand:
+class FileOperation:
     """One reading or writing of a file, which is no other of the same file."""
 
     path: Path
 
 
-_in_hand: dict[int, InHand] = {}  # by thread
+_in_hand: dict[int, FileOperation] = {}  # by thread
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Has what the system refuses to an open file, as a full disk does, name it: an OSError says the path. So does one
     of a library in Rust, which is none of Python's and has its number in its text.
 
-    Where the system lets the thread wait instead, `in_hand` says it.
+    Where the system lets the thread wait instead, `current_operations` says it.
     """
     thread = threading.get_ident()
     outer = _in_hand.get(thread)
-    _in_hand[thread] = InHand(path=path)
+    _in_hand[thread] = FileOperation(path=path)
     try:
         yield
     except OSError as error:
@@ -67,8 +67,8 @@ def naming(path: Path) -> Iterator[None]:
             _in_hand[thread] = outer
 
 
-def in_hand() -> dict[int, InHand]:
-    """What each thread of this process reads or writes now, by `naming`."""
+def current_operations() -> dict[int, FileOperation]:
+    """What each thread of this process reads or writes now, by `add_path_to_errors`."""
     return dict(_in_hand)
 
 
@@ -112,7 +112,7 @@ def make_inside(folder: Path, *, mode: int = 0o777) -> None:
 
 def sync(path: Path) -> None:
     """Make a file's bytes, or a folder's list of names, durable."""
-    with naming(path):
+    with add_path_to_errors(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -135,11 +135,14 @@ def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     mode = 0o600 if private else 0o666
     try:
-        with naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with (
+            add_path_to_errors(path),
+            open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
+        ):
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        with naming(path):
+        with add_path_to_errors(path):
             temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

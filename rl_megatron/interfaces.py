@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rl_megatron.digests import Digest, Written
+from rl_megatron.digests import Digest, SaveDigests
 from rl_megatron.types import (
     Batch,
     Completion,
@@ -19,7 +19,7 @@ from rl_megatron.types import (
     Loss,
     Metric,
     Prompt,
-    Scored,
+    RewardResult,
     Scores,
     SkippedStep,
     StepResult,
@@ -40,7 +40,7 @@ class RewardFunction(Protocol):
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[Scored]:
+    ) -> Sequence[RewardResult]:
         """One answer per completion, in order. ``texts`` are the completions decoded.
 
         `rewards.scoring.score` fills in each ``error``: a function raises, or gives a total that is not finite.
@@ -103,7 +103,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class ForwardPass:
     """A forward pass of the model of a ``role``, and all that it is to say of a batch.
 
     ``replays``: its routers take the batch's ``routes``, if any. ``last_tokens``: each sequence has its last target as
@@ -117,14 +117,14 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassScores:
+class PassResult:
     """What a pass said, and the seconds of its slowest rank."""
 
     scores: Mapping[Want, Scores]
     seconds: float
 
 
-class Together(Protocol):
+class SharedRanks(Protocol):
     """Models on the same ranks. One request brings a batch to these, and asks for the scores of all passes over it."""
 
     @property
@@ -132,7 +132,7 @@ class Together(Protocol):
         """The models' roles."""
         ...
 
-    async def score(self, batch: Batch, passes: Sequence[Pass]) -> Sequence[PassScores]:
+    async def score(self, batch: Batch, passes: Sequence[ForwardPass]) -> Sequence[PassResult]:
         """What each of the passes says, which are made in this order. Raises RLMegatronError for what a model cannot
         compute."""
         ...
@@ -150,7 +150,7 @@ class FrozenModel(Scorer, Protocol):
         ...
 
 
-class Saving(Protocol):
+class SaveHandle(Protocol):
     """A save that training need not wait for."""
 
     async def written(self, *, wait: bool = False) -> bool:
@@ -160,7 +160,7 @@ class Saving(Protocol):
         """
         ...
 
-    async def durable(self) -> Written:
+    async def durable(self) -> SaveDigests:
         """What those who wrote say of each file, by its name, once everything is synced. Collective: of all savings
         that share ranks `written` comes first.
 
@@ -191,7 +191,7 @@ class Learner(FrozenModel, Protocol):
         """Make the reference on the policy's ranks (1 - ``rate``) of itself and ``rate`` of the policy's weights."""
         ...
 
-    async def save(self, folder: Path) -> Saving:
+    async def save(self, folder: Path) -> SaveHandle:
         """Write model and optimizer shards into ``folder`` (which exists), as they are now, and of the policy the
         reference that it leads.
 
@@ -209,7 +209,7 @@ class Learner(FrozenModel, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
+class RunComponents:
     """Everything a run needs, as started by a launcher. Models are known by their roles' names."""
 
     learners: Mapping[str, Learner]
@@ -221,7 +221,7 @@ class Roles:
     weights: WeightSync
     reward_models: Mapping[str, FrozenModel] = field(default_factory=dict)
     """``reward_<name>`` of each of ``reward_models``, on ranks of its own: rewards ask them, while engines sample."""
-    together: Sequence[Together] = ()
+    together: Sequence[SharedRanks] = ()
     """Models that are asked by one request, by the ranks that hold them; one that is in none is asked by itself."""
     engine_metrics: Callable[[], Mapping[str, float]] = dict
     """What a row of metrics says of the engine's servers; every step calls it once, after its push."""
@@ -244,15 +244,17 @@ class Roles:
         return {**self.learners, **self.frozen, **self.reward_models}
 
 
-def unheard(text: str) -> None:
+def ignore_progress(text: str) -> None:
     """Ignore how far a start is."""
 
 
 class Launcher(Protocol):
     """Starts the processes of a run and ends them."""
 
-    def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AbstractAsyncContextManager[Roles]:
-        """Enter: processes are up, weights loaded. Exit: all are gone. Raises WorkerDied with rank and traceback.
+    def start(
+        self, config: RunConfig, tell: Callable[[str], None] = ignore_progress
+    ) -> AbstractAsyncContextManager[RunComponents]:
+        """Enter: processes are up, weights loaded. Exit: all are gone. Raises WorkerFailure with rank and traceback.
 
         ``tell`` is called with how many ranks are ready; the default ignores it.
         """

@@ -61,13 +61,13 @@ SORTED = AfterValidator(lambda given: tuple(sorted(set(given))))
 """Has a key of several names keep each once, in order."""
 
 
-def _of_own_code(text: str) -> str:
+def _check_user_code(text: str) -> str:
     if not _OWN_CODE.fullmatch(text):
         raise PydanticCustomError("own_code", "Input should be package.module:name of your own code")
     return text
 
 
-OwnCode = Annotated[str, AfterValidator(_of_own_code)]
+OwnCode = Annotated[str, AfterValidator(_check_user_code)]
 """Names an object of the user's own packages, as `rl_megatron.user_code.load_named` finds it."""
 
 

@@ -152,7 +152,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chain(HasColumns):
+class TokenSequence(HasColumns):
     """One row to train on: context, a turn, context, a turn, …"""
 
     token_ids: TokenIds  # [L] int32, all of them
@@ -167,7 +167,7 @@ class Chain(HasColumns):
 class Trajectory:
     """What one reward scores: a row, or several rows if a turn's context does not extend the row before it."""
 
-    chains: tuple[Chain, ...]
+    chains: tuple[TokenSequence, ...]
     reward: float
     stop: StopReason = "done"
     metrics: Mapping[str, float] = field(default_factory=dict)  # of an environment's; finite
@@ -185,7 +185,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class RewardResult:
     """A reward's result for one completion. ``total`` is finite unless there is an ``error``."""
 
     total: float  # the reward; of a weighted sum, the sum
@@ -360,7 +360,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
+class BadMicroBatch:
     """A micro-batch that alone gives a gradient with NaN or infinity, as found by a rank that computed it."""
 
     data_rank: int
@@ -375,7 +375,7 @@ class SkippedStep:
     changed. Without ``culprits``, no micro-batch alone reproduced such a gradient."""
 
     grad_norm: float
-    culprits: tuple[Culprit, ...]
+    culprits: tuple[BadMicroBatch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

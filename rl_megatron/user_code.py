@@ -14,7 +14,7 @@ from rl_megatron.errors import ConfigError, RLMegatronError
 _MOST_SAID = 500  # characters of a foreign exception
 
 
-def import_from(folder: Path) -> None:
+def add_import_folder(folder: Path) -> None:
     """Have the user's own modules in ``folder`` found, after all others: our programs start with ``-P``, so without the
     current folder as the first."""
     sys.path.append(str(folder))

@@ -11,7 +11,7 @@ import numpy as np
 from rl_megatron.columns import ColumnData, Ragged
 from rl_megatron.data.samples import STOPS
 from rl_megatron.rollout.stream import Draw
-from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, Span, Trajectory, Turn
+from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Span, TokenSequence, Trajectory, Turn
 
 
 def completion(
@@ -37,7 +37,7 @@ def plain(one: Completion) -> tuple[object, ...]:
     return one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason, one.spans, columns_of(one)
 
 
-def columns_of(one: Completion | Chain) -> dict[str, object]:
+def columns_of(one: Completion | TokenSequence) -> dict[str, object]:
     """The columns of a completion or row as plain numbers with their dtypes."""
     arrays = {name: (c.values, c.counts) if isinstance(c, Ragged) else (c,) for name, c in one.columns.items()}
     return {name: [(str(array.dtype), array.tolist()) for array in its] for name, its in arrays.items()}
@@ -91,7 +91,7 @@ def trajectory(
             )
         )
         tokens += said
-    row = Chain(token_ids=np.array(tokens, np.int32), turns=tuple(found))
+    row = TokenSequence(token_ids=np.array(tokens, np.int32), turns=tuple(found))
     reward = sum(r or 0.0 for r in given) if total is None else total
     return Trajectory(chains=(row,), reward=reward, stop=STOPS[finish])
 
@@ -99,7 +99,7 @@ def trajectory(
 def branched(one: Trajectory) -> Trajectory:
     """The same turns, each the end of a row of its own."""
     (row,) = one.chains
-    rows = [Chain(token_ids=row.token_ids[: turn.stop].copy(), turns=(turn,)) for turn in row.turns]
+    rows = [TokenSequence(token_ids=row.token_ids[: turn.stop].copy(), turns=(turn,)) for turn in row.turns]
     return replace(one, chains=tuple(rows))
 
 

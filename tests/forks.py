@@ -22,9 +22,9 @@ FORKS.set_forkserver_preload(["tests.imports"])
 def be_node(muster: Muster, stderr: Sequence[int], environment: Mapping[str, str]) -> None:
     """In a fork: be what a local run's ranks are forked from, with this environment and their stderr's descriptors."""
     from launcher.worker import node
-    from launcher.worker.forking import HELD_BACK
+    from launcher.worker.forking import BLOCKED_SIGNALS
 
-    signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED_SIGNALS)
     os.environ.clear()
     os.environ.update(environment)
     node.run(replace(muster, stderr=stderr, parent=os.getppid()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.data.rows import SentRows, Share
-from rl_megatron.training.optimizer_steps import Made
+from rl_megatron.training.optimizer_steps import CompletedStep
 from rl_megatron.types import Batch, Loss, LossInputs, LossOutput, Over, ParallelDims, Samples, SkippedStep
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ def train_step(
     *,
     num_tokens: int,
     num_sequences: int,
-) -> Made | SkippedStep | None:
+) -> CompletedStep | SkippedStep | None:
     """Of one backward pass; None off the last stage. Every rank calls it."""
     said = learner.backward(micro_batches, loss, num_tokens=num_tokens, num_sequences=num_sequences)
     result = learner.step(learning_rate)
     if isinstance(result, SkippedStep):
         return result
-    return None if said is None else Made(said, result)
+    return None if said is None else CompletedStep(said, result)
 
 
 # Inputs of a loss, from plain columns, and parts of them.

@@ -1,4 +1,5 @@
-"""The save of a learner in this process, as `interfaces.Saving`, saves whose writing waits, and a job that saves it."""
+"""The save of a learner in this process, as `interfaces.SaveHandle`, saves whose writing waits, and a job that saves
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from rl_megatron.digests import Digest, Written, digests
+from rl_megatron.digests import Digest, SaveDigests, digests
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
@@ -28,8 +29,8 @@ class Ended:
     async def written(self, *, wait: bool = False) -> bool:
         return True
 
-    async def durable(self) -> Written:
-        return Written(files=self.files, seconds=self.seconds)
+    async def durable(self) -> SaveDigests:
+        return SaveDigests(files=self.files, seconds=self.seconds)
 
 
 @dataclass

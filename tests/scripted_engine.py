@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rl_megatron.agents.conversation.templates import PlainText, tokens_of_text
+from rl_megatron.agents.conversation.templates import PlainText, encode_text
 from rl_megatron.agents.source import EnvironmentSampler
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.stream import Answered
+from rl_megatron.rollout.stream import GroupResult
 from rl_megatron.types import Completion, GenerationRequest, Trajectory
 from tests.completions import completion
 
@@ -44,7 +44,7 @@ def sampler(engine: Any, made: Any = None, *, group_size: int = 3, **section: An
         engine=engine,
         made=made or resolve_environment(keys),
         template=PlainText(TOKENIZER),
-        encode=partial(tokens_of_text, TOKENIZER),
+        encode=partial(encode_text, TOKENIZER),
         rollout=RolloutSection(group_size=group_size, max_new_tokens=12, max_prompt_tokens=40),
         section=keys,
         vocab_size=259,
@@ -53,5 +53,5 @@ def sampler(engine: Any, made: Any = None, *, group_size: int = 3, **section: An
     )
 
 
-def trajectories(found: Sequence[Answered]) -> list[Trajectory]:
+def trajectories(found: Sequence[GroupResult]) -> list[Trajectory]:
     return [one for each in found if each.group is not None for one in each.group.trajectories]

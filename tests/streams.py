@@ -15,7 +15,7 @@ from rl_megatron.engines.adapter import Adapter
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rewards.threads import Plain
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Answered, Draw, Ledger, Stream
+from rl_megatron.rollout.stream import Draw, GroupResult, Ledger, RolloutStream
 from rl_megatron.types import GenerationRequest, Prompt, RolloutGroup
 
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(1,), answer="") for i in range(600)]
@@ -28,14 +28,14 @@ class Source:
 
     seconds: Callable[[str], float]
     dropped: Callable[[str], bool] = lambda _: False
-    stream: Stream = field(init=False)
+    stream: RolloutStream = field(init=False)
     versions: dict[str, int] = field(default_factory=dict)  # served when a prompt was last asked for
     asked: list[list[int]] = field(default_factory=list)
     asked_at: list[float] = field(default_factory=list)
     now: int = 0  # groups that are under way
     most: int = 0  # of these, at any time
 
-    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
         self.asked.append([one.ordinal for one in drawn])
         self.asked_at.append(asyncio.get_running_loop().time())
         self.versions |= {one.prompt.id: self.stream.version for one in drawn}
@@ -53,9 +53,9 @@ class Source:
     def so_far(self, drawn: Draw) -> tuple[()]:
         return ()
 
-    def _answer(self, prompt: Prompt) -> Answered:
+    def _answer(self, prompt: Prompt) -> GroupResult:
         rewards = (0.0, 0.0) if self.dropped(prompt.id) else (0.0, 1.0)
-        return Answered(group=RolloutGroup(prompt=prompt, trajectories=()), rewards=rewards)
+        return GroupResult(group=RolloutGroup(prompt=prompt, trajectories=()), rewards=rewards)
 
 
 def stream_over(
@@ -68,8 +68,8 @@ def stream_over(
     path: Path | None = None,
     prompts: Sequence[Prompt] = PROMPTS,
     **section: Any,
-) -> Stream:
-    source.stream = Stream(
+) -> RolloutStream:
+    source.stream = RolloutStream(
         prompts=PromptStream(prompts, seed=0),
         source=source,
         section=RolloutSection(prompts_per_step=size, engine="vllm" if served else "local", **section),
@@ -83,7 +83,7 @@ def stream_over(
 
 def sampled_from(
     engine: RolloutEngine, *, staleness: int, last_step: int, path: Path | None = None
-) -> tuple[RolloutSampler, Stream]:
+) -> tuple[RolloutSampler, RolloutStream]:
     """Two prompts of `OF_TOKENS` a step, three completions of each, and a reward that is the length of their text."""
     section = RolloutSection(engine="vllm", prompts_per_step=2, group_size=3, max_new_tokens=20)
     sampler = RolloutSampler(
@@ -96,7 +96,7 @@ def sampled_from(
         seed=0,
         apart=staleness > 0,
     )
-    stream = Stream(
+    stream = RolloutStream(
         prompts=PromptStream(OF_TOKENS, seed=0),
         source=sampler,
         section=section,

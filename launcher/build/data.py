@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING
 from rl_megatron.agents.conversation.forms import check_of
 from rl_megatron.agents.conversation.written import end_of_turns
 from rl_megatron.chat_templates import setting
-from rl_megatron.config.beside import begun_by_messages, with_own_prompt
+from rl_megatron.config.beside import begun_by_messages, teachers_with_prompt
 from rl_megatron.config.run import RunConfig, TemplateVariable
 from rl_megatron.config.sections.data import DataSection, FileKeys, data_sources, name_of
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.teachers import TeacherSection
-from rl_megatron.data.problems.pool import Pool
+from rl_megatron.data.problems.pool import PromptPool
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.data.problems.rendering import RowForm
-from rl_megatron.data.samples import EndTokens, end_of_answers
+from rl_megatron.data.samples import EndTokens, answer_end_token
 from rl_megatron.errors import ConfigError, DataError
-from rl_megatron.evaluation.sets import ProblemSet
+from rl_megatron.evaluation.sets import EvalSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
-from rl_megatron.training.jobs.written import or_left_out
+from rl_megatron.training.jobs.written import drop_advice
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ class Data:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     end_token_ids: EndTokens
-    train: Pool
+    train: PromptPool
     held_out: Sequence[Prompt]
-    sets: Sequence[ProblemSet]  # at least one: without ``eval.sets`` it is the held-out prompts
+    sets: Sequence[EvalSet]  # at least one: without ``eval.sets`` it is the held-out prompts
 
 
 def load_data(
@@ -138,15 +138,15 @@ def training_data(config: RunConfig, model_folder: Path, *, vocab_size: int = sy
 
     Rows without the form of a conversation end the run by a DataError, or are left out as they are drawn, where
     ``on_refused`` says so."""
-    data = load_data(config, model_folder, with_own_prompt(config), vocab_size=vocab_size)
-    if _learns_answers(config):
+    data = load_data(config, model_folder, teachers_with_prompt(config), vocab_size=vocab_size)
+    if _trains_on_answers(config):
         _tell_ends(data)
     check = check_of(config)
     if check is not None and config.written.on_refused == "fail":
         try:
             check(data.train.conversations())
         except DataError as error:
-            raise DataError(f"{error}\n{or_left_out(config)}") from error
+            raise DataError(f"{error}\n{drop_advice(config)}") from error
     return data
 
 
@@ -156,7 +156,7 @@ def end_tokens(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Seq
     sources = {name_of(key): one for key, one in data_sources(data).items()}
     files = {name: one for name, one in sources.items() if isinstance(one, FileKeys)}
     chats = {name for name, one in files.items() if one.chat_template or one.fields["messages"] is not None}
-    of_turns, plain = end_of_turns(tokenizer, stops) if chats else None, end_of_answers(tokenizer, stops)
+    of_turns, plain = end_of_turns(tokenizer, stops) if chats else None, answer_end_token(tokenizer, stops)
     return {name: of_turns if name in chats and of_turns is not None else plain for name in sources}
 
 
@@ -174,7 +174,7 @@ def _tell_ends(data: Data) -> None:
             )
 
 
-def _learns_answers(config: RunConfig) -> bool:
+def _trains_on_answers(config: RunConfig) -> bool:
     """Whether there are answers of problems to learn, or demonstrations."""
     if config.kind.samples:
         return config.warm_start.steps > 0 or config.algorithm.demonstration_gamma is not None
@@ -184,14 +184,12 @@ def _learns_answers(config: RunConfig) -> bool:
     )
 
 
-def problem_sets(
-    config: RunConfig, held_out: Sequence[Prompt], load: Callable[..., Sequence[Prompt]]
-) -> list[ProblemSet]:
+def problem_sets(config: RunConfig, held_out: Sequence[Prompt], load: Callable[..., Sequence[Prompt]]) -> list[EvalSet]:
     """The sets of ``eval.sets``, whose own data ``load`` reads; without any, the ``held_out`` prompts."""
     section = config.eval
     if not section.sets:
         whole = EvalSetSection()
-        return [ProblemSet(name=None, prompts=held_out, section=whole, temperature=section.temperature)]
+        return [EvalSet(name=None, prompts=held_out, section=whole, temperature=section.temperature)]
     sets = []
     for name, one in section.sets.items():
         try:
@@ -202,7 +200,7 @@ def problem_sets(
         chosen = prompts[: one.limit]
         if one.reward is not None:
             chosen = [replace(prompt, source=f"eval.sets.{name}") for prompt in chosen]
-        sets.append(ProblemSet(name=name, prompts=chosen, section=one, temperature=section.temperature_of(name)))
+        sets.append(EvalSet(name=name, prompts=chosen, section=one, temperature=section.temperature_of(name)))
     return sets
 
 

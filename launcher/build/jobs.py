@@ -14,17 +14,17 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
-from launcher.build.roles import Parts, attention_cost
-from launcher.build.sampler import demonstrations, made_environment, sampler_of, samplers_of_sets
+from launcher.build.roles import RunParts, attention_cost
+from launcher.build.sampler import demonstrations, load_environment, make_sampler, make_set_samplers
 from launcher.runs.resume import START_FOLDER
-from rl_megatron.agents.conversation.written import WrittenConversations, paired_answers, paired_texts, single_answers
+from rl_megatron.agents.conversation.written import ConversationRows, single_answers, split_answer_pair, split_text_pair
 from rl_megatron.algorithms.auxiliary import KtoLoss, PreferenceLoss, ScoreLoss
-from rl_megatron.algorithms.own import check_own_pair_loss
+from rl_megatron.algorithms.own import check_custom_pair_loss
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.config.sections.jobs import DpoSection, JobName
-from rl_megatron.data.packing import Packer, packer_of
+from rl_megatron.data.packing import Packer, make_packer
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.rendering import is_desirable, refuse_bad_answers
 from rl_megatron.data.samples import (
@@ -33,12 +33,12 @@ from rl_megatron.data.samples import (
     check_ends,
     check_tokens,
     scored_pairs,
+    set_margins,
     supervised_rows,
-    with_margins,
-    written_samples,
+    supervised_samples,
 )
-from rl_megatron.evaluation.results import measured_by
-from rl_megatron.interfaces import Roles
+from rl_megatron.evaluation.results import eval_digest
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.timeline import folder_of
@@ -46,26 +46,26 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.routes import route_of
 from rl_megatron.rollout.stream import Ledger
 from rl_megatron.training.checkpoints import CheckpointStore
-from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
+from rl_megatron.training.evaluation import BackgroundEvaluator, Evaluator
 from rl_megatron.training.flops import seconds_at_peak, training_flops
-from rl_megatron.training.jobs.rl import Reinforcement, stream_of
+from rl_megatron.training.jobs.rl import RLJob, make_stream
 from rl_megatron.training.jobs.warm_start import WarmStart, answers, warm_start_rows
 from rl_megatron.training.jobs.written import (
-    FineTuning,
-    JobObjective,
+    DatasetJob,
+    DatasetObjective,
+    FrozenReference,
     LabeledAnswers,
     PairObjective,
-    Reference,
     SamplesOf,
+    SFTObjective,
     SupervisedSteps,
     Unit,
     UnitsOf,
-    WrittenJob,
     held_out_parts,
 )
-from rl_megatron.training.loop import Loop, Pace
+from rl_megatron.training.loop import Intervals, Loop
 from rl_megatron.training.optimizer_steps import OptimizerSteps
-from rl_megatron.training.update import Update
+from rl_megatron.training.update import PolicyUpdate
 from rl_megatron.types import Prompt, Samples
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class LearnedRows:
         return {"sft": self.learned, "dpo": self.preferred, "reward_model": self.scored}[config.job]
 
     @cached_property
-    def _conversations(self) -> WrittenConversations:
-        return WrittenConversations(self.tokenizer, self.stop_token_ids)
+    def _conversations(self) -> ConversationRows:
+        return ConversationRows(self.tokenizer, self.stop_token_ids)
 
     def warm(self, prompts: Sequence[Prompt], config: RunConfig) -> list[Unit]:
         """The answers that a warm start learns, one a unit. Raises as `warm_start_rows`."""
@@ -118,7 +118,7 @@ class LearnedRows:
             if is_problem:
                 made += answer_pairs(some, self.tokenizer, self.end_token_ids)
             else:
-                made += paired_answers(some, self._conversations)
+                made += split_answer_pair(some, self._conversations)
         return self._known(made)
 
     def labeled(self, prompts: Sequence[Prompt], section: DpoSection) -> list[Unit]:
@@ -143,7 +143,7 @@ class LearnedRows:
             texts = (
                 [(one.text + one.answer, one.text + one.rejected[0]) for one in some]
                 if is_problem
-                else paired_texts(some, self._conversations)
+                else split_text_pair(some, self._conversations)
             )
             made += scored_pairs(some, texts, self.tokenizer, add_special_tokens=is_problem)
         return self._known(made)
@@ -166,31 +166,31 @@ _NAMES: Mapping[JobName, str] = {"sft": "fine-tuning", "dpo": "preferences", "re
 
 
 def _objective(
-    parts: Parts, roles: Roles, data: Data, units_of: UnitsOf, attention_cost: float, steps: OptimizerSteps
-) -> JobObjective:
+    parts: RunParts, roles: RunComponents, data: Data, units_of: UnitsOf, attention_cost: float, steps: OptimizerSteps
+) -> DatasetObjective:
     """What the job of ``parts.config.job`` learns."""
     config, section = parts.config, parts.config.dpo
 
     def packer(unit: int = 1, role: str = LEARNER) -> Packer:
-        return packer_of(config.learner_of(role), attention_cost=attention_cost, unit=unit)
+        return make_packer(config.learner_of(role), attention_cost=attention_cost, unit=unit)
 
     def held_out(samples_of: SamplesOf) -> list[Samples]:
         return held_out_parts(data.held_out, units_of, samples_of, config)
 
     if config.job == "sft":
         supervised = SupervisedSteps(learner=roles.policy, packer=packer(), optimizer_steps=steps)
-        return FineTuning(supervised=supervised, parts=held_out(written_samples))
+        return SFTObjective(supervised=supervised, parts=held_out(supervised_samples))
     if config.job == "reward_model":
         return PairObjective(
             wants="values",
-            samples_of=with_margins,
+            samples_of=set_margins,
             loss=ScoreLoss(centring=config.reward_model.centring),
             roles=roles,
             packer=packer(unit=2),
             optimizer_steps=steps,
-            parts=held_out(with_margins),
+            parts=held_out(set_margins),
         )
-    reference = Reference(
+    reference = FrozenReference(
         packer=packer(unit=1 if section.is_unpaired else 2, role="reference"),
         folder=config.reference,
         start_folder=parts.folder / START_FOLDER,
@@ -201,24 +201,30 @@ def _objective(
             roles=roles,
             packer=packer(),
             optimizer_steps=steps,
-            parts=held_out(with_margins),
+            parts=held_out(set_margins),
             reference=reference,
             most=section.max_tokens - 1,
         )
-    check_own_pair_loss(section)
+    check_custom_pair_loss(section)
     return PairObjective(
         loss=PreferenceLoss(row=section, beta=section.beta),
         roles=roles,
         packer=packer(unit=2),
         optimizer_steps=steps,
-        parts=held_out(written_samples),
+        parts=held_out(supervised_samples),
         reference=None if section.reference_free else reference,
     )
 
 
-def written_job(
-    parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, attention_cost: float, note: Callable[[str], None]
-) -> WrittenJob:
+def dataset_job(
+    parts: RunParts,
+    shape: ModelShape,
+    roles: RunComponents,
+    data: Data,
+    *,
+    attention_cost: float,
+    note: Callable[[str], None],
+) -> DatasetJob:
     """The job of ``parts.config.job``, which samples nothing and shows by ``note`` how far its look at the data is.
     ``attention_cost`` as in `causal_attention_cost`."""
     config = parts.config
@@ -226,7 +232,7 @@ def written_job(
     rows = LearnedRows(tokenizer=data.tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
     units_of = rows.units(config)
     steps = OptimizerSteps(name="policy")
-    return WrittenJob(
+    return DatasetJob(
         config=config,
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed, weights=weights_of(config.data)),
@@ -243,8 +249,8 @@ def written_job(
     )
 
 
-def loops_of(
-    parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
+def make_loops(
+    parts: RunParts, shape: ModelShape, roles: RunComponents, data: Data, recorder: Recorder, stop: asyncio.Event
 ) -> tuple[Loop | None, Loop]:
     """The loop of the warm start, if the job has one, and the loop of the job. The processes must be up."""
     config = parts.config
@@ -254,11 +260,11 @@ def loops_of(
         keep=saves.keep,
         keep_best=saves.keep_best,
         config=fixed(config),
-        measured_by=measured_by(config.model_dump(mode="json"), data.sets[0]),
+        measured_by=eval_digest(config.model_dump(mode="json"), data.sets[0]),
         claimed=parts.claimed,
     )
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
-    every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
+    every = Intervals(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
     steps, run = config.profile.steps, parts.folder.resolve()
 
     def profiled(step: int) -> AbstractAsyncContextManager[None]:
@@ -266,7 +272,7 @@ def loops_of(
 
     if not config.kind.samples:
         return None, looped(
-            job=written_job(
+            job=dataset_job(
                 parts, shape, roles, data, attention_cost=attention_cost(shape), note=recorder.progress.note
             ),
             pace=every,
@@ -274,21 +280,21 @@ def loops_of(
         )
     warm, job = _sampling(parts, shape, roles, data, recorder)
     check = config.warm_start.check_every
-    first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
+    first = Intervals(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
     pace = replace(every, sets_due=job.evaluation.due)
     return looped(job=warm, pace=first), looped(job=job, pace=pace, profiled=profiled)
 
 
 def _sampling(
-    parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder
-) -> tuple[WarmStart, Reinforcement]:
+    parts: RunParts, shape: ModelShape, roles: RunComponents, data: Data, recorder: Recorder
+) -> tuple[WarmStart, RLJob]:
     """The warm start, and the job on groups of completions."""
     config, size, cost = parts.config, shape.vocab_size, attention_cost(shape)
-    made = made_environment(config)
-    sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=size)
-    evaluation = Evaluation(
+    made = load_environment(config)
+    sampler = make_sampler(config, made, roles.engine, parts.reward, data, vocab_size=size)
+    evaluation = Evaluator(
         sampler=sampler,
-        own=samplers_of_sets(config, roles.engine, data, vocab_size=size),
+        own=make_set_samplers(config, roles.engine, data, vocab_size=size),
         sets=data.sets,
         section=config.eval,
         last_step=config.train.steps,
@@ -300,7 +306,7 @@ def _sampling(
         curriculum=config.data.curriculum,
         track_decay=config.algorithm.track_decay,
     )
-    update = Update(
+    update = PolicyUpdate(
         config=config,
         roles=roles,
         attention_cost=cost,
@@ -308,7 +314,7 @@ def _sampling(
         training_flops=partial(training_flops, shape, learner=config.learner),
         tracked=None if prompts.table is None else prompts.table.value_of,
     )
-    packer = packer_of(config.learner, attention_cost=cost)
+    packer = make_packer(config.learner, attention_cost=cost)
     warm = WarmStart(
         config=config,
         roles=roles,
@@ -322,12 +328,12 @@ def _sampling(
         supervised=SupervisedSteps(learner=roles.policy, packer=packer, optimizer_steps=update.policy_steps),
         note=recorder.progress.note,
     )
-    beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
-    return warm, Reinforcement(
+    beside = BackgroundEvaluator(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
+    return warm, RLJob(
         config=config,
         roles=roles,
         prompts=prompts,
-        stream=stream_of(config, prompts, sampler, Ledger(parts.folder / "ledger.jsonl")),
+        stream=make_stream(config, prompts, sampler, Ledger(parts.folder / "ledger.jsonl")),
         evaluation=evaluation,
         update=update,
         start_folder=parts.folder / START_FOLDER,

@@ -12,20 +12,20 @@ from pathlib import Path
 from launcher.build.data import Data, training_data
 from launcher.build.model import starting_folder
 from launcher.hosts.local import LocalLauncher
-from launcher.hosts.sites import sites_of
+from launcher.hosts.sites import server_sites
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import SlurmLauncher
 from launcher.processes.guards import HERE
-from launcher.processes.own_thread import OwnThread
-from launcher.runs.stop import Stop
-from launcher.servers.engines import adapter_of
-from launcher.servers.pool import ServedLauncher
+from launcher.processes.own_thread import DedicatedThread
+from launcher.runs.stop import StopSignal
+from launcher.servers.engines import load_adapter
+from launcher.servers.pool import ServerLauncher
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import REWARD
-from rl_megatron.data.packing import causal_attention_cost, packer_of
-from rl_megatron.errors import ConfigError, unless_stopped
+from rl_megatron.data.packing import causal_attention_cost, make_packer
+from rl_megatron.errors import ConfigError, wait_or_stop
 from rl_megatron.feature import served_models
-from rl_megatron.interfaces import Launcher, RewardFunction, Roles, unheard
+from rl_megatron.interfaces import Launcher, RewardFunction, RunComponents, ignore_progress
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.placement.ranks import ranks_by_role
@@ -36,7 +36,7 @@ from rl_megatron.weights.layouts.learner import job_shape, role_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class RunParts:
     """What a run needs besides processes and data; building it finds errors before any process starts."""
 
     config: RunConfig
@@ -50,20 +50,22 @@ class Parts:
 
 
 @contextlib.asynccontextmanager
-async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator[tuple[Roles, Data, ModelShape]]:
+async def run_components(
+    parts: RunParts, progress: Progress, stop: StopSignal
+) -> AsyncIterator[tuple[RunComponents, Data, ModelShape]]:
     """Start learner and engine; yield them, the data and the model's shape. Leaving the context ends all processes.
 
-    Raises Stopped if a stop is requested first.
+    Raises StopRequested if a stop is requested first.
     """
     async with contextlib.AsyncExitStack() as stack:
-        yield await unless_stopped(stop, _start(stack, parts, progress, stop))
+        yield await wait_or_stop(stop, _start(stack, parts, progress, stop))
 
 
 async def _start(
-    stack: contextlib.AsyncExitStack, parts: Parts, progress: Progress, stop: Stop
-) -> tuple[Roles, Data, ModelShape]:
+    stack: contextlib.AsyncExitStack, parts: RunParts, progress: Progress, stop: StopSignal
+) -> tuple[RunComponents, Data, ModelShape]:
     """Start learner and engine; ``stack`` gets the callbacks that end them."""
-    config, thread = parts.config, OwnThread("start")  # a stop does not wait for this thread
+    config, thread = parts.config, DedicatedThread("start")  # a stop does not wait for this thread
     stack.callback(thread.close)
     progress.note("preparing the model")
     model_folder = await thread(starting_folder, config)
@@ -79,7 +81,7 @@ async def _start(
         await asyncio.wait([starting])
         raise
     roles = await starting
-    served = await served_models(config, shape, partial(adapter_of, shape=shape), progress.note)
+    served = await served_models(config, shape, partial(load_adapter, shape=shape), progress.note)
     roles = replace(roles, frozen={**roles.frozen, **served})
     await load_reward_models(config, shape, roles, parts.reward_models, progress.note)
     return roles, data, shape
@@ -93,7 +95,11 @@ def attention_cost(shape: ModelShape) -> float:
 
 
 async def load_reward_models(
-    config: RunConfig, shape: ModelShape, roles: Roles, models: RewardModels, tell: Callable[[str], None] = unheard
+    config: RunConfig,
+    shape: ModelShape,
+    roles: RunComponents,
+    models: RewardModels,
+    tell: Callable[[str], None] = ignore_progress,
 ) -> None:
     """Have ranks load the reward models, before any job asks for a reward. The policy has ``shape``."""
     for role, model in roles.reward_models.items():
@@ -101,11 +107,11 @@ async def load_reward_models(
         tell(f"loading the reward model {name}")
         sizes = role_shape(config, shape, role)
         await model.start_from(config.reward_models[name].path)
-        packer = packer_of(config.learner_of(role), attention_cost=attention_cost(sizes))
+        packer = make_packer(config.learner_of(role), attention_cost=attention_cost(sizes))
         models.loaded[name] = RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size)
 
 
-def allocation_of(config: RunConfig, folder: Path) -> Allocation | None:
+def find_allocation(config: RunConfig, folder: Path) -> Allocation | None:
     """The allocation to use. Raises ConfigError if the launcher needs one and there is none, or Ray another process."""
     allocation = None if config.run.launcher == "local" else Allocation.this(folder, config)
     if config.run.launcher == "slurm" and allocation is None:
@@ -121,19 +127,22 @@ def allocation_of(config: RunConfig, folder: Path) -> Allocation | None:
     return allocation
 
 
-def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
+def _launcher(parts: RunParts, model_folder: Path, shape: ModelShape, stop: StopSignal) -> Launcher:
     if parts.config.run.launcher == "ray":
         return _on_ray(parts, model_folder, shape, stop)
     launcher: Launcher = LocalLauncher(model_folder, parts.folder)
     if parts.allocation is not None:
         launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.forward)
     if parts.config.rollout.served:
-        found, host = sites_of(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host, resumes=parts.resumes)
+        found, host = (
+            server_sites(parts.config, parts.allocation),
+            parts.allocation.address() if parts.allocation else HERE,
+        )
+        launcher = ServerLauncher(launcher, model_folder, parts.folder, shape, found, host, resumes=parts.resumes)
     return launcher
 
 
-def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
+def _on_ray(parts: RunParts, model_folder: Path, shape: ModelShape, stop: StopSignal) -> Launcher:
     try:
         from launcher.hosts.ray.cluster import InCluster, RayCluster
         from launcher.hosts.ray.launcher import RayLauncher
@@ -143,8 +152,8 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
     on_signal = stop.ask if parts.allocation is None else stop.forward
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, on_signal)
     if parts.config.rollout.served:
-        found = sites_of(parts.config, parts.allocation, cluster.start_guard)
-        launcher = ServedLauncher(
+        found = server_sites(parts.config, parts.allocation, cluster.start_guard)
+        launcher = ServerLauncher(
             launcher, model_folder, parts.folder, shape, found, cluster.host, resumes=parts.resumes
         )
     return InCluster(cluster=cluster, inner=launcher)

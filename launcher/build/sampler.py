@@ -17,21 +17,21 @@ import numpy as np
 from launcher.build.data import Data
 from launcher.processes.guards import HERE
 from rl_megatron.agents.conversation.probe import probe_template
-from rl_megatron.agents.conversation.rendering import template_of
-from rl_megatron.agents.conversation.templates import PlainText, Template, tokens_of_text
+from rl_megatron.agents.conversation.rendering import get_chat_template
+from rl_megatron.agents.conversation.templates import PlainText, Template, encode_text
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.parsers import PARSERS, WRITTEN
-from rl_megatron.agents.source import EnvironmentSampler, Waves
+from rl_megatron.agents.source import EnvironmentSampler, RequestBatcher
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.data.problems.rendering import demonstration_in
 from rl_megatron.data.samples import EndTokens, check_ends, check_tokens, supervised_rows
-from rl_megatron.environments.registry import Agent, EnvironmentMaker, demonstrated, resolve_environment
+from rl_megatron.environments.registry import Agent, EnvironmentFactory, demonstrate, resolve_environment
 from rl_megatron.errors import DataError
 from rl_megatron.feature import sampler_hooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rollout.policy_sampler import PolicySampler
-from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource
+from rl_megatron.rollout.sampler import RolloutSampler, SourceSampler
 from rl_megatron.seeds import text_seed
 from rl_megatron.training.jobs.warm_start import Targets
 from rl_megatron.types import Completion, Prompt
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def sampler_of(
+def make_sampler(
     config: RunConfig,
-    made: EnvironmentMaker | Agent | None,
+    made: EnvironmentFactory | Agent | None,
     engine: RolloutEngine,
     reward: RewardFunction,
     data: Data,
@@ -61,10 +61,10 @@ def sampler_of(
     else:
         usual = _single_turns(config, engine, reward, data, vocab_size)
     keys = {name: f"data.sources.{name}.environment" for name in config.source_names}
-    own = _led(config, keys, engine, data, vocab_size)
+    own = _environment_samplers(config, keys, engine, data, vocab_size)
     if not own:
         return usual
-    return SamplerBySource(
+    return SourceSampler(
         engine=engine,
         rollout=config.rollout,
         stop_token_ids=usual.stop_token_ids,
@@ -139,26 +139,26 @@ def demonstrations_of(config: RunConfig, data: Data | LearnedRows, vocab_size: i
     )
 
 
-def samplers_of_sets(
+def make_set_samplers(
     config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int
 ) -> dict[str, PolicySampler]:
     """The samplers of the sets that have an environment of their own, by the set's name."""
     keys = {name: f"eval.sets.{name}.environment" for name in config.eval.sets}
-    return _led(config, keys, engine, data, vocab_size)
+    return _environment_samplers(config, keys, engine, data, vocab_size)
 
 
-def _led(
+def _environment_samplers(
     config: RunConfig, keys: Mapping[str, str], engine: RolloutEngine, data: Data, vocab_size: int
 ) -> dict[str, PolicySampler]:
     """The samplers in the environments of these sections that name one, by the names of ``keys``."""
     out: dict[str, PolicySampler] = {}
     for name, key in keys.items():
-        if (made := made_environment(config, key)) is not None:
+        if (made := load_environment(config, key)) is not None:
             out[name] = environment_sampler(config, made, engine, data, vocab_size=vocab_size, key=key)
     return out
 
 
-def made_environment(config: RunConfig, key: str = "environment") -> EnvironmentMaker | Agent | None:
+def load_environment(config: RunConfig, key: str = "environment") -> EnvironmentFactory | Agent | None:
     """The environment or agent of the section ``key``, if it names one. Raises as `resolve_environment`."""
     section = config.environments.get(key)
     return None if section is None else resolve_environment(section, config.sandbox, key=key)
@@ -166,7 +166,7 @@ def made_environment(config: RunConfig, key: str = "environment") -> Environment
 
 def environment_sampler(
     config: RunConfig,
-    made: EnvironmentMaker | Agent,
+    made: EnvironmentFactory | Agent,
     engine: RolloutEngine,
     data: Data,
     *,
@@ -207,10 +207,10 @@ def environment_sampler(
                 key,
             )
     return EnvironmentSampler(
-        engine=engine if config.rollout.served else Waves(engine),
+        engine=engine if config.rollout.served else RequestBatcher(engine),
         made=made,
         template=template,
-        encode=partial(tokens_of_text, tokenizer),
+        encode=partial(encode_text, tokenizer),
         parser=None if section.tool_parser is None else PARSERS[section.tool_parser],
         rollout=config.rollout,
         section=section,
@@ -226,7 +226,7 @@ def _warn_of_calls(tokenizer: PreTrainedTokenizerBase, parser: str | None, key: 
     mark = WRITTEN.get(parser or "")
     if mark is None or mark in tokenizer.get_added_vocab():
         return
-    if mark not in template_of(tokenizer, with_tools=True):
+    if mark not in get_chat_template(tokenizer, with_tools=True):
         logger.warning(
             "%s.tool_parser=%s reads calls with %s, which is neither in the model's chat template nor a token of its "
             "own: a model that writes calls otherwise would call nothing; set the parser of its format",
@@ -245,14 +245,14 @@ def _leave_out_of_proxies(host: str) -> None:
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = given
 
 
-def demonstrations(made: EnvironmentMaker | Agent, config: RunConfig) -> Targets:
+def demonstrations(made: EnvironmentFactory | Agent, config: RunConfig) -> Targets:
     """What the warm start learns: the environment's own texts, another choice of them in each step. Raises as
-    `demonstrated`."""
+    `demonstrate`."""
     function, seed = config.environment.function, config.seed
 
     def of_step(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:
-        assert isinstance(made, EnvironmentMaker)  # preflight
+        assert isinstance(made, EnvironmentFactory)  # preflight
         seeds = [text_seed(f"demonstration {seed} {step} {place}") for place in range(len(prompts))]
-        return demonstrated(made, function, prompts, seeds)
+        return demonstrate(made, function, prompts, seeds)
 
     return of_step

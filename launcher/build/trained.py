@@ -16,17 +16,17 @@ import torch
 from typing_extensions import override
 
 from launcher.build.model import starting_folder
-from launcher.hosts.sites import sites_alone
-from launcher.processes.scratch import removed
+from launcher.hosts.sites import standalone_sites
+from launcher.processes.scratch import remove_at_exit
 from launcher.runs.folder import drawn_mirror_path
-from launcher.servers.engines import adapter_of
-from launcher.servers.pool import ServedEngines
+from launcher.servers.engines import load_adapter
+from launcher.servers.pool import ServerPool
 from launcher.worker.learner_rank import make_mirror
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import CHECKPOINT, DpoSection, SftSection
-from rl_megatron.engines.engine import ServedEngine
-from rl_megatron.engines.local.engine import InThisProcess, LocalEngine, decoder_of
+from rl_megatron.engines.engine import ServerEngine
+from rl_megatron.engines.local.engine import InProcessEngine, LocalEngine, decoder_of
 from rl_megatron.errors import ConfigError, of_the_hub
 from rl_megatron.feature import encoding_of, exported
 from rl_megatron.interfaces import RolloutEngine
@@ -38,7 +38,7 @@ from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from rl_megatron.weights.checkpoints.megatron import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums, read_boxes
 from rl_megatron.weights.checks.compare import ServerComparisons
-from rl_megatron.weights.checks.reports import NO_KINDS, Report
+from rl_megatron.weights.checks.reports import NO_KINDS, ChecksumReport
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.routes import mirror
@@ -76,7 +76,7 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
         if checkpoint is None:
             raise ConfigError(f"{run}: no checkpoint is complete; train on, or give a Hugging Face folder")
         own = str(run / "config.yaml")
-        of_run = _runs_own(own)
+        of_run = _load_run_config(own)
         loaded = _sampling(load_config(config or own, overrides))
         source = checkpoints.read(checkpoint).folder / "learner"
         return TrainedModel(
@@ -92,7 +92,7 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
     shards, around = is_megatron(model), model.resolve().parent
     if _is_run(around):
         own = str(around / "config.yaml")
-        of_run = _runs_own(own)
+        of_run = _load_run_config(own)
         loaded = _sampling(load_config(config or own, overrides))
         variables = _variables(of_run, loaded, overrides)
         loaded = _changed(loaded, model={"template_variables": variables})
@@ -107,7 +107,7 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
     return TrainedModel(config=loaded, run=loaded, source=model, out=Path("eval"), name=model.resolve().name)
 
 
-def _runs_own(file: str) -> RunConfig:
+def _load_run_config(file: str) -> RunConfig:
     """The configuration that a run wrote. Raises ConfigError that names the file."""
     try:
         return load_config(file, [])
@@ -184,13 +184,13 @@ def hugging_face(target: TrainedModel, spare: Path) -> Path:
     return out
 
 
-def shown_variables(config: RunConfig) -> str:
+def format_variables(config: RunConfig) -> str:
     """The chat template's variables, to print after what is printed of the model; empty without any."""
     named = [f"{name}={json.dumps(value)}" for name, value in config.model.template_variables.items()]
     return f"; variables of its chat template: {', '.join(named)}" if named else ""
 
 
-def of_folder(config: RunConfig, folder: Path) -> RunConfig:
+def config_for_folder(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration with that folder's model, and servers that keep their memory: no learner takes turns."""
     server = config.rollout.server.model_copy(update={"colocated": False})
     return _changed(config, model={"path": folder}, rollout={"server": server})
@@ -200,7 +200,7 @@ _VERSION = 0
 
 
 @contextlib.asynccontextmanager
-async def engine_alone(
+async def standalone_engine(
     config: RunConfig, model_folder: Path, shape: ModelShape, folder: Path
 ) -> AsyncIterator[RolloutEngine]:
     """The engine of ``rollout``, with the weights of ``model_folder`` in learner.dtype. Logs go to ``folder``.
@@ -215,13 +215,13 @@ async def engine_alone(
         engine.decode = decoder_of(model_folder) if section.stop else None
         hf = hf_layout(shape)
         await asyncio.to_thread(read_boxes, HFFolder(model_folder), hf, hf, 0, engine.tensors)
-        yield InThisProcess(engine)
+        yield InProcessEngine(engine)
         return
     path = drawn_mirror_path(config, folder)
-    sites = sites_alone(config)
-    servers = ServedEngines(config, adapter_of(section.engine, shape), model_folder, folder, shape, sites)
+    sites = standalone_sites(config)
+    servers = ServerPool(config, load_adapter(section.engine, shape), model_folder, folder, shape, sites)
     with contextlib.ExitStack() as ends:
-        ends.enter_context(removed(path.parent))
+        ends.enter_context(remove_at_exit(path.parent))
         async with servers.running(path) as served:
             loading = _Loading(_FolderWeights(config, model_folder, shape, path, ends), path, served)
             servers.refit = loading.refit
@@ -248,7 +248,7 @@ class _FolderWeights(LearnerWeights):
         return WeightUpdate(version=version, num_bytes=0, seconds=0.0)
 
     @override
-    async def sums(self) -> Sequence[Report]:
+    async def sums(self) -> Sequence[ChecksumReport]:
         """Checksums of the folder's tensors as they are cast, not of what arrived; of quantized ones the file's."""
         return [await asyncio.to_thread(self._sums)]
 
@@ -260,19 +260,19 @@ class _FolderWeights(LearnerWeights):
         read_boxes(HFFolder(self._folder), self._hf, self._hf, 0, self._mirror.tensors)
         self._mirror.serve(version)
 
-    def _sums(self) -> Report:
+    def _sums(self) -> ChecksumReport:
         assert self._mirror is not None
         if self._encoding is not None:
             return self._mirror.sums()
         shapes = self._hf.local_shapes(0)
         found = checksums(HFFolder(self._folder), shapes, mirror.dtypes(self._path))
-        return Report(rows=[("", name, whole_box(shapes[name]), found[name]) for name in shapes], seconds=0.0)
+        return ChecksumReport(rows=[("", name, whole_box(shapes[name]), found[name]) for name in shapes], seconds=0.0)
 
 
 class _Loading:
     """Has servers load the mirror file at ``path``, and compares what their ranks hold with its seal."""
 
-    def __init__(self, weights: _FolderWeights, path: Path, engine: ServedEngine) -> None:
+    def __init__(self, weights: _FolderWeights, path: Path, engine: ServerEngine) -> None:
         self._delivery = FileDelivery(learner=weights, path=path, servers=engine.weights)
         self._path, self._engine = path, engine
         self._lock, self._served, self._checks = asyncio.Lock(), False, ServerComparisons()
@@ -293,6 +293,6 @@ class _Loading:
                 self._compare({name: await self._delivery.load(_VERSION, name)}, sealed.checksums)
                 await self._engine.weights.commit(_VERSION, only=name)
 
-    def _compare(self, reports: Mapping[str, Sequence[Report]], sealed: Mapping[str, int]) -> None:
+    def _compare(self, reports: Mapping[str, Sequence[ChecksumReport]], sealed: Mapping[str, int]) -> None:
         for name, said in reports.items():
             self._checks.find(name, sealed, mirror.shapes(self._path), said).verified(name, "of the folder")

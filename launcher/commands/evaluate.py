@@ -18,7 +18,7 @@ from rich.table import Table
 
 from launcher.preflight import devices, engine, own_code, problems_of_data
 from launcher.preflight.model_files import raise_unread_files
-from launcher.preflight.subject import Subject, found_by
+from launcher.preflight.subject import PreflightContext, run_check
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import lock
 from rl_megatron.config.run import RunConfig
@@ -29,17 +29,17 @@ from rl_megatron.evaluation.results import (
     WHOLE,
     Results,
     SetResult,
-    drawn_otherwise,
-    kept_sets,
+    differing_sampling_keys,
+    finished_sets,
     paired_figures,
     read_results,
     result_of,
     unfinished,
 )
-from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.evaluation.sets import EvalSet, measure
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
-from rl_megatron.rewards.classifiers.on_ranks import scored_here
+from rl_megatron.rewards.classifiers.on_ranks import in_process_reward
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.learner import job_shape
@@ -87,18 +87,18 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
     """Measure all sets but those that an evaluation which was stopped has measured, print the table and write the
     results. Returns their file. Raises RLMegatronError."""
     from launcher.build.data import load_data
-    from launcher.build.trained import engine_alone, hugging_face, of_folder, shown_variables
+    from launcher.build.trained import config_for_folder, format_variables, hugging_face, standalone_engine
 
     path = target.out / f"{name or target.name}.json"
     _check(target.config)
     with _claimed(path), scratch() as spare, run_log(target.out, role="eval"):
         folder = hugging_face(target, spare)
-        config = of_folder(target.config, folder)
+        config = config_for_folder(target.config, folder)
         shape = job_shape(config, read_shape(folder, config.learner.model))
         raise_unread_files(config, shape)
         data = load_data(config, folder, vocab_size=shape.vocab_size)
         sets = ", ".join(f"{one.name or WHOLE} ({len(one.prompts)} x {one.section.samples})" for one in data.sets)
-        said = f"{target.source}: {sets}, by {config.rollout.engine}{shown_variables(config)}"
+        said = f"{target.source}: {sets}, by {config.rollout.engine}{format_variables(config)}"
         print(said, flush=True)
         begun = Results(
             model=str(target.source),
@@ -109,7 +109,7 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         )
         begun = replace(begun, sets=_kept(path, begun, data.sets))
         file = unfinished(path)
-        async with engine_alone(config, folder, shape, target.out) as sampling:
+        async with standalone_engine(config, folder, shape, target.out) as sampling:
             results = await _measured(config, sampling, data, vocab_size=shape.vocab_size, begun=begun, file=file)
         results.write(path, private=target.config.private)
         file.unlink(missing_ok=True)
@@ -118,11 +118,11 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
     return path
 
 
-def _kept(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[str, SetResult]:
-    """`kept_sets`, of which a line is printed."""
+def _kept(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[str, SetResult]:
+    """`finished_sets`, of which a line is printed."""
     file = unfinished(path)
     try:
-        kept = kept_sets(path, begun, sets)
+        kept = finished_sets(path, begun, sets)
     except DataError as error:
         raise DataError(f"{error}, or remove it to measure all sets") from error
     if kept:
@@ -134,13 +134,13 @@ async def _measured(
     config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, begun: Results, file: Path
 ) -> Results:
     """``begun`` with all sets; it is written into ``file`` after each that is measured."""
-    from launcher.build.sampler import made_environment, sampler_of, samplers_of_sets
+    from launcher.build.sampler import load_environment, make_sampler, make_set_samplers
 
-    rewards = {name: scored_here(one, config.reward_models) for name, one in config.own_rewards.items()}
-    judge = resolve_rewards(scored_here(config.reward, config.reward_models), rewards, config.sandbox)
-    made = made_environment(config)
-    sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size)
-    own = samplers_of_sets(config, engine, data, vocab_size=vocab_size)
+    rewards = {name: in_process_reward(one, config.reward_models) for name, one in config.own_rewards.items()}
+    judge = resolve_rewards(in_process_reward(config.reward, config.reward_models), rewards, config.sandbox)
+    made = load_environment(config)
+    sampler = make_sampler(config, made, engine, judge, data, vocab_size=vocab_size)
+    own = make_set_samplers(config, engine, data, vocab_size=vocab_size)
     sets = dict(begun.sets)
     try:
         shown = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -166,7 +166,7 @@ def show_compared(first: Path, second: Path) -> None:
         both = f"{row.first:.4f}", f"{row.second:.4f}"
         table.add_row(row.set, row.figure, *both, f"{row.difference.value:+.4f}", *_ends(row.difference, "+"))
     Console(markup=False).print(table)
-    for name, unlike in drawn_otherwise(one, other).items():
+    for name, unlike in differing_sampling_keys(one, other).items():
         print(f"{name}: samples of the two were drawn otherwise: {', '.join(unlike)}")
     for name in sorted(one.sets.keys() ^ other.sets.keys()):
         print(f"left out: {name}, which one of the two has not")
@@ -199,7 +199,7 @@ def _check(config: RunConfig) -> None:
                 f"{key}.fields.messages={data.fields['messages']!r}: conversations have no answers to compare samples "
                 "with; give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
             )
-    subject = Subject(config, for_job=False)
+    subject = PreflightContext(config, for_job=False)
     checks = {"data": problems_of_data.check, "engine": engine.check, "reward": own_code.check}
     problems = [
         f"reward_models.{name}.path={one.path}: it has no config.json, as seen from {Path.cwd()}; give the whole path "
@@ -207,7 +207,7 @@ def _check(config: RunConfig) -> None:
         for name, one in config.reward_models.items()
         if not (one.path / "config.json").is_file()
     ]
-    found = [one for name, check in checks.items() for one in found_by(name, check(subject))]
+    found = [one for name, check in checks.items() for one in run_check(name, check(subject))]
     problems += [one.text for one in (*found, *devices.open_files(config)) if one.kind == "problem"]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -21,7 +21,7 @@ from rl_megatron.observability.report import write_report
 from rl_megatron.observability.timeline import write_trace
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import gpus_by_role, ranks_by_role
-from rl_megatron.placement.seats import seats_here
+from rl_megatron.placement.seats import local_server_placements
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def devices(config: RunConfig) -> dict[str, int]:
         return {role: ranks * threads_per_worker(config) for role, ranks in held.items()}
     if config.run.launcher == "slurm" or (config.run.launcher == "ray" and "SLURM_JOB_ID" in os.environ):
         return gpus_by_role(config)
-    seats = () if not config.kind.samples else seats_here(config, len(visible_gpus()))
+    seats = () if not config.kind.samples else local_server_placements(config, len(visible_gpus()))
     sampling, training = {gpu for seat in seats for gpu in seat.gpus}, set(range(sum(held.values())))
     if sampling - training:
         whose = LEARNER if sampling & training else ENGINES

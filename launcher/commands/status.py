@@ -64,7 +64,7 @@ def _current(run: Path) -> tuple[str, Status] | None:
     None if there is none. Raises ConfigError if Slurm does not answer.
     """
     given = run / "jobs" / "id"
-    known = (job := given.read_text().strip(), status_of(job, run)) if given.is_file() else None
+    known = (job := given.read_text().strip(), job_status(job, run)) if given.is_file() else None
     return known if known and not known[1].over else _sent_by_hand(run) or known
 
 
@@ -77,7 +77,7 @@ def _sent_by_hand(run: Path) -> tuple[str, Status] | None:
     for job in sorted({word for word in said if word.isdigit()}, key=int, reverse=True):
         logs = [part["StdOut"] for part in _shown(job) if part.get("StdOut")]
         its = folder / "jobs" in (Path(log).resolve().parent for log in logs)  # a run elsewhere may have its name
-        if its and not (status := status_of(job, run)).over:
+        if its and not (status := job_status(job, run)).over:
             return job, status
     return None
 
@@ -101,7 +101,7 @@ _OVER = {
 }
 
 
-def status_of(job: str, run: Path) -> Status:
+def job_status(job: str, run: Path) -> Status:
     """The status of the job of ``run``, from Slurm's controller or accounting. The controller's job of that number is
     another's if it prints elsewhere: numbers are given out again.
 

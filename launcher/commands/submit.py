@@ -19,7 +19,7 @@ import typer
 from pydantic import ValidationError
 
 from launcher.build.model import starting_shape
-from launcher.commands.status import Status, job_commands, status_of
+from launcher.commands.status import Status, job_commands, job_status
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
@@ -35,8 +35,8 @@ from rl_megatron.files import remove_folder, write_atomically
 from rl_megatron.observability.files import STEPS, read_jsonl, text_at_end
 from rl_megatron.observability.metrics import PHASE_SECONDS, deterministic
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import Placement, made_up_nodes, placement_of
-from rl_megatron.placement.seats import Seat, describe_seats, seats_of
+from rl_megatron.placement.ranks import RankPlacement, placeholder_nodes, placement_of
+from rl_megatron.placement.seats import ServerPlacement, describe_placements, server_placements
 
 _LOCK = "submit.lock"
 _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs", "code", _LOCK}
@@ -75,41 +75,41 @@ def submit(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class ResolvedJob:
     """The resources of a configuration: placements on nodes with made-up names, and the fullest GPU, if known."""
 
-    placement: Placement
-    separate: tuple[Placement, ...]  # one for each role with its own ranks
-    seats: tuple[Seat, ...]
+    placement: RankPlacement
+    separate: tuple[RankPlacement, ...]  # one for each role with its own ranks
+    seats: tuple[ServerPlacement, ...]
     roles: str  # the models that the learner's ranks hold beside the policy
     memory: str  # the line about the fullest GPU, if it is known
 
     def describe(self) -> str:
         """Lines to show."""
         others = (other.describe() for other in self.separate)
-        lines = self.placement.describe(), self.roles, *others, describe_seats(self.seats), self.memory
+        lines = self.placement.describe(), self.roles, *others, describe_placements(self.seats), self.memory
         return "\n".join(filter(None, lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedJob:
     """A job that is ready to be submitted; the run's folder holds all of it."""
 
     folder: Path
     created: bool  # whether the folder is new; else a dry run's, whose job may have been sent by hand
     script: Path
-    checked: Checked
+    checked: ResolvedJob
     findings: Preflight
 
 
-def checked(config: RunConfig) -> Checked:
+def resolve_job(config: RunConfig) -> ResolvedJob:
     """Place all ranks and servers. Raises ConfigError if they do not fit; `preflight` finds all other problems."""
-    nodes = made_up_nodes(config)
+    nodes = placeholder_nodes(config)
     placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *separate(config))]
-    seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
+    seats = server_placements(config, nodes[LEARNER], nodes.get("engines", ()))
     known = config.model.path is not None
     placement, *others = placements
-    return Checked(
+    return ResolvedJob(
         placement=placement,
         separate=tuple(others),
         memory=load_own(PLANNER, "fullest")(config, starting_shape(config)) if known else "",
@@ -139,7 +139,7 @@ def for_slurm(config: RunConfig) -> RunConfig:
         raise ConfigError("\n".join(explain_errors(error.errors()))) from error
 
 
-def unsent(folder: Path) -> bool:
+def find_unsent(folder: Path) -> bool:
     """Whether the folder holds a dry run alone, whose job may be sent by hand: Slurm writes nothing until it starts."""
     jobs = folder / "jobs"
     return jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
@@ -147,23 +147,23 @@ def unsent(folder: Path) -> bool:
 
 def _advice(folder: Path) -> str:
     script = folder / "job.sbatch"
-    if unsent(folder):
+    if find_unsent(folder):
         return f"sbatch {script} sends the job that a dry run of other keys left there, or "
     return f"sbatch {script} continues it once it has ended, or " if script.is_file() else ""
 
 
 @contextlib.contextmanager
-def prepare(config: RunConfig, config_name: str) -> Iterator[Prepared]:
+def prepare(config: RunConfig, config_name: str) -> Iterator[PreparedJob]:
     """A new run's folder (`choose`), or that of a dry run of the same job, with config.yaml, job.sbatch and
     placement.txt, which no other submit takes while the context is open. Raises ConfigError before it writes any."""
     config = for_slurm(config)
     findings = preflight(config, for_job=True)
     findings.raise_problems()
-    found = checked(config)
+    found = resolve_job(config)
     held = set[Path]()
 
     def free(path: Path) -> bool:
-        return not path.exists() or (unsent(path) and _holds(path, _files(config, path.name)))
+        return not path.exists() or (find_unsent(path) and _holds(path, _files(config, path.name)))
 
     while True:
         named = choose(
@@ -180,7 +180,7 @@ def prepare(config: RunConfig, config_name: str) -> Iterator[Prepared]:
                     write_atomically(folder / name, data, private=config.private)
                 write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
                 script = folder / "job.sbatch"
-                yield Prepared(folder=folder, created=created, script=script, checked=found, findings=findings)
+                yield PreparedJob(folder=folder, created=created, script=script, checked=found, findings=findings)
                 return
 
 
@@ -197,7 +197,7 @@ def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
     return all(not (path := folder / name).is_file() or path.read_bytes() == data for name, data in files.items())
 
 
-def verify_script(prepared: Prepared, *, cluster: bool) -> None:
+def verify_script(prepared: PreparedJob, *, cluster: bool) -> None:
     """Have bash parse the script, and Slurm check whether the job could ever run.
 
     Raises ConfigError with their message, after removing the run's folder if `prepare` made it.
@@ -217,7 +217,7 @@ def verify_script(prepared: Prepared, *, cluster: bool) -> None:
         ) from error
 
 
-def send(prepared: Prepared) -> str:
+def send(prepared: PreparedJob) -> str:
     """Submit the job. Returns its id, which is also written to the run's folder.
 
     No other submit takes the folder from then on: where sbatch fails or answers too late, Slurm may have the job.
@@ -312,10 +312,10 @@ class SmokeJob:
     def end(self) -> list[str]:
         """End the job and remove its checkpoints. Returns what failed."""
         try:
-            if not status_of(self._job, self._folder).over:
+            if not job_status(self._job, self._folder).over:
                 call_slurm(["scancel", self._job])
             end = time.monotonic() + _END_SECONDS
-            while not status_of(self._job, self._folder).over:
+            while not job_status(self._job, self._folder).over:
                 if time.monotonic() > end:
                     raise NotReachedError(f"job {self._job} has not ended in {_END_SECONDS:.0f} s after scancel")
                 time.sleep(_LOOK_SECONDS)
@@ -339,7 +339,7 @@ class SmokeJob:
     def _status(self) -> Status | None:
         """None while Slurm does not answer, which a moment later it may."""
         try:
-            return status_of(self._job, self._folder)
+            return job_status(self._job, self._folder)
         except ConfigError:
             return None
 
@@ -384,7 +384,7 @@ class SmokeJob:
     def _show(self, rows: Sequence[Mapping[str, Any]], begin: int = 0) -> None:
         """Print what ran where, by the run's log after so many characters, and the seconds of steps by phase."""
         placed = (text.replace("\n", "\n  ") for text in _PLACED.findall(self._log()[begin:]))
-        print(f"{status_of(self._job, self._folder).text}:", *placed, sep="\n  ")
+        print(f"{job_status(self._job, self._folder).text}:", *placed, sep="\n  ")
         for row in rows:
             parts = {phase: float(row.get(f"seconds/{phase}") or 0.0) for phase in PHASE_SECONDS}
             told = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in parts.items() if seconds >= 0.05)

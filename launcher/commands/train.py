@@ -21,15 +21,15 @@ from typing_extensions import override
 from launcher.build.model import starting_shape
 from launcher.commands.report import RunCosts, recorded
 from launcher.preflight.checks import preflight
-from launcher.processes.environment import uncollected
+from launcher.processes.environment import gc_disabled
 from launcher.processes.stacks import LoopWatch
 from launcher.runs.folder import NameTaken, choose, claim, refuse_copied
-from launcher.runs.stop import Stop, stop_signals
-from launcher.servers.versions import container_of
+from launcher.runs.stop import StopSignal, stop_signals
+from launcher.servers.versions import other_container
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.entries import PLANNER, load_own
-from rl_megatron.errors import RLMegatronError, Stopped, unless_stopped
+from rl_megatron.errors import RLMegatronError, StopRequested, wait_or_stop
 from rl_megatron.files import write_atomically
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.log import run_log
@@ -41,7 +41,7 @@ from rl_megatron.rewards.registry import resolve_rewards
 
 if TYPE_CHECKING:
     from launcher.build.data import Data
-    from launcher.build.roles import Parts
+    from launcher.build.roles import RunParts
     from rl_megatron.training.checkpoints import Checkpoint
     from rl_megatron.training.loop import Loop
 
@@ -83,7 +83,7 @@ def train(
         print(line, flush=True)
     print(f"rl-megatron: run {folder}", flush=True)  # the imports below take seconds
     try:
-        with uncollected():
+        with gc_disabled():
             import launcher.build.jobs  # noqa: F401
 
         while True:
@@ -105,21 +105,21 @@ def train(
 
 async def run_training(config: RunConfig, reward: RewardFunction, models: RewardModels, *, resume: bool) -> Path:
     """Run to the end, or to a signal and then save a checkpoint. Returns the run's folder. Raises RLMegatronError."""
-    from launcher.build.roles import Parts, allocation_of
+    from launcher.build.roles import RunParts, find_allocation
     from launcher.runs.resume import find, has_trained, record_start
 
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
     with claim(folder, resume=resume) as claimed:
         start = find(config, folder) if resume else None
-        parts = Parts(
+        parts = RunParts(
             config=config,
             folder=folder,
             claimed=claimed,
             hold=claimed.hold,
             reward=reward,
             reward_models=models,
-            allocation=allocation_of(config, folder),
+            allocation=find_allocation(config, folder),
             resumes=start is not None or has_trained(folder),
         )
         save_resolved(config, folder / "config.yaml")
@@ -131,7 +131,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
             needs_differences=config.algorithm.needs_differences,
         )
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
-            engine = config.rollout.python if container_of(config) is None else None
+            engine = config.rollout.python if other_container(config) is None else None
             at = start.state.step if start else 0
             for line in await asyncio.to_thread(record_start, folder, step=at, engine=engine):  # git may be slow
                 progress.note(line)
@@ -143,7 +143,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
             try:
                 async with report_written_again(config, folder):
                     finished = await _train(parts, progress, stop, start, loop_watch)
-            except Stopped as early:
+            except StopRequested as early:
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
                 if (first := _hidden(error)) is not None:
@@ -173,16 +173,16 @@ def _hidden(error: BaseException) -> RLMegatronError | None:
     return None
 
 
-async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Stop) -> None:
+async def _report(config: RunConfig, folder: Path, progress: Progress, stop: StopSignal) -> None:
     """Writes the run's last report in a thread: a long run's takes seconds, in which a signal leaves it out. All else
     is written by now, so no fault in it makes the run one that failed."""
-    costs, left_out = _SaidCosts(config, progress), partial(_left_out, progress)
+    costs, left_out = _LoggedCosts(config, progress), partial(_left_out, progress)
     later = f"rl-megatron report {shlex.quote(str(folder))} writes it"
     writing = asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs)
     try:
         with stop.reporting() as asked:
-            progress.note(f"report: {await unless_stopped(asked, writing)}")
-    except Stopped:
+            progress.note(f"report: {await wait_or_stop(asked, writing)}")
+    except StopRequested:
         progress.note(f"the report is left out; {later}")
     except Exception as error:
         ours = not isinstance(error, (RLMegatronError, OSError))
@@ -229,13 +229,13 @@ class _EndingCosts(RunCosts):
 
     @override
     def add(self, row: Mapping[str, Any]) -> None:
-        """Raises Stopped."""
+        """Raises StopRequested."""
         if self.is_over:
-            raise Stopped("nobody waits for the report")
+            raise StopRequested("nobody waits for the report")
         super().add(row)
 
 
-class _SaidCosts(_EndingCosts):
+class _LoggedCosts(_EndingCosts):
     """RunCosts that are said, too."""
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
@@ -264,13 +264,15 @@ def _plan(config: RunConfig, folder: Path) -> None:
         logger.warning("the report has no plan beside memory and MFU: %s", error, exc_info=True)
 
 
-async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch) -> bool:
+async def _train(
+    parts: RunParts, progress: Progress, stop: StopSignal, start: Checkpoint | None, loop_watch: LoopWatch
+) -> bool:
     """Train, and export the model unless a stop says not to. Returns whether every step was made."""
-    from launcher.build.jobs import loops_of
-    from launcher.build.roles import started
+    from launcher.build.jobs import make_loops
+    from launcher.build.roles import run_components
 
-    async with started(parts, progress, stop) as (roles, data, shape):
-        parts = replace(parts, config=_with_steps(parts.config, data, progress))
+    async with run_components(parts, progress, stop) as (roles, data, shape):
+        parts = replace(parts, config=_resolve_steps(parts.config, data, progress))
         section, a = parts.config.log, parts.config.algorithm
         is_taught = a.needs_top or a.nll_coefficient > 0
         held = recorded(parts.config)
@@ -286,7 +288,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
         )
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, recorder.close)  # W&B may be slow, or away
-            warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
+            warm_start, loop = make_loops(parts, shape, roles, data, recorder, stop)
             loop_watch.begin()
             of_warm_start = start is None or start.state.warm_start_step is not None
             first = warm_start if of_warm_start and warm_start is not None else loop
@@ -294,8 +296,8 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
                 # killed before its first checkpoint, a run starts over
                 await asyncio.to_thread(recorder.truncate_after, -1)
             else:
-                progress.note(f"resuming from {start.folder}{_at_end(start, parts.config)}")
-                await unless_stopped(stop, _restore(first, start))
+                progress.note(f"resuming from {start.folder}{_nothing_left_message(start, parts.config)}")
+                await wait_or_stop(stop, _restore(first, start))
             if warm_start is not None and first is warm_start:
                 if warm_start.pace.steps:
                     progress.phase(warm_start.job.name, total=warm_start.pace.steps)
@@ -310,20 +312,20 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             return finished
 
 
-def _at_end(start: Checkpoint, config: RunConfig) -> str:
+def _nothing_left_message(start: Checkpoint, config: RunConfig) -> str:
     """What is said of a checkpoint after which no step is left."""
     if start.state.step < config.train.steps or start.state.warm_start_step is not None:
         return ""
     return f": the run is at its last step{'; give a larger train.steps' if config.written_epochs is None else ''}"
 
 
-def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
+def _resolve_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
     """Returns the configuration with as many steps as ``epochs`` of written data take, if that is given."""
-    from rl_megatron.training.optimizer_steps import steps_of
+    from rl_megatron.training.optimizer_steps import steps_for_epochs
 
     if (epochs := config.written_epochs) is None:
         return config
-    steps = steps_of(epochs, len(data.train), config.written.batch_size)
+    steps = steps_for_epochs(epochs, len(data.train), config.written.batch_size)
     progress.note(f"{config.job}.epochs={epochs:g} of {len(data.train)} rows: {steps} steps")
     progress.total = steps
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

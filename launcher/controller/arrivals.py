@@ -20,15 +20,15 @@ from typing_extensions import override
 
 from launcher import wire
 from launcher.controller.group import Failure, RankProcess, serving
-from launcher.controller.roles import roles_of
+from launcher.controller.roles import make_components
 from launcher.processes import limits
-from launcher.processes.guards import LastWords
+from launcher.processes.guards import StderrTail
 from launcher.wire import Call, Hello, Setup
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError, WorkerDied
-from rl_megatron.interfaces import Launcher, Roles, unheard
-from rl_megatron.placement.names import called
-from rl_megatron.placement.ranks import Placement, ranks_by_role
+from rl_megatron.errors import ConfigError, WorkerFailure
+from rl_megatron.interfaces import Launcher, RunComponents, ignore_progress
+from rl_megatron.placement.names import rank_label
+from rl_megatron.placement.ranks import RankPlacement, ranks_by_role
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ _STRANGERS = 64  # streams beyond one for each rank: few of the files that `limi
 class StartedRanks:
     """The ranks that a host started, and what starts them."""
 
-    placements: Sequence[Placement]  # one for each role with its own ranks, the learner's first
+    placements: Sequence[RankPlacement]  # one for each role with its own ranks, the learner's first
     ended: Awaitable[str]  # done once what starts the ranks has ended; says how
     folder: Path  # has the ranks' output files, and without a store the files that ranks meet at
     output: str  # a sentence without its period: where the ranks' output is
-    words: Mapping[tuple[str, int], LastWords] = field(default_factory=dict)  # the stderr of ranks without files
+    words: Mapping[tuple[str, int], StderrTail] = field(default_factory=dict)  # the stderr of ranks without files
     blame: Callable[[Sequence[str]], None] = lambda _: None  # a thread gives it nodes whose ranks died or never came
     cause: Callable[[str, int], str] = lambda *_: ""  # says why a rank died, to end a sentence; called in a thread
 
@@ -78,7 +78,9 @@ class ConnectingLauncher(Launcher):
 
     @override
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+    async def start(
+        self, config: RunConfig, tell: Callable[[str], None] = ignore_progress
+    ) -> AsyncIterator[RunComponents]:
         """Raises ConfigError if there is no room for the ranks that the roles need."""
         token, address = secrets.token_bytes(wire.TOKEN_BYTES), await self._address()
         with wire.listen(address, backlog=sum(ranks_by_role(config).values())) as listener:
@@ -97,14 +99,14 @@ class ConnectingLauncher(Launcher):
                 failure = Failure()
                 try:
                     async with serving(self._teams(config, started, ranks), failure, self._on_signal, tell) as groups:
-                        yield roles_of(groups, config)
-                except WorkerDied as error:
+                        yield make_components(groups, config)
+                except WorkerFailure as error:
                     if failure.rank is None:
                         raise
                     who = failure.role, failure.rank
                     await asyncio.to_thread(started.blame, [started.where()[who]])
                     if cause := await asyncio.to_thread(started.cause, *who):
-                        raise WorkerDied(f"{error}{cause}") from error
+                        raise WorkerFailure(f"{error}{cause}") from error
                     raise
 
     def _teams(
@@ -130,8 +132,8 @@ class ConnectingLauncher(Launcher):
 
 
 async def arrivals(listener: socket.socket, call: Call, started: StartedRanks) -> list[RankProcess]:
-    """All ranks of all roles, in order. Raises WorkerDied if some cannot connect, or do not in time, and ConfigError if
-    this process may not have so many streams."""
+    """All ranks of all roles, in order. Raises WorkerFailure if some cannot connect, or do not in time, and ConfigError
+    if this process may not have so many streams."""
     arrived: dict[tuple[str, int], RankProcess] = {}
     where = started.where()
     waiting = asyncio.ensure_future(_welcome(listener, bytes.fromhex(call.token), started, arrived))
@@ -150,7 +152,7 @@ async def arrivals(listener: socket.socket, call: Call, started: StartedRanks) -
         waiting.cancel()  # who arrives now is too late
         await asyncio.to_thread(started.blame, nodes)
         why = ended.result() if ended.done() else f"learner.timeout_seconds={call.seconds:g} passed"
-        raise WorkerDied(f"{why} before {_named(missing, where)} connected; {started.output}")
+        raise WorkerFailure(f"{why} before {_named(missing, where)} connected; {started.output}")
     finally:
         for task in (waiting, ended):
             task.cancel()
@@ -173,7 +175,7 @@ def _named(missing: Sequence[tuple[str, int]], where: Mapping[tuple[str, int], s
     lists: dict[tuple[str, str], list[int]] = {}
     for role, rank in missing:
         lists.setdefault((role, where[role, rank]), []).append(rank)
-    return ", ".join(f"{called(role, _ranges(ranks))} on {node}" for (role, node), ranks in lists.items())
+    return ", ".join(f"{rank_label(role, _ranges(ranks))} on {node}" for (role, node), ranks in lists.items())
 
 
 def _ranges(ranks: Sequence[int]) -> str:
@@ -208,7 +210,7 @@ async def _welcome(
             return
         who = (rank.role, rank.rank)
         if who in arrived or where.get(who) != rank.hello.node:
-            logger.warning("%s connected twice or from another node than planned: %s", called(*who), rank.hello)
+            logger.warning("%s connected twice or from another node than planned: %s", rank_label(*who), rank.hello)
             rank.kill()
             return
         arrived[who] = rank

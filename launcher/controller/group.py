@@ -29,15 +29,15 @@ from typing import Any
 
 from launcher import wire
 from launcher.processes import limits, stacks
-from launcher.processes.guards import LastWords, end_of
-from launcher.processes.own_thread import OwnThread
+from launcher.processes.guards import StderrTail, end_of
+from launcher.processes.own_thread import DedicatedThread
 from launcher.wire import STACKS, Hello, Message, Setup
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import RLMegatronError, SyncError, WorkerDied
+from rl_megatron.errors import RLMegatronError, SyncError, WorkerFailure
 from rl_megatron.files import make_inside
-from rl_megatron.interfaces import unheard
+from rl_megatron.interfaces import ignore_progress
 from rl_megatron.observability.timeline import RankTimed, RankTimes, Recorded, save
-from rl_megatron.placement.names import LEARNER, called, file_stem
+from rl_megatron.placement.names import LEARNER, file_stem, rank_label
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,11 @@ _HUNG_UP = "hung up: it was killed, crashed or lost its node"
 class RankProcess:
     """One rank's process, which has connected, and the stream to it."""
 
-    def __init__(self, connection: Connection, hello: Hello, output: LastWords | Path) -> None:
+    def __init__(self, connection: Connection, hello: Hello, output: StderrTail | Path) -> None:
         """``output``: its stderr, if this process's child started it on this machine; else the folder of its file."""
         self.connection, self.hello, self.output = connection, hello, output
         self.role, self.rank, self.node, self.pid = hello.role, hello.rank, hello.node, hello.pid
-        self.where = f"pid {self.pid}" if isinstance(output, LastWords) else f"pid {self.pid} on {self.node}"
+        self.where = f"pid {self.pid}" if isinstance(output, StderrTail) else f"pid {self.pid} on {self.node}"
 
     async def ending(self) -> tuple[str, bool]:
         """How it ended, once its stream has, which is the only sign from another node; and whether it was killed, so
@@ -61,7 +61,7 @@ class RankProcess:
 
         Says it soon, whatever its output's disk does: peers blame each other after a second.
         """
-        if isinstance(self.output, LastWords):
+        if isinstance(self.output, StderrTail):
             tail = await self.output.tail()
             how, said = self.output.ending or _HUNG_UP, f"its last output:{tail}" if tail else "log.txt has its output"
         else:
@@ -74,7 +74,7 @@ class RankProcess:
     async def wake(self) -> None:
         """Continue the process if it was stopped: Slurm sends SIGCONT to all ranks of the step. On other nodes nothing
         else can. It has a limit of its own."""
-        if isinstance(self.output, LastWords):
+        if isinstance(self.output, StderrTail):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(self.pid, signal.SIGCONT)
             return
@@ -89,7 +89,7 @@ class RankProcess:
         except (OSError, subprocess.TimeoutExpired) as error:
             why = str(error)
         if why:
-            rank = called(self.role, self.rank)
+            rank = rank_label(self.role, self.rank)
             logger.warning("%s on %s was not continued, if it was stopped: %s", rank, self.node, why)
 
     def kill(self) -> None:
@@ -99,9 +99,9 @@ class RankProcess:
 
 
 @cache
-def _files() -> OwnThread:
+def _files() -> DedicatedThread:
     """Reads the ends of ranks' output: their disk may never answer."""
-    return OwnThread("output of ranks")
+    return DedicatedThread("output of ranks")
 
 
 _beside = memoryview(bytearray(64 << 10))  # all streams share it: it is empty between two turns of the loop
@@ -197,7 +197,7 @@ class Failure:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.known: asyncio.Future[None] = self._loop.create_future()
-        self.known.add_done_callback(seen)
+        self.known.add_done_callback(retrieve_exception)
         self.rank: int | None = None  # the rank whose process failed, if one did
         self.role = LEARNER  # that rank's role
         self._waits = self._claimed = False
@@ -225,7 +225,7 @@ class Failure:
             self.known.set_exception(error)
 
 
-def seen(future: asyncio.Future[Any]) -> None:
+def retrieve_exception(future: asyncio.Future[Any]) -> None:
     """Retrieve a future's exception, so that asyncio does not warn that nothing did."""
     if not future.cancelled():
         future.exception()
@@ -242,12 +242,12 @@ class WorkerHandle:
     def __init__(self, process: RankProcess, failure: Failure, on_signal: Callable[[str], None] | None) -> None:
         self.process, self.role, self.rank = process, process.role, process.rank
         self._failure, self._on_signal = failure, on_signal
-        self.who = f"{called(self.role, self.rank)} ({process.where})"
+        self.who = f"{rank_label(self.role, self.rank)} ({process.where})"
         self.ready = False  # whether it serves calls
         self.quiet = self.still = 0  # seconds since its last message, since its last progress
         self.doing, self.beats = "its start", 0
         self.pass_seconds, self.peak = 0.0, 0  # passes since `SlowestRank` read them; the most bytes that it held
-        self.times = RankTimes(f"{called(self.role, self.rank)} ({process.node})")
+        self.times = RankTimes(f"{rank_label(self.role, self.rank)} ({process.node})")
         self._calls: list[str] = []  # the calls of _waiting
         self._closing = self._raised = False
         self._loop = asyncio.get_running_loop()
@@ -295,7 +295,7 @@ class WorkerHandle:
             self._answer(*wire.unpack(message))
         except Exception as error:  # noqa: BLE001  in a callback it would only be logged, and the rank waited for
             self._raised = True
-            self._failure.report(WorkerDied(f"{self.who}: its message cannot be read: {error!r}"), at_once=True)
+            self._failure.report(WorkerFailure(f"{self.who}: its message cannot be read: {error!r}"), at_once=True)
 
     def _answer(self, status: str, value: Any, timed: RankTimed | None = None) -> None:
         self.quiet = 0
@@ -321,7 +321,7 @@ class WorkerHandle:
             self._failure.report(value, at_once=not isinstance(value, SyncError))  # another rank may have died
         elif status == "erred":  # another node would not help, and its peers' errors are noise
             self._raised = True
-            self._failure.report(WorkerDied(limits.explained(f"{self.who} raised {value}")), at_once=True)
+            self._failure.report(WorkerFailure(limits.explain_limit_error(f"{self.who} raised {value}")), at_once=True)
         else:
             self._raised = True
             self._died(f"raised {value}", at_once=False)
@@ -336,7 +336,9 @@ class WorkerHandle:
             self._died(how, at_once=killed)
 
     def _died(self, what: str, *, at_once: bool) -> None:
-        self._failure.report(WorkerDied(limits.explained(f"{self.who} {what}")), at_once=at_once, whose=self.process)
+        self._failure.report(
+            WorkerFailure(limits.explain_limit_error(f"{self.who} {what}")), at_once=at_once, whose=self.process
+        )
 
     async def stop(self) -> None:
         """Let the process finish, then kill it, each with a time limit."""
@@ -401,7 +403,7 @@ class Watchdog:
         lines = [f"{what}; it was in {first.doing}", everybody or "no rank was ready to report its stack"]
         if found:
             lines.append(f"stacks of all processes: {self._folder}")
-        error = WorkerDied(f"{first.who} " + "; ".join(lines))
+        error = WorkerFailure(f"{first.who} " + "; ".join(lines))
         self._failure.report(error, at_once=True, whose=first.process, claimed=True)
 
     @property
@@ -476,12 +478,12 @@ class WorkerGroup:
         return await self.each(name, *arguments)
 
     async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
-        """Await answers. Raises WorkerDied, or a worker's error, once any worker of the run has failed.
+        """Await answers. Raises WorkerFailure, or a worker's error, once any worker of the run has failed.
 
         A step may take any time while its collectives end in time and every worker sends heartbeats.
         """
         everything: asyncio.Future[list[Any]] = asyncio.gather(*answers)
-        everything.add_done_callback(seen)
+        everything.add_done_callback(retrieve_exception)
         either: set[asyncio.Future[Any]] = {everything, self._failure.known}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._failure.known.done():
@@ -490,7 +492,7 @@ class WorkerGroup:
         return await everything
 
     async def prepare(self, setup: Setup, tell: Callable[[str], None]) -> None:
-        """Wait until every rank is ready to serve. Raises WorkerDied, or a rank's error."""
+        """Wait until every rank is ready to serve. Raises WorkerFailure, or a rank's error."""
         answers = [w.send("prepare", wire.pack(setup)) for w in self.workers]  # with the name of its GPU, if any
         _counted(answers, setup.role, tell)
         limit = setup.config.learner.timeout_seconds
@@ -499,8 +501,8 @@ class WorkerGroup:
                 self.gpus = [name for name in await self.gather(answers) if name is not None]
         except TimeoutError as error:
             late = [str(w.rank) for w, answer in zip(self.workers, answers, strict=True) if not answer.done()]
-            raise WorkerDied(
-                f"{called(setup.role, ', '.join(late))}: not ready after learner.timeout_seconds={limit:g}; "
+            raise WorkerFailure(
+                f"{rank_label(setup.role, ', '.join(late))}: not ready after learner.timeout_seconds={limit:g}; "
                 "raise it if loading takes longer"
             ) from error
 
@@ -520,7 +522,7 @@ async def serving(
     teams: Sequence[tuple[Setup, Sequence[RankProcess]]],
     failure: Failure,
     on_signal: Callable[[str], None] | None = None,
-    tell: Callable[[str], None] = unheard,
+    tell: Callable[[str], None] = ignore_progress,
 ) -> AsyncIterator[Mapping[str, WorkerGroup]]:
     """Yield the ready ranks of each role. Leaving the context ends them.
 
@@ -545,14 +547,14 @@ async def serving(
     finally:
         watching.cancel()
         await asyncio.gather(*(handle.stop() for handle in workers))
-        stacks.tidy(folder.parent)
+        stacks.remove_empty_files(folder.parent)
 
 
 def _counted(answers: Sequence[asyncio.Future[Any]], role: str, tell: Callable[[str], None]) -> None:
     """Call ``tell`` for each rank that is ready, or, of many ranks, for each eighth of them."""
     ready, part = 0, max(1, len(answers) // 8)
 
-    def one_more(answer: asyncio.Future[Any]) -> None:
+    def count_ready(answer: asyncio.Future[Any]) -> None:
         nonlocal ready
         if answer.cancelled() or answer.exception() is not None:
             return
@@ -561,14 +563,14 @@ def _counted(answers: Sequence[asyncio.Future[Any]], role: str, tell: Callable[[
             tell(f"{ready} of {len(answers)} {role} ranks are ready")
 
     for answer in answers:
-        answer.add_done_callback(one_more)
+        answer.add_done_callback(count_ready)
 
 
 @contextlib.asynccontextmanager
 async def record_kernels(groups: Collection[WorkerGroup], folder: Path) -> AsyncIterator[None]:
     """Records the kernels of each group's first rank, while the context is open, into ``folder``.
 
-    Raises WorkerDied. If an error ends the context, nothing is written.
+    Raises WorkerFailure. If an error ends the context, nothing is written.
     """
     workers = [(group, [one for one in group.workers if one.rank == 0]) for group in groups]
     await asyncio.gather(*(group.ask("begin_kernels", {one.rank: () for one in its}) for group, its in workers))

@@ -18,12 +18,12 @@ from rl_megatron.columns import Ragged
 from rl_megatron.config.beside import frozen_folders, scoring_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.rows import OwnLayers, SentRows, Share
-from rl_megatron.data.samples import seen_by
-from rl_megatron.digests import Digest, Written
-from rl_megatron.engines.local.engine import Batched
+from rl_megatron.data.samples import for_pass
+from rl_megatron.digests import Digest, SaveDigests
+from rl_megatron.engines.local.engine import BatchingEngine
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.feature import declared_columns
-from rl_megatron.interfaces import Learner, Pass, PassScores, Roles, Saving, Together, WeightSync
+from rl_megatron.interfaces import ForwardPass, Learner, PassResult, RunComponents, SaveHandle, SharedRanks, WeightSync
 from rl_megatron.observability import timeline
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.training import checkpoints
@@ -40,7 +40,7 @@ from rl_megatron.types import (
     Want,
     WeightUpdate,
 )
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import ChecksumReport
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.routes.rendezvous import Rendezvous
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class EngineGroup(Batched):
+class EngineGroup(BatchingEngine):
     """A RolloutEngine over the replicas: each replica serves requests that are made together as one batch."""
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -114,9 +114,9 @@ class WeightGroup(WeightSync):
             [answer for answer in answers if isinstance(answer, CorruptionError)],
         )
 
-    async def sums(self) -> list[Report]:
+    async def sums(self) -> list[ChecksumReport]:
         """Each rank's checksums of its boxes, of the version pushed last."""
-        reports: list[Report] = await self._group.each("sums")
+        reports: list[ChecksumReport] = await self._group.each("sums")
         return reports
 
     async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
@@ -125,9 +125,9 @@ class WeightGroup(WeightSync):
             if answer is not None:
                 raise answer
 
-    async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
+    async def send(self, version: int) -> tuple[WeightUpdate, list[ChecksumReport]]:
         """Have every rank send its shards to the engine ranks. Returns each one's checksums too. Raises SyncError."""
-        answers: list[tuple[WeightUpdate, Report] | SyncError] = await self._group.each("send", version)
+        answers: list[tuple[WeightUpdate, ChecksumReport] | SyncError] = await self._group.each("send", version)
         for answer in answers:
             if isinstance(answer, SyncError):
                 raise answer
@@ -160,12 +160,12 @@ class BatchCalls:
         self._held = False  # whether ranks may hold rows, also of a step whose later shares could not be computed
         self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
 
-    async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
+    async def score(self, batch: Batch, passes: Sequence[ForwardPass]) -> list[PassResult]:
         """What all passes over the batch say. Raises as `call`."""
         answers: list[list[tuple[dict[Want, list[Tensor]] | None, float]]]
         answers = await self.call("score", tuple(passes), batch, to_score=True)
         return [
-            PassScores(
+            PassResult(
                 scores=self._by_data_rank(one.want, [each[0] for each in said]), seconds=max(each[1] for each in said)
             )
             for one, said in zip(passes, zip(*answers, strict=True), strict=True)
@@ -179,7 +179,7 @@ class BatchCalls:
         return {what: [rows[d][what] for d in range(self._dims.dp)] for what in want}
 
     async def call(
-        self, name: str, asked: str | tuple[Pass, ...], batch: Batch, *rest: Any, to_score: bool
+        self, name: str, asked: str | tuple[ForwardPass, ...], batch: Batch, *rest: Any, to_score: bool
     ) -> list[Any]:
         """Call every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
 
@@ -217,7 +217,7 @@ class BatchCalls:
 class LearnerGroup(Learner):
     """A Learner or FrozenModel over all ranks that hold the model of ``role``.
 
-    Every call raises WorkerDied if a rank has ended.
+    Every call raises WorkerFailure if a rank has ended.
     """
 
     def __init__(self, group: WorkerGroup, role: str, plane: BatchCalls) -> None:
@@ -236,7 +236,7 @@ class LearnerGroup(Learner):
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
         """Each data-parallel rank scores its micro-batches; the policy replays the batch's routes."""
-        asked = Pass(role=self.role, want=want, replays=self.role == "policy", last_tokens=batch.last_tokens)
+        asked = ForwardPass(role=self.role, want=want, replays=self.role == "policy", last_tokens=batch.last_tokens)
         (said,) = await LearnerGroups([self], self._plane).score(batch, [asked])
         return said.scores
 
@@ -286,7 +286,7 @@ class LearnerGroup(Learner):
                 )
 
     @override
-    async def save(self, folder: Path) -> Saving:
+    async def save(self, folder: Path) -> SaveHandle:
         await self._group.each("save", self.role, folder)
         return _Saving(self._group, self.role)
 
@@ -301,7 +301,7 @@ class LearnerGroup(Learner):
         await self._group.each("load", self.role, folder)
 
 
-class LearnerGroups(Together):
+class LearnerGroups(SharedRanks):
     """The models on the ranks of one group."""
 
     def __init__(self, models: Sequence[LearnerGroup], plane: BatchCalls) -> None:
@@ -314,16 +314,16 @@ class LearnerGroups(Together):
         return self._models.keys()
 
     @override
-    async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
+    async def score(self, batch: Batch, passes: Sequence[ForwardPass]) -> list[PassResult]:
         for one in passes:
             if one.replays:
                 await self._models[one.role].check_columns(batch)
         if not any(one.replays for one in passes):  # columns of the policy's layers are not sent to other models
-            batch = seen_by(batch, replays=False, last_tokens=batch.last_tokens)
+            batch = for_pass(batch, replays=False, last_tokens=batch.last_tokens)
         return await self._plane.score(batch, passes)
 
 
-class _Saving(Saving):
+class _Saving(SaveHandle):
     """The save of all ranks that hold the model of ``role``."""
 
     def __init__(self, group: WorkerGroup, role: str) -> None:
@@ -334,14 +334,14 @@ class _Saving(Saving):
         return all(await self._group.each("written", self._role, wait))
 
     @override
-    async def durable(self) -> Written:
+    async def durable(self) -> SaveDigests:
         """The files of all ranks, and the seconds of the slowest."""
-        answers: list[Written] = await self._group.meet("durable", self._role)
+        answers: list[SaveDigests] = await self._group.meet("durable", self._role)
         files = {name: digest for answer in answers for name, digest in answer.files.items()}
-        return Written(files=files, seconds=max(answer.seconds for answer in answers))
+        return SaveDigests(files=files, seconds=max(answer.seconds for answer in answers))
 
 
-def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
+def make_components(groups: Mapping[str, WorkerGroup], config: RunConfig) -> RunComponents:
     """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     group = groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
@@ -362,7 +362,7 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
         for name, plane in planes.items()
     ]
 
-    return Roles(
+    return RunComponents(
         learners=learners,
         frozen=others,
         reward_models=reward_models,

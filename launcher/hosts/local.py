@@ -16,14 +16,14 @@ from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.processes.environment import threads_per_worker, variables
-from launcher.processes.guards import HERE, LastWords
+from launcher.processes.guards import HERE, StderrTail
 from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.wire import Call, Muster, this_node
-from launcher.worker.forking import HELD_BACK
+from launcher.worker.forking import BLOCKED_SIGNALS
 from rl_megatron.config.run import RunConfig
-from rl_megatron.placement.names import called
-from rl_megatron.placement.ranks import Placement, ranks_by_role
+from rl_megatron.placement.names import rank_label
+from rl_megatron.placement.ranks import RankPlacement, ranks_by_role
 
 _PROGRAM = ("-P", "-m", "launcher.worker.node")
 
@@ -45,10 +45,10 @@ class LocalLauncher(ConnectingLauncher):
     async def _begin(self, config: RunConfig, call: Call) -> AsyncIterator[StartedRanks]:
         node, counts = this_node(), ranks_by_role(config)
         placements = [
-            Placement(dims=config.learner_of(role).dims, nodes=(node,), ranks_per_node=count, role=role)
+            RankPlacement(dims=config.learner_of(role).dims, nodes=(node,), ranks_per_node=count, role=role)
             for role, count in counts.items()
         ]
-        words = {(role, rank): LastWords(called(role, rank)) for role, n in counts.items() for rank in range(n)}
+        words = {(role, rank): StderrTail(rank_label(role, rank)) for role, n in counts.items() for rank in range(n)}
         muster = Muster(
             call=replace(call, store=False),
             nodes=(node,),
@@ -81,7 +81,7 @@ def start_node(muster: Muster) -> subprocess.Popen[bytes]:
     It ignores SIGINT and SIGTERM, which a terminal sends to every process of a run.
     """
     environment = {**os.environ, **variables(threads=muster.call.threads, device=muster.call.device)}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
         process = subprocess.Popen(
             [sys.executable, *_PROGRAM], stdin=subprocess.PIPE, env=environment, pass_fds=muster.stderr

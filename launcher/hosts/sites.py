@@ -12,24 +12,29 @@ from itertools import groupby
 from pathlib import Path
 
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.processes.guards import HERE, Site, Sites, StartAt
+from launcher.processes.guards import HERE, ServerSite, Sites, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.placement.seats import Seat, seats_alone, seats_here, seats_of
+from rl_megatron.placement.seats import (
+    ServerPlacement,
+    local_server_placements,
+    server_placements,
+    standalone_placements,
+)
 
 
-def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Sites]:
+def server_sites(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Sites]:
     """The sites of each server to start, by ``start_at`` with a seat's number or else by this process with srun.
 
     Raises ConfigError if the servers do not fit.
     """
     if allocation is None:
-        seats = seats_here(config, _count_here(config))
-        found = [Site() for _ in seats]
+        seats = local_server_placements(config, _count_here(config))
+        found = [ServerSite() for _ in seats]
     else:
-        seats = seats_of(config, allocation.nodes, allocation.engine_nodes)
+        seats = server_placements(config, allocation.nodes, allocation.engine_nodes)
         each, parts = _each(seats, allocation), Counter(seat.server for seat in seats)
-        found = [Site(host=_host(seat, allocation, alone=parts[seat.server] == 1)) for seat in seats]
+        found = [ServerSite(host=_host(seat, allocation, alone=parts[seat.server] == 1)) for seat in seats]
         if start_at is None:
             found = [_by_srun(site, seat, config, allocation, each) for site, seat in zip(found, seats, strict=True)]
     if start_at is not None:
@@ -43,13 +48,15 @@ def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt
     return [[site for _, site in pairs] for _, pairs in together]
 
 
-def sites_alone(config: RunConfig) -> list[Sites]:
+def standalone_sites(config: RunConfig) -> list[Sites]:
     """The sites of servers on this machine, where no learner is. Raises ConfigError if they do not fit."""
-    found = seats_alone(config, _count_here(config))
-    return [[Site(number=seat.server, count=len(found), gpus=seat.gpus)] for seat in found]
+    found = standalone_placements(config, _count_here(config))
+    return [[ServerSite(number=seat.server, count=len(found), gpus=seat.gpus)] for seat in found]
 
 
-def _by_srun(site: Site, seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Site:
+def _by_srun(
+    site: ServerSite, seat: ServerPlacement, config: RunConfig, allocation: Allocation, each: int
+) -> ServerSite:
     """The site with the srun command that starts its guard, unless that is a child of this process."""
     slurm, image = config.slurm, config.slurm.engines.container
     if _here(seat, allocation) and image is None:
@@ -74,7 +81,7 @@ def _count_here(config: RunConfig) -> int:
     return len(visible_gpus()) if config.learner.device != "cpu" else 0
 
 
-def _host(seat: Seat, allocation: Allocation, *, alone: bool) -> str:
+def _host(seat: ServerPlacement, allocation: Allocation, *, alone: bool) -> str:
     """The address of a server's node; loopback if it is this one, and the server is on it ``alone``.
 
     Raises EngineError.
@@ -89,19 +96,19 @@ def _host(seat: Seat, allocation: Allocation, *, alone: bool) -> str:
         raise EngineError(str(error)) from error
 
 
-def _here(seat: Seat, allocation: Allocation) -> bool:
+def _here(seat: ServerPlacement, allocation: Allocation) -> bool:
     """Whether this process is on the seat's node."""
     return seat.node == allocation.here
 
 
-def cpus_of_engine_node(config: RunConfig, allocation: Allocation, seats: Sequence[Seat]) -> int | None:
+def cpus_of_engine_node(config: RunConfig, allocation: Allocation, seats: Sequence[ServerPlacement]) -> int | None:
     """CPU cores for all servers of a node without ranks; None: all of the job's."""
     each = _each(seats, allocation)
     cpus = _cpus(config, each)
     return None if cpus is None else cpus * each
 
 
-def _each(seats: Sequence[Seat], allocation: Allocation) -> int:
+def _each(seats: Sequence[ServerPlacement], allocation: Allocation) -> int:
     """The most servers on a node."""
     return -(-len(seats) // len(allocation.engine_nodes or allocation.nodes))
 

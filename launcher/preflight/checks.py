@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.preflight import devices, engine, model_files, own_code, problems_of_data, sizes
-from launcher.preflight.subject import Check, Found, Subject, found_by
+from launcher.preflight.subject import Check, Finding, PreflightContext, run_check
 from rl_megatron.config.run import RunConfig
 from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError
@@ -43,7 +43,7 @@ def checks() -> Mapping[str, Check]:
 class Preflight:
     """The distinct findings of all checks, in the order of the table."""
 
-    found: tuple[Found, ...]
+    found: tuple[Finding, ...]
     seconds: float
     names: tuple[str, ...] = ()  # of the checks
 
@@ -71,7 +71,7 @@ class Preflight:
 
 def preflight(config: RunConfig, *, for_job: bool = False) -> Preflight:
     """Run all checks. ``for_job``: the run will be a job, on other machines."""
-    began, subject = time.monotonic(), Subject(config, for_job)
+    began, subject = time.monotonic(), PreflightContext(config, for_job)
     each = checks()
-    found = dict.fromkeys(one for name, check in each.items() for one in found_by(name, check(subject)))
+    found = dict.fromkeys(one for name, check in each.items() for one in run_check(name, check(subject)))
     return Preflight(found=tuple(found), seconds=time.monotonic() - began, names=tuple(each))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.preflight.subject import Found, Subject, note, problem, unchecked
+from launcher.preflight.subject import Finding, PreflightContext, note, problem, unchecked
 from launcher.processes import limits
 from launcher.servers.versions import has_module
 from rl_megatron.config.beside import separate
@@ -20,8 +20,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection, minutes_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import made_up_nodes, placement_of, ranks_by_role
-from rl_megatron.placement.seats import seats_of
+from rl_megatron.placement.ranks import placeholder_nodes, placement_of, ranks_by_role
+from rl_megatron.placement.seats import server_placements
 from rl_megatron.weights.checks.libraries import torch_folder
 
 _CAPABILITIES: Mapping[str, float] = {"tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
@@ -30,13 +30,13 @@ _SECONDS = 4.0  # the limit for the driver's answer
 _RANK_BYTES = 2**26  # the least that any rank needs: with tiny_cpu's model 117 MiB were measured
 
 
-def check(subject: Subject) -> Iterator[Found]:
+def check(subject: PreflightContext) -> Iterator[Finding]:
     """Yields a problem if this machine has too few GPUs, too little memory for the learner's processes, or too low a
     limit of open files."""
     config = subject.config
     if not subject.for_job and config.kind.samples:
         ranks = sum(ranks_by_role(config).values())
-        yield from open_files(config, ranks=ranks, requests=_requests(config), drawn=_drawn(config))
+        yield from open_files(config, ranks=ranks, requests=_requests(config), drawn=_max_completions(config))
     given = f"learner.device={config.learner.device}"
     if config.learner.device == "cpu":
         if not subject.for_job and config.run.launcher == "local":
@@ -64,26 +64,26 @@ def check(subject: Subject) -> Iterator[Found]:
         )
     elif ranks > count:
         yield problem(
-            f"{given} with {_counted(config)}, but {count} GPUs are visible here "
+            f"{given} with {_count_ranks(config)}, but {count} GPUs are visible here "
             f"(CUDA_VISIBLE_DEVICES {said}): NCCL takes one rank a GPU; lower learner.tp, cp, dp, pp or ep"
         )
     elif said_of_gpus := _float8_on(config) or _servers_on(subject):
         yield problem(said_of_gpus)
 
 
-def _processes(config: RunConfig) -> Iterator[Found]:
+def _processes(config: RunConfig) -> Iterator[Finding]:
     """Compares what a CPU learner's ranks need with this machine's memory, and with its limit of open files."""
     ranks, memory = sum(ranks_by_role(config).values()), psutil.virtual_memory().total
     if ranks * _RANK_BYTES > memory:
         yield problem(
-            f"{_counted(config)} are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
+            f"{_count_ranks(config)} are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
             f"each {_RANK_BYTES >> 20} MiB at the very least; lower learner.tp, cp, dp, pp or ep"
         )
     if said := limits.problem_of_ranks(ranks):
         yield problem(said)
 
 
-def open_files(config: RunConfig, *, ranks: int = 0, requests: int = 0, drawn: int = 0) -> Iterator[Found]:
+def open_files(config: RunConfig, *, ranks: int = 0, requests: int = 0, drawn: int = 0) -> Iterator[Finding]:
     """Compares what the controller of sampling has open at once with its limit, beside ``ranks``: in training
     ``requests`` and the trajectories of so many completions ``drawn``, in evaluations trajectories alone."""
     most = max((one.concurrency for one in config.environments.values()), default=0)
@@ -98,19 +98,19 @@ def _requests(config: RunConfig) -> int:
     rollout, led = config.rollout, config.training_environments
     if not rollout.served:
         return 0
-    group, drawn = rollout.group_size, _drawn(config)
+    group, drawn = rollout.group_size, _max_completions(config)
     completions = min(rollout.server.concurrency * group, drawn, rollout.max_in_flight or drawn)
     if set(led) == {"environment"}:  # a trajectory has one turn in flight
         return min(completions, config.environment.concurrency)
     return completions if config.one_by_one or led else completions // group
 
 
-def _drawn(config: RunConfig) -> int:
+def _max_completions(config: RunConfig) -> int:
     """Most completions of training at once."""
     return config.completions_per_step * (1 + config.train.max_staleness)
 
 
-def _counted(config: RunConfig) -> str:
+def _count_ranks(config: RunConfig) -> str:
     """The ranks of each role: ``2 learner ranks (tp*cp*dp*pp)``."""
     return " and ".join(f"{count} {role} ranks (tp*cp*dp*pp)" for role, count in ranks_by_role(config).items())
 
@@ -126,14 +126,14 @@ def _float8_on(config: RunConfig) -> str:
     )
 
 
-def _servers_on(subject: Subject) -> str:
+def _servers_on(subject: PreflightContext) -> str:
     """Why the servers cannot serve quantized weights on this machine's GPUs; empty if they can."""
     rollout = subject.config.rollout
     if not rollout.served or rollout.server.addresses or rollout.server.quantization == "none":
         return ""
-    from launcher.servers.engines import adapter_of  # imports torch
+    from launcher.servers.engines import load_adapter  # imports torch
 
-    adapter, options = adapter_of(rollout.engine, subject.shape), shlex.split(rollout.server.options or "")
+    adapter, options = load_adapter(rollout.engine, subject.shape), shlex.split(rollout.server.options or "")
     return adapter.gpu_problem(rollout.server.quantization, options, _capability())
 
 
@@ -183,20 +183,20 @@ def count_visible_gpus(visible: str | None) -> int | None:
 _READ_BY_BASH = re.compile(r"\$[A-Za-z_{(]|(^|:)~")
 
 
-def check_nodes(subject: Subject) -> Iterator[Found]:
+def check_nodes(subject: PreflightContext) -> Iterator[Finding]:
     """Yields what does not fit a job's nodes, and idle GPUs. A run without a job has no nodes."""
     if not subject.for_job:
         return
     yield from _controller(subject.config.slurm)
     yield from _variables(subject.config.slurm)
     yield from _time(subject.config.slurm)
-    yield from beside_nodes(subject.config)
+    yield from check_node_fit(subject.config)
 
 
-def beside_nodes(config: RunConfig) -> Iterator[Found]:
+def check_node_fit(config: RunConfig) -> Iterator[Finding]:
     """Yields problems of a job whose ranks or servers do not fit its nodes, and notes on idle GPUs."""
     slurm = config.slurm
-    on_gpus, nodes = config.learner.device != "cpu", made_up_nodes(config)
+    on_gpus, nodes = config.learner.device != "cpu", placeholder_nodes(config)
     if on_gpus and not slurm.gpus_per_node:
         places = config.rollout.served or slurm.container_runtime == "apptainer"  # both need the number
         yield (problem if places else note)(
@@ -211,7 +211,7 @@ def beside_nodes(config: RunConfig) -> Iterator[Found]:
     yield from _idle(config)
 
 
-def _controller(slurm: SlurmSection) -> Iterator[Found]:
+def _controller(slurm: SlurmSection) -> Iterator[Finding]:
     """Yields a problem if the controller's interpreter lacks torch: ranks and servers may be in containers, it is not.
 
     This process has all that the controller needs, so its own interpreter is not asked.
@@ -229,7 +229,7 @@ def _controller(slurm: SlurmSection) -> Iterator[Found]:
         )
 
 
-def _variables(slurm: SlurmSection) -> Iterator[Found]:
+def _variables(slurm: SlurmSection) -> Iterator[Finding]:
     """Yields a note on each variable that looks as if bash read its value, which may be a secret."""
     for name, value in slurm.environment.items():
         if _READ_BY_BASH.search(value):
@@ -239,7 +239,7 @@ def _variables(slurm: SlurmSection) -> Iterator[Found]:
             )
 
 
-def _time(slurm: SlurmSection) -> Iterator[Found]:
+def _time(slurm: SlurmSection) -> Iterator[Finding]:
     """Yields a note on a job whose time is all for saving; a limit of 0 is none."""
     if 0 < 60 * minutes_of(slurm.time) <= slurm.signal_seconds:
         yield note(
@@ -248,11 +248,11 @@ def _time(slurm: SlurmSection) -> Iterator[Found]:
         )
 
 
-def _idle(config: RunConfig) -> Iterator[Found]:
+def _idle(config: RunConfig) -> Iterator[Finding]:
     """Yields a note on GPUs that are idle while servers sample."""
-    nodes, server = made_up_nodes(config), config.rollout.server
+    nodes, server = placeholder_nodes(config), config.rollout.server
     engines = nodes.get("engines", ())
-    seats = seats_of(config, nodes[LEARNER], engines)
+    seats = server_placements(config, nodes[LEARNER], engines)
     each = config.slurm.gpus_per_node
     used, there = len({(s.node, gpu) for s in seats for gpu in s.gpus}), len(engines or nodes[LEARNER]) * each
     if 0 < used < there:

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.preflight.subject import Found, Subject, fact, problem, unchecked
-from launcher.servers.versions import compare_environments, container_of, has_module
+from launcher.preflight.subject import Finding, PreflightContext, fact, problem, unchecked
+from launcher.servers.versions import compare_environments, has_module, other_container
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.user_code import load_named
 
 
-def check(subject: Subject) -> Iterator[Found]:
+def check(subject: PreflightContext) -> Iterator[Finding]:
     """Looks for the servers' engine in its interpreter; the project's own is there."""
     rollout = subject.config.rollout
     if not rollout.served or rollout.embedded:
@@ -62,10 +62,10 @@ def module_of(engine: str) -> str:
 _WHERE = "which ranks compare when they meet, before the first step"
 
 
-def check_versions(subject: Subject) -> Iterator[Found]:
+def check_versions(subject: PreflightContext) -> Iterator[Finding]:
     """Yields both environments' versions, and a problem if ranks of both cannot be one group."""
     config = subject.config
-    rollout, container = config.rollout, container_of(config)
+    rollout, container = config.rollout, other_container(config)
     if not rollout.served:
         return
     if rollout.server.addresses is not None:

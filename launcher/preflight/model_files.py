@@ -17,15 +17,15 @@ from pathlib import Path
 
 import psutil
 
-from launcher.preflight.subject import Found, Subject, found_by, note, problem, unchecked
+from launcher.preflight.subject import Finding, PreflightContext, note, problem, run_check, unchecked
 from launcher.servers.degrees import served_bytes
 from rl_megatron.config.beside import (
     frozen_folders,
-    in_words_of,
-    longest_read,
+    longest_scored_row,
     scoring_roles,
+    self_teachers,
     separate,
-    taught_by_policy,
+    with_role_keys,
 )
 from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.run import RunConfig
@@ -46,46 +46,46 @@ from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import role_layout, role_shape
 
 
-def check(subject: Subject) -> Iterator[Found]:
+def check(subject: PreflightContext) -> Iterator[Finding]:
     """Yields a problem for each file that ``model.path`` lacks, each reason why a reference or a critic cannot score
     for it, and if a tiny model, which the run makes, is to learn conversations."""
-    yield from found_by("model files", _policy(subject))
+    yield from run_check("model files", _policy(subject))
     if subject.config.kind.scores:
-        yield from found_by("model files", _classifier(subject))
+        yield from run_check("model files", _classifier(subject))
     for role, (folder, key) in frozen_folders(subject.config).items():
         if role in scoring_roles(subject.config):
             assert folder is not None
-            yield from found_by("model files", _scoring(subject, role, folder, key))
+            yield from run_check("model files", _scoring(subject, role, folder, key))
         elif folder is not None:
-            yield from found_by("model files", _frozen(subject, role, folder, key))
+            yield from run_check("model files", _frozen(subject, role, folder, key))
     algorithm = subject.config.algorithm
-    needed = subject.config.kind.samples and algorithm.needs_critic and not _goes_on(subject.config)
+    needed = subject.config.kind.samples and algorithm.needs_critic and not _has_rl_checkpoint(subject.config)
     if needed and algorithm.critic.path is not None:
-        yield from found_by("model files", _critic(subject, "algorithm.critic.path", algorithm.critic.path))
+        yield from run_check("model files", _critic(subject, "algorithm.critic.path", algorithm.critic.path))
     for name, one in subject.config.algorithm.kl.teachers.items():
         if one.server is not None and one.path is not None:
             yield from _served(subject, name, one.path)
-    yield from found_by("model files", _by_policy(subject))
+    yield from run_check("model files", _by_policy(subject))
 
 
-def _goes_on(config: RunConfig) -> bool:
+def _has_rl_checkpoint(config: RunConfig) -> bool:
     """Whether the run has a checkpoint of reinforcement, and so its critic's."""
     found = (config.run.dir / str(config.run.name) / "checkpoints").glob("step_*")
     return any(CHECKPOINT.fullmatch(path.name) and path.is_dir() for path in found)
 
 
-def _by_policy(subject: Subject) -> Iterator[Found]:
+def _by_policy(subject: PreflightContext) -> Iterator[Finding]:
     """Yields each teacher that is the policy itself and reads more tokens than it has positions."""
-    for role in taught_by_policy(subject.config):
-        named, longest = longest_read(subject.config, role)
+    for role in self_teachers(subject.config):
+        named, longest = longest_scored_row(subject.config, role)
         if too_long := length_problem(subject.shape, named, longest):
             yield problem(too_long)
 
 
-def _served(subject: Subject, name: str, folder: Path) -> Iterator[Found]:
+def _served(subject: PreflightContext, name: str, folder: Path) -> Iterator[Finding]:
     """Yields why a teacher behind a server cannot judge the policy's tokens: its lengths, its vocabulary."""
     key = f"algorithm.kl.teachers.{name}.path"
-    named, longest = longest_read(subject.config, teacher_role(name))
+    named, longest = longest_scored_row(subject.config, teacher_role(name))
     if not (folder / "config.json").is_file():
         what = f"give the Hugging Face folder of what the server serves{of_the_hub(folder)}"
         yield problem(f"{key}={folder}: it has no config.json; {what}")
@@ -103,7 +103,7 @@ def _served(subject: Subject, name: str, folder: Path) -> Iterator[Found]:
     yield from _same_tokens(subject.model_folder, folder, key)
 
 
-def _policy(subject: Subject) -> Iterator[Found]:
+def _policy(subject: PreflightContext) -> Iterator[Finding]:
     folder = subject.model_folder
     if folder is None:
         yield from _generated(subject.config)
@@ -116,7 +116,7 @@ def _policy(subject: Subject) -> Iterator[Found]:
             "the model that this one was made from"
         )
     else:
-        yield from found_by("model files", _tokenizer(subject, folder))
+        yield from run_check("model files", _tokenizer(subject, folder))
     yield from _without_rows(folder, subject.shape.vocab_size)
     if subject.config.model.random_weights:
         return
@@ -126,10 +126,10 @@ def _policy(subject: Subject) -> Iterator[Found]:
     found = [*_weights(folder, "model.path")]
     yield from found
     checks = [load_side(one.check_files) for one in active(subject.config.learner) if one.check_files and not found]
-    yield from (Found(kind, text) for check in checks for kind, text in check(folder, subject.shape))
+    yield from (Finding(kind, text) for check in checks for kind, text in check(folder, subject.shape))
 
 
-def _tokenizer(subject: Subject, folder: Path) -> Iterator[Found]:
+def _tokenizer(subject: PreflightContext, folder: Path) -> Iterator[Finding]:
     """Yields a problem if the run cannot use the tokenizer, its end tokens or its chat template, and a note if the
     template writes no generation prompt."""
     tokenizer = subject.tokenizer
@@ -157,7 +157,7 @@ def _tokenizer(subject: Subject, folder: Path) -> Iterator[Found]:
             )
 
 
-def _without_rows(folder: Path, rows: int) -> Iterator[Found]:
+def _without_rows(folder: Path, rows: int) -> Iterator[Finding]:
     """Yields that the tokenizer has tokens beyond the embedding's rows, as some published models have and never use."""
     beyond = {number: token for token, number in (_token_ids(folder) or {}).items() if number >= rows}
     if beyond:
@@ -169,7 +169,7 @@ def _without_rows(folder: Path, rows: int) -> Iterator[Found]:
         )
 
 
-def _generated(config: RunConfig) -> Iterator[Found]:
+def _generated(config: RunConfig) -> Iterator[Finding]:
     """Yields each source of turns to learn: the tiny model's chat template ends none with a token."""
     if config.kind.samples or config.kind.scores:
         return
@@ -194,7 +194,7 @@ def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"{key}.template=chat", f"set {key}.template=plain, or give the tokenizer a template"
 
 
-def _classifier(subject: Subject) -> Iterator[Found]:
+def _classifier(subject: PreflightContext) -> Iterator[Finding]:
     """Yields a problem if no class of transformers could load the reward model."""
     family = subject.shape.family
     spec = find_spec("transformers")  # its import takes seconds
@@ -208,12 +208,12 @@ def _classifier(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Found]:
+def _frozen(subject: PreflightContext, role: str, folder: Path, key: str) -> Iterator[Finding]:
     """Yields why a reference, or a teacher that ranks hold, cannot score the policy's tokens: its sizes, its files, its
     vocabulary."""
     config, own = subject.config, subject.shape
     shape, given = role_shape(config, own, role), f"{key}={folder}"
-    if role not in separate(config) and (apart := _apart(shape, own)):
+    if role not in separate(config) and (apart := _differing_sizes(shape, own)):
         yield problem(
             f"{given}: its {apart} differ from the policy's, whose ranks hold its weights in the "
             "policy's place; set roles.reference=separate, which gives it ranks of its own"
@@ -223,7 +223,7 @@ def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Fou
             f"{given} has {shape.vocab_size} tokens, fewer than the policy's {own.vocab_size}: it has no log-prob of "
             "the others; give a model of the same tokenizer"
         )
-    elif too_long := length_problem(shape, *longest_read(config, role)):
+    elif too_long := length_problem(shape, *longest_scored_row(config, role)):
         yield problem(f"{given}: {too_long}")
     else:
         yield from _laid_out(config, own, shape, role, given)
@@ -231,7 +231,7 @@ def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Fou
     yield from _same_tokens(subject.model_folder, folder, key)
 
 
-def _critic(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
+def _critic(subject: PreflightContext, key: str, folder: Path) -> Iterator[Finding]:
     """Yields why the critic, which has the policy's sizes but for the output layer, cannot start from its folder."""
     given, own, sharded = f"{key}={folder}", subject.shape, (folder / ".metadata").is_file()
     if not (folder / "config.json").is_file():
@@ -247,7 +247,9 @@ def _critic(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
         found = read_shape(folder, subject.config.learner.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
-    if apart := _apart(replace(found, scores=own.scores, tie_embeddings=own.tie_embeddings, drafts=own.drafts), own):
+    if apart := _differing_sizes(
+        replace(found, scores=own.scores, tie_embeddings=own.tie_embeddings, drafts=own.drafts), own
+    ):
         yield problem(
             f"{given}: its {apart} differ from the policy's, which the critic has too; give a model of the policy's "
             "sizes, as a reward model that was trained from it"
@@ -259,7 +261,7 @@ def _critic(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
     yield from _same_tokens(subject.model_folder, folder, key)
 
 
-def _of_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Found]:
+def _of_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Finding]:
     """Yields a problem if a checkpoint is of a critic whose tensors have other sizes than those of the policy's."""
     try:
         raise_other_model(shards, replace(own, scores=True, tie_embeddings=False, drafts=False), of_critic=True)
@@ -267,7 +269,7 @@ def _of_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Found]:
         yield problem(f"{given} is no checkpoint of a critic of the policy's sizes:\n{error}")
 
 
-def _scoring(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Found]:
+def _scoring(subject: PreflightContext, role: str, folder: Path, key: str) -> Iterator[Finding]:
     """Yields why ranks cannot score texts with a reward model: its sizes, its files, its own tokenizer."""
     config, own, given = subject.config, subject.shape, f"{key}={folder}"
     shape = role_shape(config, own, role)
@@ -282,20 +284,20 @@ def _scoring(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Fo
     yield from _weights(folder, key)
 
 
-def _laid_out(config: RunConfig, own: ModelShape, shape: ModelShape, role: str, given: str) -> Iterator[Found]:
+def _laid_out(config: RunConfig, own: ModelShape, shape: ModelShape, role: str, given: str) -> Iterator[Finding]:
     """Yields why the ranks of a role cannot hold its model, whose key and folder are ``given``."""
     try:
         role_layout(config, own, role)
         refuse(shape, config.learner_of(role))
     except ConfigError as error:
-        said = in_words_of(config, role, str(error))
+        said = with_role_keys(config, role, str(error))
         yield problem("\n".join(f"{given}: {line}" for line in said.splitlines()))
 
 
 _BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "stacked_drafts", "beside"}
 
 
-def _apart(shape: ModelShape, own: ModelShape) -> str:
+def _differing_sizes(shape: ModelShape, own: ModelShape) -> str:
     """The names of what ``shape`` has otherwise than the policy; empty if its weights can lie in the policy's place."""
     sizes = _sizes(own)
     return ", ".join(sorted(name for name, size in _sizes(shape).items() if size != sizes[name]))
@@ -307,7 +309,7 @@ def _sizes(shape: ModelShape) -> dict[str, object]:
     return {name: size for name, size in named.items() if name not in _BESIDE_SIZES}
 
 
-def _same_tokens(policy: Path | None, reference: Path, key: str) -> Iterator[Found]:
+def _same_tokens(policy: Path | None, reference: Path, key: str) -> Iterator[Finding]:
     """Yields a problem if the two tokenizers give another id to some token."""
     read = [_token_ids(folder) for folder in (policy, reference)]
     mine, theirs = read
@@ -334,7 +336,7 @@ def _token_ids(folder: Path | None) -> dict[str, int] | None:
         return None
 
 
-def _weights(folder: Path, key: str) -> Iterator[Found]:
+def _weights(folder: Path, key: str) -> Iterator[Finding]:
     """Yields each safetensors file that is missing, or shorter or longer than its header says."""
     try:
         files, _ = weight_files(folder)
@@ -348,7 +350,7 @@ def _weights(folder: Path, key: str) -> Iterator[Found]:
             yield problem(f"{key}: {folder / name}: {error}")
 
 
-def fitting_problems(config: RunConfig, needed: int, when: str = "") -> Iterator[Found]:
+def fitting_problems(config: RunConfig, needed: int, when: str = "") -> Iterator[Finding]:
     """Yields a problem if the file of weights, of ``needed`` bytes in a node's memory, can never fit there."""
     has = shutil.disk_usage(NODE_MEMORY).total
     if 0 < has < needed:  # 0: without a limit
@@ -361,7 +363,7 @@ def fitting_problems(config: RunConfig, needed: int, when: str = "") -> Iterator
         )
 
 
-def usable_problems(config: RunConfig, *, here: bool) -> Iterator[Found]:
+def usable_problems(config: RunConfig, *, here: bool) -> Iterator[Finding]:
     """Yields a problem if the file of weights cannot be made in ``weights.folder``; ``here``: on this machine."""
     folder = config.weights.folder if config.rollout.served else None
     if folder is None:
@@ -372,7 +374,7 @@ def usable_problems(config: RunConfig, *, here: bool) -> Iterator[Found]:
         yield problem(f"weights.folder={folder}: the file of weights cannot be made in {nearest}: {what}; give another")
 
 
-def seen_problems(config: RunConfig) -> Iterator[Found]:
+def seen_problems(config: RunConfig) -> Iterator[Finding]:
     """Yields a problem if servers by address on another machine are to read a file in this one's memory."""
     folder, addresses = weights_folder(config), config.rollout.server.addresses
     if not config.rollout.served or addresses is None or folder is None or not folder.is_relative_to(NODE_MEMORY):

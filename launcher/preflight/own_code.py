@@ -17,28 +17,28 @@ from typing import TypeVar
 
 import numpy as np
 
-from launcher.preflight.subject import Found, Subject, fact, found_by, note, problem, unchecked
+from launcher.preflight.subject import Finding, PreflightContext, fact, note, problem, run_check, unchecked
 from rl_megatron.config.reads import READS
 from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection, reward_key
 from rl_megatron.data.problems.prompts import first_problem
-from rl_megatron.environments.registry import Agent, EnvironmentMaker, demonstrated, resolve_environment
-from rl_megatron.errors import EnvironmentFailed, RLMegatronError, of_the_hub
+from rl_megatron.environments.registry import Agent, EnvironmentFactory, demonstrate, resolve_environment
+from rl_megatron.errors import EnvironmentFailure, RLMegatronError, of_the_hub
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.sandbox.executors import Sandbox, why_unfenced
-from rl_megatron.types import Completion, Prompt, Scored, Span
+from rl_megatron.types import Completion, Prompt, RewardResult, Span
 
 T = TypeVar("T")
 
 SECONDS = 3.0  # the limit for its answer, if reward.timeout_seconds is more
-MADE_UP = "a made-up completion"
+PLACEHOLDER_COMPLETION = "a made-up completion"
 
 
-def check(subject: Subject) -> Iterator[Found]:
+def check(subject: PreflightContext) -> Iterator[Finding]:
     """Finds the environments; unless training has one, calls the reward function of each source and set once.
 
     Does not call servers, which may not be up yet, or models, which are large; the other parts of a sum it does.
@@ -50,7 +50,7 @@ def check(subject: Subject) -> Iterator[Found]:
         if subject.other_python is not None and ":" in (environment.function or ""):
             yield unchecked(f"{key}, in {subject.other_python}")
         else:
-            yield from found_by("reward", _environment(subject, key, environment))
+            yield from run_check("reward", _environment(subject, key, environment))
     if config.environment.function is not None:
         return
     seen = list[RewardSection]()
@@ -60,14 +60,14 @@ def check(subject: Subject) -> Iterator[Found]:
         section = config.source_rewards.get(name_of(key), config.reward)
         if section not in seen:  # of those without their own, the first source's problem is asked about
             seen.append(section)
-            yield from found_by("reward", _of(subject, section, name_of(key)))
+            yield from run_check("reward", _of(subject, section, name_of(key)))
     for name, one in config.eval.sets.items():
         if one.reward is not None and one.reward not in seen:
             seen.append(one.reward)
-            yield from found_by("reward", _of(subject, one.reward, f"eval.sets.{name}"))
+            yield from run_check("reward", _of(subject, one.reward, f"eval.sets.{name}"))
 
 
-def _sandbox(subject: Subject) -> Iterator[Found]:
+def _sandbox(subject: PreflightContext) -> Iterator[Finding]:
     """Tries the fences of this machine, if programs will run on it."""
     section = subject.config.sandbox
     if section.type != "subprocess" or subject.for_job:
@@ -79,44 +79,46 @@ def _sandbox(subject: Subject) -> Iterator[Found]:
         yield fact("the sandbox fences programs by bubblewrap")
 
 
-def _environment(subject: Subject, key: str, section: EnvironmentSection) -> Iterator[Found]:
+def _environment(subject: PreflightContext, key: str, section: EnvironmentSection) -> Iterator[Finding]:
     """Finds the environment of the section ``key``, and calls none of its methods but a warm start's."""
     warm_start = section is subject.config.environment and subject.config.warm_start.steps > 0
     made = resolve_environment(section, subject.config.sandbox, key=key)
     if made.takes_sandbox:
         yield from _sandbox(subject)
-    if warm_start and not (isinstance(made, EnvironmentMaker) and made.has("demonstration")):
+    if warm_start and not (isinstance(made, EnvironmentFactory) and made.has("demonstration")):
         yield problem(
             f"warm_start.steps with environment.function={section.function}: it has no method demonstration, so there "
             "is nothing to learn from; add one (docs/environments.md), or set warm_start.steps=0"
         )
-    elif warm_start and isinstance(made, EnvironmentMaker):
+    elif warm_start and isinstance(made, EnvironmentFactory):
         yield from _demonstrated(subject, section, made)
     kind = "leads trajectories" if isinstance(made, Agent) else "makes environments"
     yield fact(f"environment {section.function!r} {kind}")
 
 
-def _demonstrated(subject: Subject, section: EnvironmentSection, made: EnvironmentMaker) -> Iterator[Found]:
+def _demonstrated(
+    subject: PreflightContext, section: EnvironmentSection, made: EnvironmentFactory
+) -> Iterator[Finding]:
     """Looks at the demonstration of the first problem."""
     prompt = _prompt(subject)
     if prompt is None:  # the check of the data reports it
         return
 
-    def work() -> str:
+    def exercise_reward() -> str:
         try:
-            demonstrated(made, section.function, [prompt], [subject.config.seed])
-        except EnvironmentFailed as error:
+            demonstrate(made, section.function, [prompt], [subject.config.seed])
+        except EnvironmentFailure as error:
             return str(error)
         return ""
 
-    said = _within(SECONDS, work)
+    said = _within(SECONDS, exercise_reward)
     if said is None:
         yield unchecked(f"the demonstration of environment {section.function!r}, which took more than {SECONDS:g} s")
     elif said:
         yield problem(f"warm_start.steps, before the run: {said}")
 
 
-def _of(subject: Subject, section: RewardSection, source: str) -> Iterator[Found]:
+def _of(subject: PreflightContext, section: RewardSection, source: str) -> Iterator[Finding]:
     """Finds every part of the reward but models, and calls the sum of those that can answer here about a problem of
     ``source``."""
     key = "reward" if section is subject.config.reward else reward_key(source)
@@ -154,7 +156,7 @@ def _without(section: RewardSection, functions: Collection[str]) -> RewardSectio
     return section.model_copy(update={"parts": parts}) if set(section.functions.values()) - set(functions) else None
 
 
-def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> Iterator[Found]:
+def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> Iterator[Finding]:
     name = ", ".join(section.functions.values())
     scored = _ask(function, prompt, min(section.timeout_seconds, SECONDS))
     if scored is None and section.timeout_seconds > SECONDS:
@@ -168,13 +170,13 @@ def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> 
         yield note(f"{said}; reward.on_error={section.on_error}")
     elif scored is not None:
         answer, other = (one.total for one in scored)
-        said = f"reward {name!r} gives {answer:g} for the answer itself, {other:g} for {MADE_UP!r}"
+        said = f"reward {name!r} gives {answer:g} for the answer itself, {other:g} for {PLACEHOLDER_COMPLETION!r}"
         yield fact(said) if answer != other or ":" not in name else note(f"{said}: does it read the answer?")
 
 
-def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored, ...] | None:
+def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[RewardResult, ...] | None:
     """Its scores; None if it does not answer in time, even if it blocks its event loop."""
-    texts = (prompt.answer, MADE_UP)
+    texts = (prompt.answer, PLACEHOLDER_COMPLETION)
     completions = [
         Completion(
             token_ids=np.zeros(n, np.int32),
@@ -188,7 +190,7 @@ def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored
 
 
 def _within(limit: float, work: Callable[[], T]) -> T | None:
-    """What ``work`` answers in a thread of its own, which must not raise; None if it does not in time."""
+    """What ``exercise_reward`` answers in a thread of its own, which must not raise; None if it does not in time."""
     answers = list[T]()
     thread = threading.Thread(target=lambda: answers.append(work()), name="preflight", daemon=True)
     thread.start()
@@ -196,7 +198,7 @@ def _within(limit: float, work: Callable[[], T]) -> T | None:
     return answers[0] if answers else None
 
 
-def _prompt(subject: Subject, source: str = "") -> Prompt | None:
+def _prompt(subject: PreflightContext, source: str = "") -> Prompt | None:
     """The first problem of a source or a set, else of the first source. None where it cannot be read, as the check of
     the data says."""
     config, own = subject.config, subject.config.eval.sets.get(source.removeprefix("eval.sets."))
@@ -216,7 +218,7 @@ _BIND_UNSEEN = frozenset(
 """Names of a module's text by which it may have others that are not written in it."""
 
 
-def check_modules(subject: Subject) -> Iterator[Found]:
+def check_modules(subject: PreflightContext) -> Iterator[Finding]:
     """Yields a problem if ranks could not find a module or its object, as far as that shows without an import."""
     config = subject.config
     named = {"learner.layers": config.learner.own_layers}

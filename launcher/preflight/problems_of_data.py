@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
+from launcher.preflight.subject import Finding, PreflightContext, fact, note, problem, unchecked
 from rl_megatron.agents.conversation.forms import check_of
-from rl_megatron.agents.conversation.messages import MessagesRefused, tidied
-from rl_megatron.config.beside import begun_by_messages, with_own_prompt
+from rl_megatron.agents.conversation.messages import UnsupportedMessages, normalize_messages
+from rl_megatron.config.beside import begun_by_messages, teachers_with_prompt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.config.sections.reward import RewardSection
@@ -29,7 +29,7 @@ from rl_megatron.data.problems.prompts import (
     taught_in,
     without_leaks,
 )
-from rl_megatron.data.problems.rendering import Problem, RowForm, unrendered
+from rl_megatron.data.problems.rendering import Example, RowForm, unrendered
 from rl_megatron.data.problems.rows import files_in, listed, local_files
 from rl_megatron.errors import DataError, RLMegatronError
 from rl_megatron.files import parse
@@ -59,7 +59,7 @@ _OF_CONVERSATIONS: Mapping[str, str] = {
 """What to do with fields of these names that no key reads: published data sets have parts of prompts there."""
 
 
-def check(subject: Subject) -> Iterator[Found]:
+def check(subject: PreflightContext) -> Iterator[Finding]:
     """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, as the run does, and
     yields why one is refused, which of them are trained on and held out, and what the run would log."""
     logger, kept = logging.getLogger("rl_megatron"), _Kept()
@@ -85,13 +85,13 @@ class _Kept(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _check(subject: Subject) -> Iterator[Found]:
+def _check(subject: PreflightContext) -> Iterator[Finding]:
     config, reader = subject.config, _Reader(subject.config)
     sources = {key: one for key, one in data_sources(config.data).items() if isinstance(one, FileKeys)}
     sets = {key: one for key, one in config.eval.data_of_sets.items() if isinstance(one, FileKeys)}
     if sources or sets:
         yield from reader.prepare(subject)
-    trained, held_out = dict[str, list[Problem]](), dict[str, list[Problem]]()
+    trained, held_out = dict[str, list[Example]](), dict[str, list[Example]]()
     for key, data in sources.items():
         trained[key] = yield from reader.split(key, data, "train")
         held_out[key] = yield from reader.split(key, data, "eval")
@@ -120,7 +120,7 @@ class _Reader:
         self._unshown = list[str]()  # files with rows that the chat template is not asked to show
         self._empty: dict[str, list[str]] = {"train": [], "eval": []}  # why no row of a file is left, or nothing
 
-    def prepare(self, subject: Subject) -> Iterator[Found]:
+    def prepare(self, subject: PreflightContext) -> Iterator[Finding]:
         """Reads what the run makes tokens by, and yields why that fails, unless another check does."""
         try:
             tokenizer = subject.tokenizer
@@ -139,7 +139,7 @@ class _Reader:
         ends = end_tokens(self._config.data, tokenizer, stops)
         self._rows = LearnedRows(tokenizer=tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
 
-    def unread(self) -> Iterator[Found]:
+    def unread(self) -> Iterator[Finding]:
         """Yields which rows were not read, or not in full, and the files of which none is left."""
         if self.longer:
             yield unchecked(f"rows of {' and '.join(self.longer)} after the first {ROWS}")
@@ -148,7 +148,7 @@ class _Reader:
         for each in self._empty.values():
             yield from map(problem if all(each) else note, filter(None, each))
 
-    def split(self, section: str, data: FileKeys, name: str) -> Generator[Found, None, list[Problem]]:
+    def split(self, section: str, data: FileKeys, name: str) -> Generator[Finding, None, list[Example]]:
         """Yields what is wrong in the file ``name`` of ``data``, and what may not be meant. Returns its problems."""
         config, key = self._config, f"{section}.{name}"
         try:
@@ -177,7 +177,7 @@ class _Reader:
             yield from self._learned(key, prompts, is_whole)
         return problems
 
-    def _problems(self, section: str, data: FileKeys, name: str) -> list[Problem]:
+    def _problems(self, section: str, data: FileKeys, name: str) -> list[Example]:
         """The problems of the first rows. Raises ConfigError, and DataError that names all bad rows."""
         check_template(data, section)
         path, key, most = getattr(data, name), f"{section}.{name}", ROWS
@@ -191,7 +191,7 @@ class _Reader:
             data = data.model_copy(update={"chat_template": False})
         return read_problems(path, key, data, tokenizer, most, lists=lists)
 
-    def _prompts(self, section: str, data: FileKeys, name: str, problems: Sequence[Problem]) -> list[Prompt]:
+    def _prompts(self, section: str, data: FileKeys, name: str, problems: Sequence[Example]) -> list[Prompt]:
         """The prompts of problems, with tokens where the tokenizer is here, named by their places. Raises DataError."""
         named, source, config = [replace(one, id=one.place) for one in problems], name_of(section), self._config
         if self._rows is None:
@@ -203,11 +203,11 @@ class _Reader:
             on_long=config.on_long_prompt,
             keys=config.prompt_limit_keys,
             vocab_size=self._rows.vocab_size,
-            teachers=taught_in(source, with_own_prompt(config)) if name == "train" else {},
+            teachers=taught_in(source, teachers_with_prompt(config)) if name == "train" else {},
         )
         return [replace(one, source=source) for one in formed(named, data, form)]
 
-    def _learned(self, key: str, prompts: Sequence[Prompt], is_whole: bool) -> Iterator[Found]:
+    def _learned(self, key: str, prompts: Sequence[Prompt], is_whole: bool) -> Iterator[Finding]:
         """Yields why the run cannot learn one of the prompts of the file of ``key``."""
         config, rows = self._config, self._rows
         if config.kind.samples:
@@ -224,17 +224,17 @@ class _Reader:
                 return
         if rows is None:
             return
-        from rl_megatron.training.jobs.written import fitted, made_units, or_left_out
+        from rl_megatron.training.jobs.written import drop_advice, fit_rows, make_units
 
         shown, units_of = _some(prompts), rows.units(config)
         if len(shown) < len(prompts):
             self._unshown.append(f"rows of {key} after the first {len(shown)}")
         try:
-            units, without = made_units(shown, units_of, config)
-            fit = fitted(units, config).units
+            units, without = make_units(shown, units_of, config)
+            fit = fit_rows(units, config).units
         except DataError as error:
             refused = _refused(shown, units_of)
-            yield problem("\n".join([listed(refused), or_left_out(config)]) if refused else str(error))
+            yield problem("\n".join([listed(refused), drop_advice(config)]) if refused else str(error))
             return
         told = without.told(f"the first {len(shown)} rows of {key}", config)
         is_empty = is_whole and shown and len(shown) == len(prompts) and not fit
@@ -242,7 +242,7 @@ class _Reader:
         self._empty[key.rpartition(".")[2]].append(why)
         yield from map(note, () if is_empty else told)
 
-    def _taught(self, prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Found]:
+    def _taught(self, prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Finding]:
         """Yields why the answers of prompts cannot be learned in a warm start, or their demonstrations."""
         config = self._config
         learns_answers = config.warm_start.steps > 0 and config.environment.function is None
@@ -256,7 +256,7 @@ class _Reader:
                 yield problem(listed(refused))
 
 
-def _begun(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Found]:
+def _begun(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Finding]:
     """Yields which prompts an environment cannot begin with as they are."""
     from rl_megatron.agents.conversation.rendering import ChatRenderer  # transformers takes half a second to import
 
@@ -266,8 +266,8 @@ def _begun(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Found]:
     template = ChatRenderer(rows.tokenizer)
     for prompt in begun:
         try:
-            template.render(tidied(prompt.messages), ())
-        except MessagesRefused as error:
+            template.render(normalize_messages(prompt.messages), ())
+        except UnsupportedMessages as error:
             refused.append(f"{prompt.id}: {error}")
     if refused:
         yield note(f"{refused[0]}; an environment cannot begin with {len(refused)} of {len(prompts)} rows as they are")
@@ -298,7 +298,7 @@ def _compared(config: RunConfig, own: RewardSection | None) -> set[RewardFunctio
 
 
 def _odd_answers(
-    problems: Sequence[Problem], data: FileKeys, compared: Collection[RewardFunction], learns: bool
+    problems: Sequence[Example], data: FileKeys, compared: Collection[RewardFunction], learns: bool
 ) -> Iterator[str]:
     """Notes on questions and answers that the run may read otherwise than their file means them: the first row of each
     kind, and how many there are."""
@@ -308,11 +308,11 @@ def _odd_answers(
     field, counts = f"{{key}}.fields.answer={answer!r}", f"of the first {len(problems)} rows"
     end = "completions are compared with its JSON" if compared else "its JSON is learned"
 
-    def first(is_odd: Callable[[Problem], bool], text: str) -> Iterator[str]:
+    def first(is_odd: Callable[[Example], bool], text: str) -> Iterator[str]:
         if odd := [one for one in problems if is_odd(one)]:
             yield f"{odd[0].place}: {text} ({len(odd)} {counts})"
 
-    def value(one: Problem) -> object:
+    def value(one: Example) -> object:
         return one.meta.get(answer)
 
     yield from first(
@@ -355,7 +355,7 @@ def _list_in(text: str) -> list[object]:
     return found if isinstance(found, list) else []
 
 
-def _unread(problems: Sequence[Problem], data: FileKeys, learns: bool) -> Iterator[str]:
+def _unread(problems: Sequence[Example], data: FileKeys, learns: bool) -> Iterator[str]:
     """Fields of rows to train on that look like a part of the prompt, and that no key reads, and what to do with each.
     Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may read
     it."""
@@ -380,7 +380,7 @@ def _is_media(value: object) -> bool:
     return isinstance(first, dict) and (first.keys() == {"bytes", "path"} or first.keys() >= {"array", "sampling_rate"})
 
 
-def _null_arguments(problems: Sequence[Problem]) -> Iterator[Found]:
+def _null_arguments(problems: Sequence[Example]) -> Iterator[Finding]:
     """Yields which conversations have a call of a tool with null for an argument."""
     if nulls := [one.place for one in problems if _has_null_argument(one.text)]:
         yield note(

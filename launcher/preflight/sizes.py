@@ -6,31 +6,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from launcher.preflight.subject import Found, Subject, note, problem, unchecked
-from rl_megatron.config.beside import frozen_folders, in_words_of
+from launcher.preflight.subject import Finding, PreflightContext, note, problem, unchecked
+from rl_megatron.config.beside import frozen_folders, with_role_keys
 from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.reads import READS
-from rl_megatron.config.rules import problems_of
+from rl_megatron.config.rules import find_problems
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import given_to_servers
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, length_problem
-from rl_megatron.weights.layouts.families import FAMILIES, family_of
+from rl_megatron.weights.layouts.families import FAMILIES, find_family
 from rl_megatron.weights.layouts.learner import learner_layout, role_layout
 
 
-def check(subject: Subject) -> Iterator[Found]:
+def check(subject: PreflightContext) -> Iterator[Finding]:
     """Yields a problem for each size of the model that the configuration does not fit. Raises ConfigError."""
     yield from size_problems(subject.config, subject.shape)
     yield from _servers(subject)
 
 
-def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
     """A problem for each size of the model that the configuration does not fit."""
     yield from _engine(config, shape)
-    yield from map(problem, problems_of(config, "shape", shape))
+    yield from map(problem, find_problems(config, "shape", shape))
     try:
         expect(config.model.name, shape)
         learner_layout(config, shape)
@@ -50,7 +50,7 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
             yield problem(too_long)
 
 
-def _servers(subject: Subject) -> Iterator[Found]:
+def _servers(subject: PreflightContext) -> Iterator[Finding]:
     """Yields what servers of the configured engine cannot do for the model; those of a user's own say so at a start."""
     config, shape, environment = subject.config, subject.shape, subject.environment
     server, engine = config.rollout.server, config.rollout.engine
@@ -68,7 +68,7 @@ def _servers(subject: Subject) -> Iterator[Found]:
         yield from map(problem, engine_problems(config, KNOWN[engine](shape), shape, environment))
 
 
-def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
     """Yields why a role's own layout does not fit the policy's sizes; a frozen model of a folder has others."""
     of_folders = {role for role, (folder, _) in frozen_folders(config).items() if folder is not None}
     for role in config.roles.layouts:
@@ -78,12 +78,12 @@ def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
             role_layout(config, shape, role)
             refuse(shape, config.learner_of(role))
         except ConfigError as error:
-            yield problem(in_words_of(config, role, str(error)))
+            yield problem(with_role_keys(config, role, str(error)))
 
 
-def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
     """Yields why the in-process engine cannot sample from the model."""
-    if config.kind.samples and not (config.rollout.served or family_of(shape).serves):
+    if config.kind.samples and not (config.rollout.served or find_family(shape).serves):
         allowed = [name for name, family in FAMILIES.items() if family.serves]
         yield problem(
             f"model_type={shape.family!r}: the in-process engine does not support it; allowed: "
@@ -91,7 +91,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         )
 
 
-def check_batches(subject: Subject) -> Iterator[Found]:
+def check_batches(subject: PreflightContext) -> Iterator[Finding]:
     """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, if trajectories wait for servers
     or servers for trajectories, if groups are left out that have a gradient, if samples of an older policy have no
     ratio, or if no step trains the policy."""
@@ -125,7 +125,7 @@ def check_batches(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _without_ratio(config: RunConfig) -> Iterator[Found]:
+def _without_ratio(config: RunConfig) -> Iterator[Finding]:
     """Notes samples that are not of the current policy, where the objective takes them for such."""
     a, train = config.algorithm, config.train
     if not config.kind.samples or READS["objective"].get(a.objective) != ():  # a ratio has keys
@@ -143,7 +143,7 @@ def _without_ratio(config: RunConfig) -> Iterator[Found]:
         )
 
 
-def _limited(config: RunConfig) -> Iterator[Found]:
+def _limited(config: RunConfig) -> Iterator[Finding]:
     """Notes ratios of tokens to the engine, which ``rollout.top_p`` makes too small."""
     a, top_p = config.algorithm, config.rollout.top_p
     readers = {
@@ -160,7 +160,7 @@ def _limited(config: RunConfig) -> Iterator[Found]:
         )
 
 
-def _trajectories(config: RunConfig) -> Iterator[Found]:
+def _trajectories(config: RunConfig) -> Iterator[Finding]:
     """Compares trajectories under way with the turns that servers may have in flight, where one environment has all."""
     if set(config.training_environments) != {"environment"} or not config.rollout.served:
         return
@@ -182,7 +182,7 @@ def _trajectories(config: RunConfig) -> Iterator[Found]:
         )
 
 
-def _written(config: RunConfig, ranks: int) -> Iterator[Found]:
+def _written(config: RunConfig, ranks: int) -> Iterator[Finding]:
     """The same of a step on rows or pairs of the data, which has no minibatches; ranks do not share a pair."""
     size, what = config.written.batch_size, "pairs" if config.kind.rows == "pairs" else "rows"
     if size < ranks:

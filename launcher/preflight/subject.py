@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Subject:
+class PreflightContext:
     """A configuration to run here or, with ``for_job``, in a job that is submitted from here."""
 
     config: RunConfig
@@ -80,18 +80,18 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Finding:
     """One finding: a problem that prevents the run, a note, a fact, or something that was not checked."""
 
     kind: Literal["problem", "note", "fact", "unchecked"]
     text: str
 
 
-Check = Callable[[Subject], Iterator[Found]]
-"""Yields findings about a run here or a job. An error that it raises is a problem (`found_by`)."""
+Check = Callable[[PreflightContext], Iterator[Finding]]
+"""Yields findings about a run here or a job. An error that it raises is a problem (`run_check`)."""
 
 
-def found_by(name: str, findings: Iterator[Found]) -> Iterator[Found]:
+def run_check(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """The findings of the check ``name`` or of a part of it, and as a problem the error that ends them: so what was
     found before, and what others find, is reported too."""
     try:
@@ -105,21 +105,21 @@ def found_by(name: str, findings: Iterator[Found]) -> Iterator[Found]:
         yield problem(said or f"the check of {name} raised {type(error).__name__}: {error}; its traceback is above")
 
 
-def problem(text: str) -> Found:
+def problem(text: str) -> Finding:
     """A reason why the run cannot start, and what to do."""
-    return Found("problem", text)
+    return Finding("problem", text)
 
 
-def note(text: str) -> Found:
+def note(text: str) -> Finding:
     """Something that the run does and its user may not want."""
-    return Found("note", text)
+    return Finding("note", text)
 
 
-def fact(text: str) -> Found:
+def fact(text: str) -> Finding:
     """A fact, to show on request."""
-    return Found("fact", text)
+    return Finding("fact", text)
 
 
-def unchecked(text: str) -> Found:
+def unchecked(text: str) -> Finding:
     """Something that cannot be checked here."""
-    return Found("unchecked", text)
+    return Finding("unchecked", text)

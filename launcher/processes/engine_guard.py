@@ -47,7 +47,7 @@ def main(host: str, command: list[str]) -> int:
     if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if seat := os.environ.pop(SEAT, ""):
-        os.environ[_VISIBLE] = named(seat, os.environ.get(_VISIBLE))
+        os.environ[_VISIBLE] = request_fields(seat, os.environ.get(_VISIBLE))
     os.umask(0o077)
     others = {path.name for path in _shared_files()}
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
@@ -80,7 +80,7 @@ def _within() -> str:
     return "/tmp" if len(os.fsencode(usual)) > _LONGEST and os.access("/tmp", os.W_OK | os.X_OK) else usual
 
 
-def named(seat: str, visible: str | None) -> str:
+def request_fields(seat: str, visible: str | None) -> str:
     """The GPUs with the numbers of ``seat`` as this node names them in CUDA_VISIBLE_DEVICES, which is ``visible``.
 
     Slurm's numbers there are the node's, but for ``ConstrainDevices=yes``. Exits if they are too few.

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from launcher.processes.engine_guard import compiled_folder
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from rl_megatron.placement.ranks import Placement, ranks_by_role
+from rl_megatron.placement.ranks import RankPlacement, ranks_by_role
 
 # oneDNN, and torch's layer over it, cache so many compiled kernels, one per shape: 1,024 by default, of some 0.4 MB
 # each, which ragged micro-batches fill within a thousand steps. A step needs fewer than these.
@@ -82,7 +82,7 @@ def inherited(*, threads: int, device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Collect nothing within; what is there at the end stays, so that later collections skip it."""
     gc.disable()
     try:
@@ -100,7 +100,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Have the kernel kill this process when ``parent``, its own, dies; if that is dead already, it ends at once."""
     die_with_parent()
     if os.getppid() != parent:
@@ -118,7 +118,7 @@ def threads_per_worker(config: RunConfig) -> int:
     return config.learner.threads or max(1, cores // count)
 
 
-def threads_per_rank(placement: Placement) -> int:
+def threads_per_rank(placement: RankPlacement) -> int:
     """CPU threads of a rank: as many as the job gave each task, else an equal share of this node's cores."""
     given = os.environ.get("SLURM_CPUS_PER_TASK")
     return int(given) if given else max(1, len(os.sched_getaffinity(0)) // placement.ranks_per_node)

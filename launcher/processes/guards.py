@@ -43,7 +43,7 @@ MARK = "RL_MEGATRON_GUARDED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class GuardSpec:
     """A server to start. Paths are absolute and the same on every node."""
 
     before: Sequence[str] = ()  # a command that starts the guard on its node
@@ -101,7 +101,7 @@ class GuardProcess(Guard):
                 await asyncio.wait_for(self._status(), STOP_SECONDS)
 
 
-async def start_guard(order: Order) -> GuardProcess:
+async def start_guard(order: GuardSpec) -> GuardProcess:
     """Start a server under its guard, which ends with this process. Raises OSError."""
     mark = secrets.token_hex(8)
     with append_private(order.log) as file:
@@ -139,7 +139,7 @@ ENDING = "\0"
 """What a process's parent writes behind its output, before how it ended: no program writes it."""
 
 
-class LastWords:
+class StderrTail:
     """The controller's end of a process's stderr, whose other end is ``theirs``. Once it has ended, ``ending`` is what
     its parent wrote behind `ENDING`, if it did."""
 
@@ -236,20 +236,20 @@ def _take(held: socket.socket, host: str, port: int) -> None:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
-StartAt = Callable[[int, Order], Awaitable[Guard]]  # starts a server, given its number, at a site elsewhere
+StartAt = Callable[[int, GuardSpec], Awaitable[Guard]]  # starts a server, given its number, at a site elsewhere
 
 
 HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class ServerSite:
     """A node of one server, and what starts it there; ``before`` precedes its guard's command."""
 
     host: str = HERE
     before: tuple[str, ...] = ()
     python: str = sys.executable  # the guard's; of its container, if it runs in one
-    start: Callable[[Order], Awaitable[Guard]] = start_guard
+    start: Callable[[GuardSpec], Awaitable[Guard]] = start_guard
     number: int = 0  # the server's, of the ``count`` servers of the run
     count: int = 1
     node: str = "here"  # the scheduler's name of it
@@ -271,7 +271,7 @@ class Site:
             yield port
 
 
-Sites = Sequence[Site]
+Sites = Sequence[ServerSite]
 """The nodes of one server, the first of which answers requests."""
 
 
@@ -280,7 +280,7 @@ def elsewhere(found: Sequence[Sites]) -> bool:
     return any(site.away for sites in found for site in sites)
 
 
-class GpuTurns:
+class GpuStartLock:
     """Servers of one GPU start one after the other: an engine that measures the memory that is left for its cache takes
     all that is allocated meanwhile for its own."""
 

@@ -77,14 +77,14 @@ def refusal(error: OSError | RuntimeError) -> str | None:
         if error.errno is None:
             return None
         paths = [str(p) for p in (error.filename, error.filename2) if p is not None]
-        return explained(": ".join([*paths, str(error.strerror)]))
+        return explain_limit_error(": ".join([*paths, str(error.strerror)]))
     if str(error).startswith(_LOOP):
         return f"{str(error).removeprefix(_LOOP)}: a symbolic link that leads to itself; give a path without one"
-    text = explained(str(error))
+    text = explain_limit_error(str(error))
     return text if text != str(error) else None
 
 
-def explained(text: str) -> str:
+def explain_limit_error(text: str) -> str:
     """``text``, a process's last output, with a line for each limit that it mentions."""
     signs = dict.fromkeys(what for sign, what in _SIGNS.items() if sign in text)
     return "\n".join([text, *signs])

@@ -17,14 +17,14 @@ T = TypeVar("T")
 async def in_own_thread(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """One call in a thread of its own. Neither a cancellation nor the end of the process waits for it, as both do for
     that of ``asyncio.to_thread``."""
-    thread = OwnThread(name)
+    thread = DedicatedThread(name)
     try:
         return await thread(function, *args, **kwargs)
     finally:
         thread.close()
 
 
-class OwnThread:
+class DedicatedThread:
     """Makes calls in order. Unlike an executor's, a call that never returns does not keep the process alive."""
 
     def __init__(self, name: str) -> None:

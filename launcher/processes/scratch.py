@@ -26,12 +26,12 @@ _STOP_SECONDS = 20.0
 def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
     """A new folder, by default in the machine's temporary one. It is removed at the end, together with ``others``."""
     folder = Path(tempfile.mkdtemp(prefix="rl_megatron-", dir=within))
-    with removed(folder, *others), lasting(folder):
+    with remove_at_exit(folder, *others), lock_against_tmpfiles(folder):
         yield folder
 
 
 @contextlib.contextmanager
-def lasting(folder: Path) -> Iterator[None]:
+def lock_against_tmpfiles(folder: Path) -> Iterator[None]:
     """Lock the folder: systemd-tmpfiles, which removes what is days old from temporary folders, leaves it out."""
     held = os.open(folder, os.O_RDONLY)
     try:
@@ -43,7 +43,7 @@ def lasting(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def removed(*folders: Path) -> Iterator[None]:
+def remove_at_exit(*folders: Path) -> Iterator[None]:
     """Remove the folders at the end, which is at latest that of this process.
 
     What takes longer than `_STOP_SECONDS`, as a large file of weights may, is not waited for: the helper goes on.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.files import InHand, in_hand, make_inside
+from rl_megatron.files import FileOperation, current_operations, make_inside
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ _silence = 0.0
 
 
 def register(path: Path, *, silence: float) -> None:
-    """Have this process write its stacks into a file on the signal, or ``silence`` seconds after `living`."""
+    """Have this process write its stacks into a file on the signal, or ``silence`` seconds after
+    `postpone_stack_dump`."""
     global _file, _silence
     make_inside(path.parent, mode=0o700)
     _silence = silence
@@ -53,13 +54,13 @@ def dump() -> None:
         os.kill(os.getpid(), SIGNAL)
 
 
-def living() -> None:
+def postpone_stack_dump() -> None:
     """Report that the interpreter runs. If this is not called in time, a C thread writes the stacks."""
     if _file is not None:
         faulthandler.dump_traceback_later(_silence, file=_file)
 
 
-def tidy(folder: Path) -> None:
+def remove_empty_files(folder: Path) -> None:
     """Removes empty files of stacks, and folders that are then empty. They stay where the disk is read-only."""
     with contextlib.suppress(OSError):  # an error here would hide why the run ends
         for file in folder.rglob("*.txt"):
@@ -184,7 +185,7 @@ class LoopWatch:
     """Watches the event loop that makes it from a thread, because a call that blocks it stops everything.
 
     It ends the process, and with it the children, if the loop is blocked for ``run.watchdog_seconds``, or if any thread
-    waits for a file (`in_hand`) for an hour. A call that holds Python's lock keeps the thread
+    waits for a file (`current_operations`) for an hour. A call that holds Python's lock keeps the thread
     from running, too: after so much processor time the kernel sends SIGPROF, at which C code writes the stacks.
     """
 
@@ -215,7 +216,7 @@ class LoopWatch:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         faulthandler.unregister(signal.SIGPROF)
         self._stacks.close()
-        tidy(self._folder)
+        remove_empty_files(self._folder)
         gc.unfreeze()
 
     def _tick(self) -> None:
@@ -224,24 +225,24 @@ class LoopWatch:
 
     def _watch(self) -> None:
         """Counts seconds instead of reading a clock, so that a run that is suspended as a whole does not hang."""
-        still, waits = 0, dict[InHand, int]()
+        still, waits = 0, dict[FileOperation, int]()
         while max(waits.values(), default=0) <= self._disk_limit and still <= self._limit:
             signal.setitimer(signal.ITIMER_PROF, self._limit)
             if self._over.wait(1.0):
                 return
-            waiting = in_hand()
+            waiting = current_operations()
             waits = {file: waits.get(file, 0) + 1 for file in waiting.values()}
             still = 0 if self._ticked.is_set() or self._thread_of_loop in waiting else still + 1
             self._ticked.clear()
         self._end(None if still > self._limit else max(waits, key=lambda file: waits[file]))
 
-    def _end(self, file: InHand | None) -> NoReturn:
+    def _end(self, file: FileOperation | None) -> NoReturn:
         last = threading.Thread(target=self._write_end, args=(file,), daemon=True)  # its disk may never answer
         last.start()
         last.join(_LAST_SECONDS)
         os._exit(1)
 
-    def _write_end(self, file: InHand | None) -> None:
+    def _write_end(self, file: FileOperation | None) -> None:
         """Python's lock is free while a write waits for a disk, unlike in C code that writes stacks."""
         with open(os.memfd_create("stacks"), "w+") as memory:
             faulthandler.dump_traceback(memory, all_threads=True)

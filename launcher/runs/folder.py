@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError, ConfigError
-from rl_megatron.files import naming
+from rl_megatron.files import add_path_to_errors
 from rl_megatron.placement.files import weights_folder
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def from_file(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run"
 
 
-def _elsewhere(root: Path) -> str:
+def _relative_dir_note(root: Path) -> str:
     begin = "begin a new run without --resume"
     if root.is_absolute():
         return begin
@@ -109,12 +109,12 @@ def choose(
         names = [config_name if i == 1 else f"{config_name}-{i}" for i in range(1, 10_000)]
         there = [n for n in names if taken(root / n)]
         if resume and not there:
-            raise ConfigError(f"--resume: there is no run {config_name!r} in {root}; {_elsewhere(root)}")
+            raise ConfigError(f"--resume: there is no run {config_name!r} in {root}; {_relative_dir_note(root)}")
         if not resume and names[-1] in there:
             raise ConfigError(f"{root} has {names[-1]}, the last of its numbers; set run.name, or another run.dir")
         name = names[0] if not there else there[-1] if resume else names[names.index(there[-1]) + 1]
     elif resume and not (root / name).is_dir():
-        raise ConfigError(f"--resume: {root / name} does not exist; {_elsewhere(root)}")
+        raise ConfigError(f"--resume: {root / name} does not exist; {_relative_dir_note(root)}")
     elif not resume and taken(root / name):
         raise ConfigError(f"run.name={name}: {root / name} exists; {advice(root / name)}take another name")
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
@@ -209,7 +209,7 @@ class Claim:
     def _renew(self) -> None:
         """Clusters remove files that are old, as this is in a run of weeks, and users empty ones."""
         try:
-            with naming(self._path):
+            with add_path_to_errors(self._path):
                 os.utime(self.file.fileno())
             is_gone = self._is_gone()
         except OSError as error:

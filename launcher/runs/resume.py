@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import rl_megatron
-from rl_megatron.config.errors import has_gone
+from rl_megatron.config.errors import is_removed_key
 from rl_megatron.config.removed import is_off, is_removed, removed_key, renamed
-from rl_megatron.config.resume import FREE_BEFORE, changes_no_step, defaults, fixed, flat, is_free
+from rl_megatron.config.resume import FREE_BEFORE, changes_rows_only, defaults, fixed, flat, is_free
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import CheckpointError, cut_to, shorten
+from rl_megatron.errors import CheckpointError, quote_start, truncate
 from rl_megatron.observability.files import JsonlFile, JsonRow, whole_rows
 from rl_megatron.observability.history import STARTS
 from rl_megatron.training import checkpoints
@@ -100,19 +100,19 @@ def _check_same(
             old = then.pop(key)
             if old is not None or name not in held:  # an older version may hold both
                 then[name] = old
-    gone = {key: value for key, value in then.items() if key not in now and has_gone(key)}
+    gone = {key: value for key, value in then.items() if key not in now and is_removed_key(key)}
     dropped = {
         key: value
         for key, value in gone.items()
         if is_removed(key, value, now.get) or (removed_key(key) is None and is_off(value))
     }
     for key, value in dropped.items():
-        logger.warning("%s: dropped: %s", folder, _of_gone(key, value))
-    changed = [_of_gone(key, value) for key, value in gone.items() if key not in dropped] + [
+        logger.warning("%s: dropped: %s", folder, _removed_key_note(key, value))
+    changed = [_removed_key_note(key, value) for key, value in gone.items() if key not in dropped] + [
         f"{key}: {_shown(then, key, paths)} then, {_shown(now, key, paths)} now"
         for key in {**then, **now}
         if key not in gone
-        and (key not in now or key not in then or (now[key] != then[key] and not changes_no_step(key, then, now)))
+        and (key not in now or key not in then or (now[key] != then[key] and not changes_rows_only(key, then, now)))
     ]
     moved = any(then.get(key) and now[key] != then[key] for key in paths & now.keys())
     if len(changed) > _MAX_LINES:
@@ -128,15 +128,15 @@ def _check_same(
         )
 
 
-def _of_gone(key: str, value: object) -> str:
+def _removed_key_note(key: str, value: object) -> str:
     row = removed_key(key)
-    return f"{key}: {shorten(value)} then, now no such key{f'; {row.advice}' if row else ''}"
+    return f"{key}: {quote_start(value)} then, now no such key{f'; {row.advice}' if row else ''}"
 
 
 def _shown(values: Mapping[str, Any], key: str, paths: Set[str]) -> str:
     if key not in values:
         return "not there"
-    return cut_to(repr(values[key]), _MOST_PATH) if key in paths else shorten(values[key])
+    return truncate(repr(values[key]), _MOST_PATH) if key in paths else quote_start(values[key])
 
 
 PACKAGES = (

@@ -13,7 +13,7 @@ _COME_BACK = signal.SIGUSR1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stop(asyncio.Event):
+class StopSignal(asyncio.Event):
     """When set, the current step is the last; before the first step, none begins.
 
     ``comes_back``: the run will be resumed, as only this job's time is up. ``exports``: stopped, it exports its model.
@@ -52,9 +52,9 @@ class Stop(asyncio.Event):
 
 
 @contextlib.contextmanager
-def stop_signals(progress: Progress) -> Iterator[Stop]:
+def stop_signals(progress: Progress) -> Iterator[StopSignal]:
     """Yield a Stop that Ctrl-C, SIGTERM and SIGUSR1 set. A second Ctrl-C interrupts at once."""
-    stop, loop, interrupted = Stop(progress), asyncio.get_running_loop(), asyncio.Event()
+    stop, loop, interrupted = StopSignal(progress), asyncio.get_running_loop(), asyncio.Event()
 
     def interrupt(*_: object) -> None:
         interrupted.set()

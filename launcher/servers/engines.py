@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.engines.adapter import Adapter, refused_variables, words_of
+from rl_megatron.engines.adapter import Adapter, normalize_options, refused_variables
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
@@ -20,7 +20,7 @@ KNOWN: Mapping[str, Callable[[ModelShape], Adapter]] = {"local": EmbeddedAdapter
 """Engines whose adapters are the project's own."""
 
 
-def adapter_of(engine: str, shape: ModelShape) -> Adapter:
+def load_adapter(engine: str, shape: ModelShape) -> Adapter:
     """The adapter of ``rollout.engine``. Raises ConfigError if the user's own cannot be loaded."""
     make = KNOWN.get(engine) or load_named(engine, "rollout.engine", "class", callable)
     adapter: Adapter = make(shape)
@@ -33,7 +33,7 @@ def engine_problems(
     """A line for each key that servers of the adapter's engine cannot follow for the model, and for each variable of
     the ``environment`` in which the run starts them that they cannot have."""
     server, device = config.rollout.server, config.learner.device
-    extra = words_of(server.options or "")
+    extra = normalize_options(server.options or "")
     out = [adapter.options_problem(extra), adapter.batch_problem(extra) if server.batch_invariant else ""]
     out += [] if server.addresses else refused_variables(environment, adapter.variables)
     sides = {one.name: one for one in adapter.hooks}

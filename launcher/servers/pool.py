@@ -21,33 +21,33 @@ from typing import Any, TypeVar, cast
 
 from typing_extensions import override
 
-from launcher.processes.guards import HERE, GpuTurns, Order, Site, Sites, elsewhere
+from launcher.processes.guards import HERE, GpuStartLock, GuardSpec, ServerSite, Sites, elsewhere
 from launcher.processes.own_thread import in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import mirror_path
 from launcher.servers import supervisor as supervision
-from launcher.servers.engines import adapter_of, engine_problems, longest_sequence
-from launcher.servers.supervisor import Attached, Failed, Standing, Started, Supervisor
+from launcher.servers.engines import engine_problems, load_adapter, longest_sequence
+from launcher.servers.supervisor import AttachedServer, FailedServer, ServerState, StartedServer, Supervisor
 from launcher.servers.versions import (
     check_interpreter,
     compare_environments,
-    container_of,
+    other_container,
     python_path,
     shared_settings,
     show_package,
 )
-from rl_megatron.config.rules import problems_of
+from rl_megatron.config.rules import find_problems
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines import engine_token
-from rl_megatron.engines.adapter import Adapter, Description, StartOptions, words_of
-from rl_megatron.engines.engine import GaugesInTurn, ServedEngine
-from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
+from rl_megatron.engines.adapter import Adapter, ServerInfo, StartOptions, normalize_options
+from rl_megatron.engines.engine import GaugePoller, ServerEngine
+from rl_megatron.engines.http import AttemptFailed, Server, TooManyOpenFiles
 from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.weights import ReplicaWeights
-from rl_megatron.errors import ConfigError, EngineError, together
+from rl_megatron.errors import ConfigError, EngineError, task_group
 from rl_megatron.feature import encoding_of, features, given_to_servers, load_side, pushes_of
 from rl_megatron.http.token_file import TokenFile
-from rl_megatron.interfaces import FrozenModel, Launcher, Roles, WeightSync, unheard
+from rl_megatron.interfaces import FrozenModel, Launcher, RunComponents, WeightSync, ignore_progress
 from rl_megatron.models.families.fields import read_config
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import WeightUpdate
@@ -56,10 +56,10 @@ from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.formats.hf_folder import config_text, copy_companions, stored
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.push.sync import ServedSync, ServedWeights
-from rl_megatron.weights.push.trust import Probe, Probed, Trust
+from rl_megatron.weights.push.trust import Probe, Probed, PushVerifier
 from rl_megatron.weights.routes.delivery import Delivery, DirectDelivery, FileDelivery, LearnerRanks, LearnerWeights
-from rl_megatron.weights.routes.mirror import await_free
-from rl_megatron.weights.routes.rendezvous import Keeper
+from rl_megatron.weights.routes.mirror import wait_until_unlocked
+from rl_megatron.weights.routes.rendezvous import RendezvousStore
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ServerChecks:
         for server, described in found:
             server.priorities, server.features = described.priorities, described.features
 
-    async def _described(self, server: Server) -> Description:
+    async def _described(self, server: Server) -> ServerInfo:
         try:
             open_to_strangers = await server.open_to_strangers()
             described = await self.adapter.describe(server)
@@ -97,7 +97,7 @@ class ServerChecks:
             raise ConfigError(f"{server.url} answers without the run's token; check rollout.server.options")
         return described
 
-    def _raise_misfits(self, found: Sequence[tuple[str, Description]]) -> None:
+    def _raise_misfits(self, found: Sequence[tuple[str, ServerInfo]]) -> None:
         wanted = self.config.learner.dtype
         known = read_config(self.model_folder).get("architectures") or ()
         architecture, problems = ",".join(known), []
@@ -131,7 +131,7 @@ class ServerChecks:
 _LOOK_SECONDS = 0.25
 
 
-class ServedEngines:
+class ServerPool:
     """The servers of one run, at ``sites`` or here. ``refit`` pushes the served weights into a restarted server.
 
     ``resumes``: servers of this run have served before, so one that does not come up is restarted as one that dies.
@@ -151,20 +151,20 @@ class ServedEngines:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
-        if problems := [*problems_of(config, "shape", shape), *engine_problems(config, adapter, shape, os.environ)]:
+        if problems := [*find_problems(config, "shape", shape), *engine_problems(config, adapter, shape, os.environ)]:
             raise ConfigError("\n".join(problems))
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )
         self._encoding, self._shapes = encoding_of(config), hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._encoding)  # first refuses models without such a format
-        self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
-        self._turns = GpuTurns()
+        self._sites = dict(enumerate(sites or [[ServerSite()] for _ in range(self._section.count)]))
+        self._turns = GpuStartLock()
         self._resumes = resumes
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
     @contextlib.asynccontextmanager
-    async def running(self, mirror: Path) -> AsyncIterator[ServedEngine]:
+    async def running(self, mirror: Path) -> AsyncIterator[ServerEngine]:
         """Start, check and supervise the servers. Leaving the context ends those that were started.
 
         It also removes ``mirror``'s folder.
@@ -176,13 +176,13 @@ class ServedEngines:
             packages = stack.enter_context(scratch(mirror.parent, within=shared))
             running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
             if self._section.addresses:
-                standing: list[Standing] = [Attached(server=server) for server in self._attached()]
+                standing: list[ServerState] = [AttachedServer(server=server) for server in self._attached()]
             else:
                 await self._prepare(packages)
                 standing = await self._start_all(running, packages)
             standing = await self._checked(standing)
             known = self._config.one_by_one and not self._section.addresses  # else a request is for a whole group
-            engine = ServedEngine(
+            engine = ServerEngine(
                 self._adapter,
                 [one.server for one in standing],
                 self._section,
@@ -194,16 +194,16 @@ class ServedEngines:
             )
             stack.push_async_callback(engine.close)
             await stack.enter_async_context(self._kept(running, packages, engine, standing))
-            await stack.enter_async_context(GaugesInTurn(self._adapter, engine.replicas).asked())
+            await stack.enter_async_context(GaugePoller(self._adapter, engine.replicas).asked())
             yield engine
 
     @contextlib.asynccontextmanager
     async def _kept(
-        self, running: contextlib.AsyncExitStack, packages: Path, engine: ServedEngine, standing: Sequence[Standing]
+        self, running: contextlib.AsyncExitStack, packages: Path, engine: ServerEngine, standing: Sequence[ServerState]
     ) -> AsyncIterator[None]:
         """Supervise every replica; restarted servers are put on ``running``."""
 
-        async def start(number: int) -> Standing:
+        async def start(number: int) -> ServerState:
             started = await self._start_ready(running, number, packages)
             try:
                 await self._checks.check([started.server])
@@ -212,7 +212,7 @@ class ServedEngines:
                 raise
             return started
 
-        async def restart(replica: Replica) -> Standing:
+        async def restart(replica: Replica) -> ServerState:
             if not self._section.addresses:
                 return await start(replica.number)
             return await self._attach(replica.server)
@@ -247,7 +247,7 @@ class ServedEngines:
 
     async def _compare(self) -> None:
         """Raises ConfigError if ranks of learner and engine cannot be one group."""
-        if container_of(self._config) is not None:  # ranks compare themselves when they meet
+        if other_container(self._config) is not None:  # ranks compare themselves when they meet
             return
         compare = partial(
             compare_environments, learner=Path(sys.executable), engine=self._python, seconds=self._section.start_seconds
@@ -275,7 +275,7 @@ class ServedEngines:
         if pushes_of(self._config) is not None:
             (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # SGLang then reads a file
 
-    async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Standing]:
+    async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[ServerState]:
         """Start the servers of the run's beginning; in a resume one that fails is left to its supervisor."""
         still, all_came = set(range(self._section.count)), asyncio.Event()
 
@@ -284,7 +284,7 @@ class ServedEngines:
             if not still:
                 all_came.set()
 
-        async def start(number: int) -> Standing:
+        async def start(number: int) -> ServerState:
             try:
                 started = await self._start_ready(stack, number, packages)
                 came(number)
@@ -293,35 +293,35 @@ class ServedEngines:
                 if not self._resumes:
                     raise
                 came(number)
-                return Failed(server=self._server(f"http://{self._sites[number][0].host}", None), why=str(error))
+                return FailedServer(server=self._server(f"http://{self._sites[number][0].host}", None), why=str(error))
 
-        async with together() as tasks:
+        async with task_group() as tasks:
             starting = [tasks.create_task(start(number)) for number in sorted(still)]
         return [one.result() for one in starting]
 
-    async def _checked(self, standing: list[Standing]) -> list[Standing]:
+    async def _checked(self, standing: list[ServerState]) -> list[ServerState]:
         """Raises ConfigError with all problems, and EngineError; in a resume one that does not answer has Failed, and
         holds up no other: where its host is gone, that takes minutes."""
         if not self._resumes:
             await self._checks.check([one.server for one in standing])
             return standing
 
-        async def check(one: Standing) -> Standing:
+        async def check(one: ServerState) -> ServerState:
             try:
-                if not isinstance(one, Failed):
+                if not isinstance(one, FailedServer):
                     await self._checks.check([one.server])
                 return one
-            except OutOfFiles:
+            except TooManyOpenFiles:
                 raise
             except EngineError as error:
                 await one.end()
-                return Failed(server=one.server, why=str(error))
+                return FailedServer(server=one.server, why=str(error))
 
-        async with together() as tasks:
+        async with task_group() as tasks:
             checking = [tasks.create_task(check(one)) for one in standing]
         return [one.result() for one in checking]
 
-    async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
+    async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> StartedServer:
         """Start a server in its turn, and wait until it is ready."""
         async with self._turns.on(self._sites[number]):
             started = await self._start_one(stack, number, packages)
@@ -332,18 +332,18 @@ class ServedEngines:
                 raise
             return started
 
-    async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
+    async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> StartedServer:
         sites, token, ports = self._sites[number], secrets.token_hex(24), contextlib.ExitStack()
         port = ports.enter_context(sites[0].ports())
         server = self._server(f"http://{sites[0].host}:{port}", token, packages)
-        started = Started(guards=[], server=server, logs=[], ports=ports)
+        started = StartedServer(guards=[], server=server, logs=[], ports=ports)
         stack.push_async_callback(started.end)
         try:
             for node, site in enumerate(sites):
                 command = self._adapter.command(self._options(sites, node, port, packages))
                 own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
                 name = f"{self._adapter.name.lower()}_{number}" + (f"_node_{node}" if node else "")
-                order = Order(
+                order = GuardSpec(
                     before=site.before,
                     python=site.python,
                     host=site.host,
@@ -392,14 +392,14 @@ class ServedEngines:
             batch_invariant=section.batch_invariant,
             features=given_to_servers(config),
             stops=bool(config.rollout.stop),
-            extra=words_of(section.options or ""),
+            extra=normalize_options(section.options or ""),
         )
 
     @property
     def _python(self) -> Path:
         return self._config.rollout.python or Path(sys.executable)
 
-    async def _attach(self, server: Server) -> Attached:
+    async def _attach(self, server: Server) -> AttachedServer:
         """The server at this address, once it serves. Raises EngineError after ``rollout.server.start_seconds``, and
         ConfigError for one that does not fit the run."""
         limit, heard = self._section.start_seconds, "nothing was asked"
@@ -411,8 +411,8 @@ class ServedEngines:
                         async with asyncio.timeout(supervision.ANSWER_SECONDS):
                             await again.text("/health")
                         await self._checks.check([again])
-                        return Attached(server=again)
-                    except OutOfFiles:
+                        return AttachedServer(server=again)
+                    except TooManyOpenFiles:
                         raise
                     except TimeoutError:
                         heard = f"{server.url}/health: no answer within {supervision.ANSWER_SECONDS:g} s"
@@ -427,7 +427,7 @@ class ServedEngines:
             raise EngineError(f"{late}: {heard}") from error
 
 
-async def _unless_ended(started: Started, all_came: asyncio.Event) -> Started:
+async def _unless_ended(started: StartedServer, all_came: asyncio.Event) -> StartedServer:
     """The server, once the others have come up or failed too. Raises EngineError if it ends before."""
     ended, waiting = asyncio.ensure_future(started.ended()), asyncio.ensure_future(all_came.wait())
     try:
@@ -446,7 +446,7 @@ async def _unless_ended(started: Started, all_came: asyncio.Event) -> Started:
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
 
 
-class ServedLauncher(Launcher):
+class ServerLauncher(Launcher):
     """Starts engine servers while ``inner`` starts the learners; before that, where both have the same GPUs."""
 
     def __init__(
@@ -467,14 +467,16 @@ class ServedLauncher(Launcher):
 
     @override
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+    async def start(
+        self, config: RunConfig, tell: Callable[[str], None] = ignore_progress
+    ) -> AsyncIterator[RunComponents]:
         """Raises ConfigError if a server does not fit the run, EngineError if none starts, SyncError if another run has
         the folder of weights."""
         if config.rollout.server.colocated and config.learner.device == "cpu":
             logger.warning("rollout.server.colocated: on CPUs servers do not release their memory")
-        adapter = adapter_of(config.rollout.engine, self._shape)
+        adapter = load_adapter(config.rollout.engine, self._shape)
         path = mirror_path(config, self._run_folder)
-        await asyncio.to_thread(await_free, path.parent)  # before servers' end removes it
+        await asyncio.to_thread(wait_until_unlocked, path.parent)  # before servers' end removes it
         async with contextlib.AsyncExitStack() as stack:
             servers = self._servers(config, adapter)
             starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
@@ -495,11 +497,11 @@ class ServedLauncher(Launcher):
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
-    def _sync(self, config: RunConfig, roles: Roles, engine: ServedEngine, path: Path) -> ServedSync:
+    def _sync(self, config: RunConfig, roles: RunComponents, engine: ServerEngine, path: Path) -> ServedSync:
         """Delivers to the servers of ``engine``, beside mirror files at ``path``, and verifies."""
 
-        def trust_of(servers: Probed) -> Trust:
-            return Trust(
+        def trust_of(servers: Probed) -> PushVerifier:
+            return PushVerifier(
                 path=path,
                 servers=servers,
                 learner=roles.policy,
@@ -526,7 +528,7 @@ class ServedLauncher(Launcher):
         return made
 
     async def _before_learners(
-        self, config: RunConfig, starting: asyncio.Task[ServedEngine], tell: Callable[[str], None]
+        self, config: RunConfig, starting: asyncio.Task[ServerEngine], tell: Callable[[str], None]
     ) -> None:
         """Wait for servers on the learners' GPUs, which take what is allocated while they start for their own."""
         turns, shared = config.rollout.server.colocated, [site.shared for sites in self._sites or () for site in sites]
@@ -537,9 +539,9 @@ class ServedLauncher(Launcher):
         if turns:
             await engine.weights.release()
 
-    def _servers(self, config: RunConfig, adapter: Adapter) -> ServedEngines:
+    def _servers(self, config: RunConfig, adapter: Adapter) -> ServerPool:
         folders = self._model_folder, self._run_folder
-        return ServedEngines(config, adapter, *folders, self._shape, self._sites, resumes=self._resumes)
+        return ServerPool(config, adapter, *folders, self._shape, self._sites, resumes=self._resumes)
 
 
 def _tolerance(config: RunConfig) -> float:
@@ -559,7 +561,7 @@ def _delivery(
         file=file,
         learner=weights,
         servers=servers,
-        keeper=Keeper(config.weights.meeting_host or host, config.rollout.server.timeout_seconds),
+        keeper=RendezvousStore(config.weights.meeting_host or host, config.rollout.server.timeout_seconds),
         learner_ranks=config.learner.dims.world_size,
         backend="gloo" if config.learner.device == "cpu" else "nccl",
     )
@@ -571,7 +573,7 @@ COMPUTING = ("score", "start_from", "backward", "step", "drop", "lead", "load")
 """The calls of models before which servers release their memory."""
 
 
-def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
+def colocated(roles: RunComponents, servers: ReplicaWeights) -> RunComponents:
     """The roles, with models that make ``servers`` release their memory before they compute, and a push of weights
     that makes the models release theirs. Reward models score while servers sample, and take no turns with them."""
 

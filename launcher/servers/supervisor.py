@@ -18,16 +18,16 @@ from typing_extensions import override
 from launcher.processes.guards import Guard, end_of
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines import replicas
-from rl_megatron.engines.adapter import ForeignWeights, Sampling
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.adapter import Sampling, UnknownWeights
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.engines.http import (
     AttemptFailed,
-    NoAnswer,
-    OutOfFiles,
+    ResponseTimeout,
     Server,
+    ServerUnreachable,
     TokenRefused,
-    Unreachable,
-    out_of_files,
+    TooManyOpenFiles,
+    open_files_error,
 )
 from rl_megatron.engines.replicas import Event, Health, Replica
 from rl_megatron.errors import ConfigError, EngineError, SyncError
@@ -42,7 +42,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0  # seconds before a restart
 _LOOK_SECONDS = 0.1
 
 
-async def until_serving(server: Server, ends: Coroutine[Any, Any, str], seconds: float) -> str | None:
+async def wait_until_serving(server: Server, ends: Coroutine[Any, Any, str], seconds: float) -> str | None:
     """Ask ``server`` for its health until it is well; if it ends first, return what ``ends`` says.
 
     A request without an answer is made again: a server that has just begun to listen may never answer those before.
@@ -64,7 +64,7 @@ async def until_serving(server: Server, ends: Coroutine[Any, Any, str], seconds:
         ended.cancel()
 
 
-def wait_before(restart: int) -> float:
+def backoff_seconds(restart: int) -> float:
     """Seconds to wait before a restart, from 0; they double from half a second to a minute at most."""
     return min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(restart, 64))
 
@@ -74,7 +74,7 @@ _TAIL = 20  # lines of a log in an error
 _CHECKS = 3  # failed checks in a row; a suspended job may miss one
 
 
-class Standing(Protocol):
+class ServerState(Protocol):
     """The server at a replica's site."""
 
     server: Server
@@ -90,19 +90,19 @@ class Standing(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Started(Standing):
+class StartedServer(ServerState):
     """A server that this run started: its address, and for each of its nodes a guard and a log."""
 
     guards: list[Guard]
     server: Server
     logs: list[Path]
     ports: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # holds them
-    fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
+    fatal: tuple[type[Exception], ...] = (ResponseTimeout, UnknownWeights)
 
     async def ready(self, seconds: float) -> None:
         """Wait until it answers. Raises EngineError with the end of its log if it ends, or does not in ``seconds``."""
         try:
-            how = await until_serving(self.server, self.ended(), seconds)
+            how = await wait_until_serving(self.server, self.ended(), seconds)
         except TimeoutError as error:
             tail = await asyncio.to_thread(end_of, self.logs[0], lines=_TAIL)
             raise EngineError(
@@ -135,16 +135,16 @@ class Started(Standing):
 
 
 @dataclass(slots=True, kw_only=True)
-class Attached(Standing):
+class AttachedServer(ServerState):
     """A server that somebody else runs. After it was unreachable it may be another one at the same address."""
 
     server: Server
-    fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights, Unreachable, TokenRefused)
+    fatal: tuple[type[Exception], ...] = (ResponseTimeout, UnknownWeights, ServerUnreachable, TokenRefused)
 
     @override
     async def ended(self) -> str:
         """Never returns: nobody reports the server's end."""
-        return await _never()
+        return await _unused_argument()
 
     @override
     async def end(self) -> None:
@@ -152,7 +152,7 @@ class Attached(Standing):
 
 
 @dataclass(slots=True, kw_only=True)
-class Failed(Standing):
+class FailedServer(ServerState):
     """No server: the one of a resume's beginning did not come up, or did not pass its checks, and is gone."""
 
     server: Server
@@ -176,17 +176,17 @@ class Supervisor:
     ConfigError or OSError.
     """
 
-    engine: ServedEngine
+    engine: ServerEngine
     section: ServerSection
-    restart: Callable[[Replica], Awaitable[Standing]]
+    restart: Callable[[Replica], Awaitable[ServerState]]
     refit: Callable[[str], Awaitable[None]]
 
     @contextlib.asynccontextmanager
-    async def watched(self, standing: Sequence[Standing]) -> AsyncIterator[None]:
+    async def watched(self, standing: Sequence[ServerState]) -> AsyncIterator[None]:
         """Supervises the replicas while the context is open; ``standing`` are their servers."""
         keeping = []
         for replica, one in zip(self.engine.replicas.all, standing, strict=True):
-            if isinstance(one, Failed):
+            if isinstance(one, FailedServer):
                 replica.apply(Event.DIED, one.why)
             keeping.append(asyncio.create_task(self._keep(replica, one)))
             keeping[-1].add_done_callback(self._report)
@@ -201,7 +201,7 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.engine.replicas.fail(error)
 
-    async def _keep(self, replica: Replica, standing: Standing) -> None:
+    async def _keep(self, replica: Replica, standing: ServerState) -> None:
         """Supervises one replica until it is given up."""
         replica.supervised, loop = True, asyncio.get_running_loop()
         while True:
@@ -224,14 +224,14 @@ class Supervisor:
             replica.server = standing.server
             replica.apply(Event.ANSWERED)
 
-    async def _again(self, replica: Replica) -> Standing | None:
+    async def _again(self, replica: Replica) -> ServerState | None:
         """Restart the server; None after ``rollout.server.restarts`` attempts since it last ran for an hour.
 
-        One for each death under poison does not count. Raises OutOfFiles, of which the server is not the cause.
+        One for each death under poison does not count. Raises TooManyOpenFiles, of which the server is not the cause.
         A learner that takes turns with it trains first: its GPUs have no room for a start.
         """
         while (count := self.engine.tries(replica)) < self.section.restarts:
-            wait = wait_before(count)
+            wait = backoff_seconds(count)
             logger.warning("%s: restart %d of %d in %g s", replica.title, count + 1, self.section.restarts, wait)
             await asyncio.sleep(wait)
             await self.engine.weights.room()
@@ -239,15 +239,15 @@ class Supervisor:
             replica.apply(Event.RESTARTED)
             try:
                 return await self.restart(replica)
-            except OutOfFiles:
+            except TooManyOpenFiles:
                 raise
             except (ConfigError, EngineError, OSError) as error:
-                if isinstance(error, OSError) and (none_left := out_of_files(f"start of {replica.title}", error)):
+                if isinstance(error, OSError) and (none_left := open_files_error(f"start of {replica.title}", error)):
                     raise none_left from error
                 replica.apply(Event.DIED, str(error))
         return None
 
-    async def _until_dead(self, replica: Replica, standing: Standing) -> str:
+    async def _until_dead(self, replica: Replica, standing: ServerState) -> str:
         """Refit and watch the server until it is dead. Returns the cause."""
         reasons = (
             *(standing.ended(), self._fails(replica, standing), self._hangs(replica)),
@@ -262,7 +262,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.wait(tasks)  # else a request that is ending opens a connection that nothing closes
 
-    async def _fails(self, replica: Replica, standing: Standing) -> str:
+    async def _fails(self, replica: Replica, standing: ServerState) -> str:
         """Wait until a request fails fatally, or one fails and the server then does not answer a health check."""
         while True:
             await replica.suspected.wait()
@@ -301,7 +301,7 @@ class Supervisor:
         try:
             async with asyncio.timeout(_period()):
                 await self.engine.adapter.ping(replica.server)
-        except OutOfFiles:
+        except TooManyOpenFiles:
             raise
         except (TimeoutError, AttemptFailed, EngineError):
             return self.engine.weights.updating  # a push began meanwhile
@@ -321,16 +321,17 @@ class Supervisor:
         )
 
     async def _cannot_serve(self, replica: Replica) -> str:
-        """Wait until it cannot be refitted with the served weights. Raises OutOfFiles, of which it is not the cause."""
+        """Wait until it cannot be refitted with the served weights. Raises TooManyOpenFiles, of which it is not the
+        cause."""
         if replica.health is Health.STALE:
             try:
                 async with self.engine.weights.refitting:
                     await self.refit(replica.server.url)
-            except OutOfFiles:
+            except TooManyOpenFiles:
                 raise
             except (AttemptFailed, EngineError, SyncError) as error:
                 return f"{replica.server.url} cannot be refitted: {error}"
-        return await _never()
+        return await _unused_argument()
 
 
 class _Meter:
@@ -343,7 +344,7 @@ class _Meter:
     async def moves(self, seconds: float) -> bool | None:
         """Whether it made tokens since the last call (True at the first count); None if it has no requests, or cannot.
 
-        A server that does not answer in ``seconds`` makes none. Raises OutOfFiles, of which it is not the cause.
+        A server that does not answer in ``seconds`` makes none. Raises TooManyOpenFiles, of which it is not the cause.
         """
         if self._server.paused or not self._server.in_flight:
             self._before = None
@@ -351,7 +352,7 @@ class _Meter:
         try:
             async with asyncio.timeout(seconds):
                 made = await self._adapter.tokens(self._server)
-        except OutOfFiles:
+        except TooManyOpenFiles:
             raise
         except (TimeoutError, AttemptFailed, EngineError):
             return False
@@ -363,6 +364,6 @@ def _period() -> float:
     return replicas.HEALTH_SECONDS / _CHECKS
 
 
-async def _never() -> str:
+async def _unused_argument() -> str:
     await asyncio.Event().wait()
     raise AssertionError

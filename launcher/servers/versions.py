@@ -35,7 +35,7 @@ SECONDS = 4.0  # the limit for an interpreter's answer on a login node; 0.2 to 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class VersionComparison:
     """What two environments have, and why ranks of both cannot be one group; empty if they can."""
 
     table: str
@@ -44,17 +44,17 @@ class Compared:
 
 def compare_environments(
     config: RunConfig, environment: Mapping[str, str], *, learner: Path, engine: Path, seconds: float = SECONDS
-) -> Compared:
+) -> VersionComparison:
     """Ask both interpreters, under the variables of ``environment``.
 
     Raises EngineError if one does not answer within ``seconds``.
     """
     of_engine = libraries_of(engine, {**environment, **shared_settings(config, environment)}, seconds)
     both = {f"learner {learner}": libraries_of(learner, environment, seconds), f"engine {engine}": of_engine}
-    return Compared(table=library_table(both), problem=why_no_group(config, both))
+    return VersionComparison(table=library_table(both), problem=group_problem(config, both))
 
 
-def why_no_group(config: RunConfig, environments: Mapping[str, Libraries]) -> str:
+def group_problem(config: RunConfig, environments: Mapping[str, Libraries]) -> str:
     """Why ranks of these environments, by name, cannot receive weights as configured; else empty.
 
     Where it depends on the number of GPUs whether they join a group, ranks say it when they meet.
@@ -82,7 +82,7 @@ def describe_environments(learner: Path, engines: Sequence[Path]) -> str:
     return "\n".join([library_table({**of_learner, **of_engines}), *refused])
 
 
-def container_of(config: RunConfig) -> str | None:
+def other_container(config: RunConfig) -> str | None:
     """The container of ranks or servers, whose environment cannot be asked from outside; None if both are in none."""
     return None if config.run.launcher == "local" else config.slurm.container or config.slurm.engines.container
 

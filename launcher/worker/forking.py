@@ -19,9 +19,9 @@ from typing import NoReturn
 
 import psutil
 
-from launcher.processes.environment import uncollected
+from launcher.processes.environment import gc_disabled
 
-HELD_BACK = frozenset({signal.SIGINT, signal.SIGTERM})
+BLOCKED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Blocked in every rank and its parent: a terminal or Slurm sends them to all processes of a run."""
 _LEARNER = ("rl_megatron.learner.megatron", "rl_megatron.learner.world")
 _OTHERS = (  # they import nearly all that a rank imports until its second step
@@ -35,7 +35,7 @@ _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class RankProgram:
     """A rank's program: ``main(arguments)`` of ``module``. ``files``: this process's descriptors, by the numbers that
     they have in the program."""
 
@@ -56,9 +56,9 @@ def modules_of(device: str) -> tuple[str, ...]:
 
 def import_all(modules: Sequence[str]) -> None:
     """Import before the first fork. Errors are ignored: a rank raises them again, and reports them."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
-    quieten()
-    with uncollected():  # ranks' collections skip what is imported, too, so that its pages stay shared
+    signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED_SIGNALS)
+    silence_warnings()
+    with gc_disabled():  # ranks' collections skip what is imported, too, so that its pages stay shared
         given = os.environ.get("OPENBLAS_NUM_THREADS")
         os.environ["OPENBLAS_NUM_THREADS"] = given or "1"  # numpy's would start its threads now
         with contextlib.suppress(BaseException):
@@ -70,12 +70,12 @@ def import_all(modules: Sequence[str]) -> None:
                 importlib.import_module(module)
 
 
-def quieten() -> None:
+def silence_warnings() -> None:
     """Silence megatron's warnings about missing packages, which `doctor` reports."""
     warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
 
 
-def hindrance() -> str:
+def no_fork_reason() -> str:
     """Why this process must not fork ranks: what of it would not work in them, or be shared; empty if it may."""
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
@@ -84,7 +84,7 @@ def hindrance() -> str:
         return "the imports initialized CUDA"
     if found := psutil.Process().net_connections("inet"):
         return f"the imports opened a socket at {found[0].laddr}"
-    if (mask := signal.pthread_sigmask(signal.SIG_BLOCK, ())) != HELD_BACK:
+    if (mask := signal.pthread_sigmask(signal.SIG_BLOCK, ())) != BLOCKED_SIGNALS:
         return f"the imports changed the blocked signals to {sorted(signal.Signals(n).name for n in mask)}"
     return ""
 
@@ -99,7 +99,7 @@ def _gpu_in_use() -> bool:
     return bool(driver.cuCtxGetCurrent(ctypes.byref(context)) != _NOT_INITIALIZED)
 
 
-def start(program: Program, hindered: str, close: Iterable[int] = ()) -> int:
+def start(program: RankProgram, hindered: str, close: Iterable[int] = ()) -> int:
     """Start a rank: a fork, or if that is ``hindered`` a new interpreter. Returns its pid.
 
     ``close``: descriptors of this process that a fork must not keep.
@@ -107,23 +107,23 @@ def start(program: Program, hindered: str, close: Iterable[int] = ()) -> int:
     if hindered:
         command = [sys.executable, "-P", "-m", program.module, *program.arguments]
         actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in program.files.items()]
-        return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=HELD_BACK)
+        return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=BLOCKED_SIGNALS)
     for output in (sys.stdout, sys.stderr):
         output.flush()  # else the fork would write it again
     pid = os.fork()
     if pid == 0:
-        _be(program, close)
+        _run_child(program, close)
     return pid
 
 
-def _be(program: Program, close: Iterable[int]) -> NoReturn:
+def _run_child(program: RankProgram, close: Iterable[int]) -> NoReturn:
     code = 1
     try:
         for theirs, ours in program.files.items():
             os.dup2(ours, theirs)
         for descriptor in {*program.files.values(), *close}:
             os.close(descriptor)
-        _draw_anew()
+        _reseed()
         importlib.import_module(program.module).main(program.arguments)
         code = 0
     except BaseException:  # noqa: BLE001  the process boundary
@@ -135,7 +135,7 @@ def _be(program: Program, close: Iterable[int]) -> NoReturn:
         os._exit(code)
 
 
-def _draw_anew() -> None:
+def _reseed() -> None:
     """Seed from the system, as a new interpreter does: forks would all draw alike. Python's own does so by itself."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from launcher.processes.scratch import removed
+from launcher.processes.scratch import remove_at_exit
 from launcher.runs.folder import mirror_path
 from launcher.wire import Setup
 from launcher.worker.models import RankModels
@@ -20,26 +20,32 @@ from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.engines.local.engine import LocalEngine, decoder_of
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.feature import Encoding, Pushes, compression_of, encoding_of, load_side, pushes_of
-from rl_megatron.placement.files import writers_of_files
+from rl_megatron.placement.files import file_writer_ranks
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, WeightUpdate
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
-from rl_megatron.weights.checks.reports import Report, add_up, box_checksums, sent_checksums, sources_of
+from rl_megatron.weights.checks.reports import (
+    ChecksumReport,
+    box_checksums,
+    checksums_add_up,
+    sender_boxes,
+    sent_checksums,
+)
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan, plan_into_copies
 from rl_megatron.weights.routes.engine_ends import Sender
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
-from rl_megatron.weights.routes.mirror import Mirror, await_free, in_use, remove_abandoned
-from rl_megatron.weights.routes.rendezvous import Rendezvous, gather
+from rl_megatron.weights.routes.mirror import Mirror, lock_folder, remove_abandoned, wait_until_unlocked
+from rl_megatron.weights.routes.rendezvous import Rendezvous, gather_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Worker(RankModels):
+class LearnerRank(RankModels):
     """The calls of a learner rank. All but ``generate``, ``export``, ``checksums`` and ``verify`` are collective: the
     controller calls every rank."""
 
@@ -59,7 +65,7 @@ class Worker(RankModels):
         self._encoding = encoding_of(config)
         self._sender: Sender | None = None  # into engine ranks in other processes
         self._ends = ExitStack()
-        self._writers = writers_of_files(config)
+        self._writers = file_writer_ranks(config)
         self._holder = self._make_holder(config, setup.run_folder)
         self.start_from("policy", setup.model_folder)
         self._connect(config, setup.run_folder)
@@ -88,12 +94,12 @@ class Worker(RankModels):
         path, shapes, float32 = mirror_path(config, run_folder), self._hf.local_shapes(0), self._float32
         group: Sequence[int] = next((group for group in self._writers if self._rank in group), ())
         if group and self._rank == group[0]:
-            await_free(path.parent)
+            wait_until_unlocked(path.parent)
             if self._rank or not config.rollout.served:
-                self._ends.enter_context(removed(path.parent))
+                self._ends.enter_context(remove_at_exit(path.parent))
             given = (path, shapes, self._dtype, self._model_folder, self._encoding)
             make_mirror(*given, self._ends, float32=float32, writers=len(group))
-        gather("made", None)
+        gather_json("made", None)
         if not group:
             return None
         place = group.index(self._rank)
@@ -113,12 +119,12 @@ class Worker(RankModels):
         else:
             replicas = replace(self._hf, dims=ParallelDims(dp=self._layout.dims.world_size))
             transfers = plan(self._layout, replicas)
-        sources = sources_of(self._layout, self._hf)
+        sources = sender_boxes(self._layout, self._hf)
         self._sources = sources[self._rank]
         self._sealed = (
             config.rollout.served
             and self._encoding is None
-            and all(add_up(one, self._dtype.itemsize) for one in sources)
+            and all(checksums_add_up(one, self._dtype.itemsize) for one in sources)
         )
         transport = ProcessGroupTransport(
             transfers,
@@ -186,13 +192,13 @@ class Worker(RankModels):
     def _as_pushed(self) -> AbstractContextManager[None]:
         return self._learners["policy"].merged() if self._merges else nullcontext()
 
-    def sums(self) -> Report:
+    def sums(self) -> ChecksumReport:
         """Checksums of this rank's boxes of the weights in the mirror."""
         if self._sealed:
             dtypes = self._dtypes_in_files
             with self._as_pushed():
                 return sent_checksums(self._sources, self._tensors, lambda one, box: box.to(dtypes[one.hf]))
-        return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
+        return self._holder.sums() if isinstance(self._holder, Mirror) else ChecksumReport(rows=(), seconds=0.0)
 
     @cached_property
     def _dtypes_in_files(self) -> Mapping[str, torch.dtype]:
@@ -208,7 +214,10 @@ class Worker(RankModels):
         learner, hf, sources, encoder = self._layout, self._hf, self._sources, None
         if (encoding := self._encoding) is not None:
             learner, hf = encoding.layout(learner, hf), encoding.layout(hf, hf)
-            sources, encoder = sources_of(learner, hf)[self._rank], encoding.encoder(learner, self._rank, self._tensors)
+            sources, encoder = (
+                sender_boxes(learner, hf)[self._rank],
+                encoding.encoder(learner, self._rank, self._tensors),
+            )
         if self._sender is not None:
             self._sender.close()
         layouts = learner, recorded_layout(hf, ranks)
@@ -222,7 +231,7 @@ class Worker(RankModels):
             return error
         return None
 
-    def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
+    def send(self, version: int) -> tuple[WeightUpdate, ChecksumReport] | SyncError:
         """Send this rank's shards to the engine ranks. Returns a SyncError if these fail."""
         assert self._sender is not None
         self._learners["policy"].gather()
@@ -269,5 +278,5 @@ def make_mirror(
     runs that were killed left beside it is removed."""
     Mirror.make(path, shapes, dtype, model_folder / "config.json", encoding, float32=float32, writers=writers)
     if path.is_relative_to(NODE_MEMORY):
-        ends.enter_context(in_use(path.parent))
+        ends.enter_context(lock_folder(path.parent))
         remove_abandoned(path.parent)

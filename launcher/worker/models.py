@@ -25,23 +25,23 @@ from launcher.wire import Setup
 from rl_megatron import digests
 from rl_megatron.config.beside import frozen_folders, separate
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.rows import HeldRows
-from rl_megatron.data.samples import as_seen
-from rl_megatron.digests import Digest, Written
+from rl_megatron.data.rows import RankRows
+from rl_megatron.data.samples import micro_batch_for_pass
+from rl_megatron.digests import Digest, SaveDigests
 from rl_megatron.entries import PLANNER, load_own
 from rl_megatron.errors import GB, RLMegatronError, WeightError
 from rl_megatron.feature import adapter_layouts, load_side
-from rl_megatron.files import make_inside, naming
-from rl_megatron.interfaces import Pass
+from rl_megatron.files import add_path_to_errors, make_inside
+from rl_megatron.interfaces import ForwardPass
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.observability import timeline
 from rl_megatron.observability.timeline import FOLDER, Recorded
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Loss, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.bytes.moving_average import MovingAverage
-from rl_megatron.weights.bytes.parked import Parked
+from rl_megatron.weights.bytes.parked import OffloadedTensors
 from rl_megatron.weights.checkpoints.megatron import is_megatron
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, TensorSource, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, RandomWeights, TensorSource, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from rl_megatron.data.rows import OwnLayers, Share
     from rl_megatron.learner.checkpoint.saving import ShardSave
-    from rl_megatron.learner.checkpoint.state import Companions
+    from rl_megatron.learner.checkpoint.state import ExtraState
     from rl_megatron.learner.trained import MegatronLearner, MegatronScorer
     from rl_megatron.weights.layouts.layout import Layout
 
@@ -84,7 +84,7 @@ class Recording:
             torch.cuda.synchronize()  # of kernels that were launched the ends are recorded, too
         profiler.stop()
         try:
-            with naming(file):
+            with add_path_to_errors(file):
                 make_inside(file.parent)
                 file.touch(mode=0o600)
                 profiler.export_chrome_trace(str(file))
@@ -110,11 +110,11 @@ class RankModels:
         from rl_megatron.learner import world
 
         self._config = config = setup.config
-        self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
+        self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.destroy_process_groups
         self._made_up = config.seed if config.model.random_weights else None
         policy = job_shape(config, read_shape(setup.model_folder, config.learner.model))
         self._shape, self._vocab_size = role_shape(config, policy, setup.role, setup.code), policy.vocab_size
-        self._device = world.join(
+        self._device = world.init_process_groups(
             config.learner,
             rank=rank,
             rendezvous=setup.rendezvous,
@@ -124,12 +124,12 @@ class RankModels:
         )
         if config.profile.memory:
             remember()
-        self._relay, self._rows = world.Relay(config.learner, rank), HeldRows()
+        self._relay, self._rows = world.Relay(config.learner, rank), RankRows()
         self._learners = self._make_learners(config, setup.role)
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
         self._average: MovingAverage | None = None  # the policy's; its tensors are the reference's, if that follows
-        self._leaving, self._parked = config.learner.offload.leaving, Parked(SLAB)
+        self._leaving, self._parked = config.learner.offload.leaving, OffloadedTensors(SLAB)
         self._saves_apart = config.checkpoint.async_save
         self._saving: dict[str, ShardSave] = {}  # saves that are not written yet, by role
         self._shares_gpus = setup.role == LEARNER  # servers may be on its GPU; separate roles have their own nodes
@@ -218,7 +218,9 @@ class RankModels:
                 f"{folder}: the {role} has no tensor for {len(beyond)} of its tensors, as {beyond[0]!r}; give a model "
                 "of the policy's sizes"
             )
-        source: TensorSource = MadeUp(folder, hf.local_shapes(0), self._made_up or 0) if random else HFFolder(folder)
+        source: TensorSource = (
+            RandomWeights(folder, hf.local_shapes(0), self._made_up or 0) if random else HFFolder(folder)
+        )
         read_boxes(source, hf, layout, self._rank, tensors | unused)
         if tensors is self._reference and self._average is not None:
             self._average.restart()
@@ -287,7 +289,9 @@ class RankModels:
         """Free the columns of a step. Not collective."""
         self._rows.forget()
 
-    def score(self, passes: Sequence[Pass], share: Share | None) -> list[tuple[dict[Want, list[Tensor]] | None, float]]:
+    def score(
+        self, passes: Sequence[ForwardPass], share: Share | None
+    ) -> list[tuple[dict[Want, list[Tensor]] | None, float]]:
         """What each of the passes says of each micro-batch, None except on the rank that reports for its DP rank; and
         the seconds that it took."""
         replaying = [one.role for one in passes if one.replays] or [passes[0].role]
@@ -295,7 +299,7 @@ class RankModels:
         answers = []
         for one in passes:
             began = time.perf_counter()
-            seen = [as_seen(m, replays=one.replays, last_tokens=one.last_tokens) for m in micro_batches]
+            seen = [micro_batch_for_pass(m, replays=one.replays, last_tokens=one.last_tokens) for m in micro_batches]
             answers.append((self._said(one.role, seen, one.want), time.perf_counter() - began))
         return answers
 
@@ -339,15 +343,15 @@ class RankModels:
         with policy.merged():
             self._average.move(policy.tensors, rate)
 
-    def _beside(self, role: str) -> Companions | None:
+    def _beside(self, role: str) -> ExtraState | None:
         """What a checkpoint of the role holds beside its model: of the policy the reference that follows it, if it has
         weights."""
-        from rl_megatron.learner.checkpoint.state import Companions
+        from rl_megatron.learner.checkpoint.state import ExtraState
 
         if role != "policy" or self._average is None:
             return None
         held = {"reference": self._average.tensors, "reference_rest": self._average.rest}
-        return Companions(
+        return ExtraState(
             tensors={name: tensors for name, tensors in held.items() if tensors}, values=self._parked.on_host
         )
 
@@ -362,19 +366,19 @@ class RankModels:
             self._saving[role].wait()
         return self._saving[role].written
 
-    def durable(self, role: str) -> Written:
+    def durable(self, role: str) -> SaveDigests:
         """Finish the save with the other ranks. Raises CheckpointError."""
         return self._saving.pop(role).durable()
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
         """Problems of a checkpoint's files, of which this rank reads a share; see digests.misfits."""
-        return digests.misfits(folder, files, read=True)
+        return digests.mismatches(folder, files, read=True)
 
     def load(self, role: str, folder: Path) -> None:
         """Load a saved state. Raises CheckpointError."""
-        from rl_megatron.learner.checkpoint.state import holds_beside
+        from rl_megatron.learner.checkpoint.state import has_extra_state
 
-        if role == "policy" and self._config.reference_moves and holds_beside(folder):  # a warm start's holds none
+        if role == "policy" and self._config.reference_moves and has_extra_state(folder):  # a warm start's holds none
             self._hold_reference(self._layouts_of("reference", self._model_folder)[1])
         self._learner(role).load(folder, self._beside(role))
 
@@ -397,37 +401,37 @@ def _held(models: Mapping[str, M], role: str) -> M:
     return models[role]
 
 
-_SAID = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_OOM_MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _ENTRIES = 200_000  # allocations and frees that are remembered, the latest
 
 
 def remember() -> None:
-    """Have torch record where memory is allocated from now on, for `lines_of_memory`."""
+    """Have torch record where memory is allocated from now on, for `memory_report`."""
     torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
 
 
 @contextmanager
-def telling_of_memory(setup: Setup, rank: int) -> Iterator[None]:
-    """Have an error inside for want of a GPU's memory carry `lines_of_memory` of this rank as notes."""
+def with_memory_notes(setup: Setup, rank: int) -> Iterator[None]:
+    """Have an error inside for want of a GPU's memory carry `memory_report` of this rank as notes."""
     try:
         yield
     except RuntimeError as error:
-        for line in lines_of_memory(setup, rank) if of_full_memory(error) else ():
+        for line in memory_report(setup, rank) if is_out_of_memory(error) else ():
             error.add_note(line)
         raise
 
 
-def of_full_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU's memory is full: torch's own error, or the words of libraries that allocate beside torch.
 
     These are NCCL's ``Cuda failure 2 'out of memory'`` in a DistBackendError, CUDA's ``CUDA error: out of memory`` and
     cuBLAS's status. What torch says of a full machine has none of them.
     """
-    words = isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
+    words = isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_MESSAGES)
     return words or isinstance(error, torch.OutOfMemoryError)
 
 
-def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:
+def memory_report(setup: Setup, rank: int) -> Iterator[str]:
     """The plan of this rank's GPU beside what torch holds of it now; a snapshot with ``profile.memory``.
 
     Nothing is raised: the rank has an error already.

@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from launcher.processes.environment import die_with, variables
+from launcher.processes.environment import exit_with_parent, variables
 from launcher.processes.guards import ENDING
 from launcher.wire import Call, Muster, this_node
-from launcher.worker.forking import HELD_BACK, Program, hindrance, import_all, modules_of, start
-from rl_megatron.placement.names import called, file_stem
+from launcher.worker.forking import BLOCKED_SIGNALS, RankProgram, import_all, modules_of, no_fork_reason, start
+from rl_megatron.placement.names import file_stem, rank_label
 from rl_megatron.placement.ranks import shares_of_cores
 
 _PEERS_SECONDS = 2.0  # the controller is notified of a rank's end before that of ranks that end because of it
@@ -36,7 +36,7 @@ def main() -> None:
 def run(muster: Muster) -> NoReturn:
     """Start the ranks of this node, and wait for them. Exits as `main`."""
     if muster.parent is not None:
-        die_with(muster.parent)
+        exit_with_parent(muster.parent)
     os.environ.update(variables(threads=muster.call.threads, device=muster.call.device))
     import_all(modules_of(muster.call.device))
     sys.exit(_first_failure(_start_all(muster), None if muster.parent is not None else _PEERS_SECONDS))
@@ -44,14 +44,14 @@ def run(muster: Muster) -> NoReturn:
 
 def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
     """Start every rank of this node. Returns by pid its name, and its stderr if that is the controller's."""
-    ranks, hindered = muster.ranks_of(this_node()), hindrance()
+    ranks, hindered = muster.ranks_of(this_node()), no_fork_reason()
     shares = shares_of_cores(_own_cores() if muster.parent is None else {}, len(ranks))
     for descriptor in muster.stderr:  # processes that this one starts do not inherit it
         os.set_inheritable(descriptor, False)
     outputs = [os.fdopen(descriptor, "w") for descriptor in muster.stderr]
     started: dict[int, tuple[str, TextIO | None]] = {}
     for local, (role, rank) in enumerate(ranks):
-        call, name = replace(muster.call, role=role, hindered=hindered, cpus=shares[local]), called(role, rank)
+        call, name = replace(muster.call, role=role, hindered=hindered, cpus=shares[local]), rank_label(role, rank)
         if outputs:
             pid = _start(rank, call, {2: outputs[local].fileno()}, [file.fileno() for file in outputs])
             started[pid] = name, outputs[local]
@@ -59,7 +59,7 @@ def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
         os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(local))  # as if srun had started it
         with (Path(muster.folder) / f"{file_stem(role, rank)}.txt").open("ab") as output:
             started[_start(rank, call, dict.fromkeys((1, 2), output.fileno()))] = name, None
-    for number in signal.sigpending() & HELD_BACK:  # arrived before there were ranks to pass it on
+    for number in signal.sigpending() & BLOCKED_SIGNALS:  # arrived before there were ranks to pass it on
         os.kill(next(iter(started)), number)
     return started
 
@@ -71,7 +71,7 @@ def _start(rank: int, call: Call, output: Mapping[int, int], close: Sequence[int
     os.close(writing)
     with open(reading, "rb") as line:
         arguments = (str(rank), str(os.getpid()))
-        program = Program(module="launcher.worker.process", arguments=arguments, files={0: line.fileno(), **output})
+        program = RankProgram(module="launcher.worker.process", arguments=arguments, files={0: line.fileno(), **output})
         return start(program, call.hindered, close)
 
 

@@ -25,16 +25,16 @@ from typing import NoReturn
 from launcher import wire
 from launcher.processes import limits, stacks
 from launcher.processes.engine_guard import interface_of
-from launcher.processes.environment import die_with, of_one_order, uncollected, variables
+from launcher.processes.environment import exit_with_parent, gc_disabled, of_one_order, variables
 from launcher.wire import STACKS, Call, Hello, Setup, this_node
-from launcher.worker.forking import HELD_BACK, quieten
-from launcher.worker.learner_rank import Worker
-from launcher.worker.models import RankModels, of_full_memory, telling_of_memory
+from launcher.worker.forking import BLOCKED_SIGNALS, silence_warnings
+from launcher.worker.learner_rank import LearnerRank
+from launcher.worker.models import RankModels, is_out_of_memory, with_memory_notes
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability import activity, timeline
 from rl_megatron.observability.timeline import RankTimed
-from rl_megatron.placement.names import LEARNER, called, file_stem
-from rl_megatron.user_code import import_from
+from rl_megatron.placement.names import LEARNER, file_stem, rank_label
+from rl_megatron.user_code import add_import_folder
 
 _SENDING = threading.Lock()  # one message at a time into the pipe
 Calls = SimpleQueue[tuple[int, wire.Message] | None]
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     It ends within seconds of the controller.
     """
     rank, parent = map(int, arguments)
-    die_with(parent)
+    exit_with_parent(parent)
     with os.fdopen(os.dup(0)) as line, open(os.devnull, "rb") as nothing:
         call = Call(**json.loads(line.readline()))
         os.dup2(nothing.fileno(), 0)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def serve(call: Call, rank: int) -> None:
     """Run as ``rank`` until the controller requests the end or is gone. Called in a main thread."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # one thread waits for them and passes them on
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # one thread waits for them and passes them on
     limits.raise_open_files()
     connection, address = wire.connect(call.host, call.port, bytes.fromhex(call.token), seconds=call.seconds)
     os.environ.update(variables(threads=call.threads, device=call.device))
@@ -77,8 +77,8 @@ def serve(call: Call, rank: int) -> None:
         hindered=call.hindered,
     )
     connection.send_bytes(hello.line())
-    multiprocessing.current_process().name = called(call.role, rank)
-    with telling(connection):
+    multiprocessing.current_process().name = rank_label(call.role, rank)
+    with reporting_errors(connection):
         threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
         threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()
         run_worker(connection, rank, store.detach() if store else None)
@@ -86,14 +86,14 @@ def serve(call: Call, rank: int) -> None:
 
 def _live(connection: Connection) -> NoReturn:
     """Send heartbeats, and end this process when the controller is gone, even inside a collective."""
-    say_alive(connection)
+    send_heartbeats(connection)
     os._exit(1)
 
 
 def _pass_on(connection: Connection) -> None:
     """Forward signals to the controller, which decides: Slurm sends SIGTERM to all ranks before preemption."""
     while True:
-        say(connection, "signal", signal.Signals(signal.sigwait(HELD_BACK)).name)
+        send_message(connection, "signal", signal.Signals(signal.sigwait(BLOCKED_SIGNALS)).name)
 
 
 def run_worker(connection: Connection, rank: int, store: int | None = None) -> None:
@@ -101,8 +101,8 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
 
     ``store``: see ``world.join``.
     """
-    quieten()
-    with uncollected():
+    silence_warnings()
+    with gc_disabled():
         import rl_megatron.learner.megatron  # noqa: F401  slow, so it runs while the controller still prepares
 
     try:
@@ -110,7 +110,7 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     except EOFError:  # the controller closed the stream
         return
     setup: Setup = wire.unpack(message)
-    import_from(setup.code)
+    add_import_folder(setup.code)
     if setup.config.learner.deterministic:
         os.environ.update(of_one_order(os.environ))
     from rl_megatron.observability.log import run_log
@@ -121,14 +121,14 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     calls: Calls = SimpleQueue()
     threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
     logged = run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank)
-    with logged, telling_of_memory(setup, rank):
-        worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
-        say(connection, "ok", worker.gpu)
+    with logged, with_memory_notes(setup, rank):
+        worker = (LearnerRank if setup.role == LEARNER else RankModels)(setup, rank, store)
+        send_message(connection, "ok", worker.gpu)
         _serve(connection, worker, calls)
 
 
 @contextlib.contextmanager
-def telling(connection: Connection) -> Iterator[None]:
+def reporting_errors(connection: Connection) -> Iterator[None]:
     """Send the controller any exception that ends this process or one of its threads, including BaseExceptions, which
     torch raises for failed checkpoints."""
     try:
@@ -136,16 +136,16 @@ def telling(connection: Connection) -> Iterator[None]:
     except BaseException as error:  # noqa: BLE001  a process boundary: the controller shows it with the rank
         with contextlib.suppress(OSError):  # the controller is gone
             if isinstance(error, RLMegatronError):
-                say(connection, "refused", error)
+                send_message(connection, "refused", error)
             else:
                 first = traceback.format_exception_only(error)[0].splitlines()[0]
                 said = "\n".join((first, *getattr(error, "__notes__", ()), traceback.format_exc()))
-                say(connection, "raised" if _machines(error) else "erred", said)
+                send_message(connection, "raised" if _machines(error) else "erred", said)
 
 
 def _machines(error: BaseException) -> bool:
     """Whether the machine or a peer may be the cause: errors of NCCL, gloo, CUDA and files, except out of memory."""
-    return isinstance(error, RuntimeError | OSError) and not of_full_memory(error)
+    return isinstance(error, RuntimeError | OSError) and not is_out_of_memory(error)
 
 
 def _hear(connection: Connection, calls: Calls) -> None:
@@ -171,24 +171,24 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
         answer = getattr(worker, name)(*arguments)
         activity.rest()
-        say(connection, "ok", answer, timeline.timed(arrived, worker.peak))
+        send_message(connection, "ok", answer, timeline.timed(arrived, worker.peak))
         if name == "close":
             return
 
 
-def say(connection: Connection, status: str, value: object, timed: RankTimed | None = None) -> None:
+def send_message(connection: Connection, status: str, value: object, timed: RankTimed | None = None) -> None:
     """Send one message to the controller, from any thread; ``timed`` goes with an answer."""
     message = wire.pack((status, value, timed))
     with _SENDING:
         wire.send(connection, message)
 
 
-def say_alive(connection: Connection) -> None:
+def send_heartbeats(connection: Connection) -> None:
     """Send a heartbeat each second, with the activity, so that the controller can tell a long step from a hang."""
-    with telling(connection):
+    with reporting_errors(connection):
         while True:
-            say(connection, "alive", activity.now())
-            stacks.living()
+            send_message(connection, "alive", activity.now())
+            stacks.postpone_stack_dump()
             time.sleep(1.0)
 
 

@@ -17,19 +17,19 @@ import numpy as np
 from typing_extensions import override
 
 from rl_megatron.agents.conversation.conversation import Conversation, TokenRows
-from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.conversation.messages import UnsupportedMessages
 from rl_megatron.agents.conversation.templates import Template
 from rl_megatron.agents.endpoint.server import Endpoint, RequestCounts
-from rl_megatron.agents.endpoint.shapes import RequestRefused, Served, ServedTurn
-from rl_megatron.agents.parsers import Parsed, Parser, opens_thought
+from rl_megatron.agents.endpoint.shapes import ConversationHandler, RequestRejected, ServedTurn
+from rl_megatron.agents.parsers import ParsedReply, Parser, opens_thought
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.reward import EnvironmentSection
-from rl_megatron.environments.protocol import LimitReached, Model, OpenAIMessage, Reply
+from rl_megatron.environments.protocol import AgentModelClient, LimitReached, OpenAIMessage, Reply
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.sampler import sampled_by
+from rl_megatron.rollout.sampler import traced_generate
 from rl_megatron.seeds import text_seed
-from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
+from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, StopReason, TokenSequence, Turn
 
 T = TypeVar("T")
 _LEAST_SECONDS = 1.0  # of a turn in a server, which aborts it then and gets it again until it has a token
@@ -38,7 +38,7 @@ _OPENING = 16  # tokens at the end of a prompt that have its <think> in them, wh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaySetting:
+class EpisodeSettings:
     """What all trajectories of a call have in common."""
 
     engine: RolloutEngine
@@ -53,7 +53,7 @@ class PlaySetting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryPlace:
+class TrajectoryKey:
     """Which trajectory it is: everything that it depends on besides the weights."""
 
     task: Prompt
@@ -62,17 +62,17 @@ class TrajectoryPlace:
     seed: int
 
 
-class LongPrompt(Exception):
+class PromptTooLong(Exception):
     """What the model should read first is longer than ``rollout.max_prompt_tokens``; the text says so."""
 
 
-class Episode(Served):
+class Episode(ConversationHandler):
     """Samples the turns of one trajectory. ``stop`` is why it can have no further one.
 
     Of calls at once, each is answered after the one before.
     """
 
-    def __init__(self, setting: PlaySetting, place: TrajectoryPlace) -> None:
+    def __init__(self, setting: EpisodeSettings, place: TrajectoryKey) -> None:
         self.conversation = Conversation(setting.template, setting.params.stop_token_ids)
         self.replies: list[Reply] = []
         self.turns: list[Turn] = []  # one for each reply
@@ -103,9 +103,8 @@ class Episode(Served):
     async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]]) -> Reply:
         """Sample the turn that follows ``messages``.
 
-        Raises LimitReached, LongPrompt for the first, and what the engine raises. A turn that was cut is answered, and
-        is the last; so is one that the template cannot show.
-        """
+        Raises LimitReached, PromptTooLong for the first, and what the engine raises. A turn that was cut is answered,
+        and is the last; so is one that the template cannot show."""
         async with self._asked():
             reply, _, _ = await self._reply(messages, tools, None)
             return reply
@@ -115,7 +114,7 @@ class Episode(Served):
         self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
     ) -> ServedTurn:
         if tools and self._setting.parser is None:
-            raise RequestRefused(
+            raise RequestRejected(
                 400, "tools: the run reads no calls of them in what its model writes; set environment.tool_parser"
             )
         async with self._answering():
@@ -131,7 +130,7 @@ class Episode(Served):
     async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
         prompt = np.array(token_ids, np.int32)
         if not len(prompt) or int(prompt.max()) >= self._setting.vocab_size:
-            raise RequestRefused(
+            raise RequestRejected(
                 400, f"token_ids: one or more ids in [0, {self._setting.vocab_size}) are needed, got {token_ids[:8]}..."
             )
         async with self._answering():
@@ -146,7 +145,7 @@ class Episode(Served):
         """The reply, and the tokens of its prompt and its own."""
         try:
             asked = await _off_loop(self.conversation.prompt_for, messages, tools)
-        except MessagesRefused as error:
+        except UnsupportedMessages as error:
             if await _off_loop(self.conversation.cannot_show_turn, messages, tools):  # the model's doing
                 raise self._ended("bad_call") from error
             raise
@@ -155,7 +154,7 @@ class Episode(Served):
         reply = self._keep(self.conversation.add(asked, completion, read.message), read)
         return reply, len(asked.token_ids), len(completion.token_ids)
 
-    def _read(self, prompt: TokenIds, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> Parsed:
+    def _read(self, prompt: TokenIds, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
         if self._setting.parser is None:
             return _unparsed(self._setting.template.decode(completion.token_ids))
         ids = completion.token_ids
@@ -165,7 +164,7 @@ class Episode(Served):
         read = self._setting.parser(self._setting.template.decode(ids, special=True), tools, opened=opened)
         return replace(read, message=_with_ids(read.message, f"{self._place.seed} {len(self.replies)}"))
 
-    def _keep(self, turn: Turn | None, read: Parsed) -> Reply:
+    def _keep(self, turn: Turn | None, read: ParsedReply) -> Reply:
         assert turn is not None  # no completion is empty
         bad_call = read.problem if turn.finish_reason == "stop" else None  # else it was cut
         self.turns.append(turn)
@@ -180,7 +179,7 @@ class Episode(Served):
         async with self._turn:
             try:
                 yield
-            except (LimitReached, LongPrompt, EngineError) as error:
+            except (LimitReached, PromptTooLong, EngineError) as error:
                 self.failed = error
                 raise
             self.failed = None
@@ -191,10 +190,10 @@ class Episode(Served):
         try:
             async with self._asked():
                 yield
-        except LongPrompt as error:
-            raise RequestRefused(400, str(error)) from error
+        except PromptTooLong as error:
+            raise RequestRejected(400, str(error)) from error
         except LimitReached as error:
-            raise RequestRefused(
+            raise RequestRejected(
                 410, f"the trajectory has ended at a limit ({error.stop}) and may have no further turn"
             ) from error
 
@@ -216,7 +215,7 @@ class Episode(Served):
         request = self._request(tuple(token_ids.tolist()), most)
         try:
             async with asyncio.timeout(self._patience):
-                (completion,) = await sampled_by(self._setting.engine, request, self._decode)
+                (completion,) = await traced_generate(self._setting.engine, request, self._decode)
         except TimeoutError as error:
             raise self._ended("seconds") from error
         if not len(completion.token_ids):
@@ -248,7 +247,9 @@ class Episode(Served):
         """Number of sampled tokens."""
         return sum(len(one.logprobs) for one in self.turns)
 
-    def chains(self, rewards: Sequence[float | None] = (), states: Sequence[str | None] = ()) -> tuple[Chain, ...]:
+    def chains(
+        self, rewards: Sequence[float | None] = (), states: Sequence[str | None] = ()
+    ) -> tuple[TokenSequence, ...]:
         """The rows to train on; ``rewards`` and names of ``states`` are of the first turns."""
         numbered = enumerate(zip_longest(self.turns, rewards[: len(self.turns)], states[: len(self.turns)]))
         of = {id(one): replace(one, number=n, reward=reward, state=state) for n, (one, reward, state) in numbered}
@@ -269,7 +270,7 @@ class Episode(Served):
     def _check_first(self, length: int) -> None:
         most = self._setting.max_prompt_tokens
         if length > most:
-            raise LongPrompt(f"the first prompt has {length} tokens, rollout.max_prompt_tokens={most}")
+            raise PromptTooLong(f"the first prompt has {length} tokens, rollout.max_prompt_tokens={most}")
 
     def _check_limits(self, room: int) -> None:
         section = self._setting.section
@@ -320,14 +321,14 @@ def _with_ids(message: OpenAIMessage, turn: str) -> OpenAIMessage:
     return {**message, "tool_calls": calls}
 
 
-def _unparsed(text: str) -> Parsed:
-    return Parsed(message={"role": "assistant", "content": text})
+def _unparsed(text: str) -> ParsedReply:
+    return ParsedReply(message={"role": "assistant", "content": text})
 
 
 _OPENING_LIMIT = 60.0  # seconds; a trajectory without time left gets a URL too, which refuses its turns by that reason
 
 
-class AgentModel(Model):
+class AgentModel(AgentModelClient):
     """One trajectory's, made in the event loop that serves it and used in the agent's own thread."""
 
     def __init__(self, episode: Episode, endpoint: Endpoint) -> None:

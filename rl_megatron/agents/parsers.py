@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-MOST_DEEP = 64
+MAX_DEPTH = 64
 _THINK = "<think>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
+class ParsedReply:
     """An assistant's message in OpenAI's form: content, ``reasoning_content`` and ``tool_calls`` where it has them.
 
     Where a call cannot be read there are no calls, and the content is all the text after the reasoning, as the model
@@ -28,7 +28,7 @@ class Parsed:
 class Parser(Protocol):
     """Reads the tool calls and the reasoning of one format out of what a model wrote."""
 
-    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
         """The message of a turn's ``text``, which has its special tokens, but not the stop token.
 
         ``tools`` are the request's, for formats that do not write the types of arguments. ``opened``: the prompt ends
@@ -41,28 +41,28 @@ class BadCall(ValueError):
     """A call that cannot be read; the text says why."""
 
 
-def json_of(written: str) -> object:
+def parse_json(written: str) -> object:
     """The value of a JSON text that a model wrote. Raises ValueError, also for what others could not read again."""
     try:
-        return readable(json.loads(written))
+        return parse_readable_json(json.loads(written))
     except RecursionError as error:
-        raise ValueError(f"it is nested more than {MOST_DEEP} deep") from error
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from error
 
 
-def readable(value: object) -> object:
+def parse_readable_json(value: object) -> object:
     """The value of JSON, if templates and clients can read it. Raises ValueError for one that is nested more than 64
     deep, for NaN and infinity, and for a half of a surrogate pair, which no tokenizer takes."""
     level = [value]
-    for _ in range(MOST_DEEP + 1):
+    for _ in range(MAX_DEPTH + 1):
         lists = [[*one.values()] if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         level = [inner for one in lists for inner in one]
     if level:
-        raise ValueError(f"it is nested more than {MOST_DEEP} deep")
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value
 
 
-def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], problem: str | None = None) -> Parsed:
+def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], problem: str | None = None) -> ParsedReply:
     """The message with calls of (name, arguments as JSON text), which have no ids yet."""
     message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
     if reasoning:
@@ -71,7 +71,7 @@ def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], probl
         message["tool_calls"] = [
             {"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
         ]
-    return Parsed(message=message, problem=problem)
+    return ParsedReply(message=message, problem=problem)
 
 
 def opens_thought(prompt: str) -> bool:
@@ -94,16 +94,16 @@ def split_thought(text: str, call: str, *, opened: bool) -> tuple[str, str]:
     return (inside if again and not before.strip() else thought).strip("\n"), rest.lstrip("\n")
 
 
-def call_of(written: str) -> tuple[str, str]:
+def parse_call(written: str) -> tuple[str, str]:
     """Name and arguments of a call that is a JSON object with both. Raises BadCall."""
     try:
-        value = json_of(written)
+        value = parse_json(written)
     except ValueError as error:
         raise BadCall(f"a call is no JSON ({error}): {written.strip()[:200]}") from error
-    return call_of_value(value)
+    return call_from_object(value)
 
 
-def call_of_value(value: object) -> tuple[str, str]:
+def call_from_object(value: object) -> tuple[str, str]:
     """Name and arguments of a call that was read as an object. Raises BadCall."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise BadCall(f"a call is {json.dumps(value)[:200]}; it must be an object with a name")
@@ -113,10 +113,10 @@ def call_of_value(value: object) -> tuple[str, str]:
     return value["name"], json.dumps(arguments, ensure_ascii=False)
 
 
-def arguments_of(name: str, written: str) -> str:
+def parse_arguments(name: str, written: str) -> str:
     """The arguments as the model wrote them. Raises BadCall if they are no JSON object."""
     try:
-        value = json_of(written)
+        value = parse_json(written)
     except ValueError as error:
         raise BadCall(f"the arguments of {name!r} are no JSON ({error}): {written.strip()[:200]}") from error
     if not isinstance(value, dict):
@@ -128,7 +128,7 @@ _BEGIN = "<｜tool▁calls▁begin｜>"
 _BLOCK = re.compile(r"([^\n]*)\n```json\n(.*)\n```", re.DOTALL)
 
 
-def deepseek(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
+def deepseek(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
     """A section of calls without a whole one is a problem."""
     reasoning, rest = split_thought(text, _BEGIN, opened=opened)
     content, found, written = rest.partition(_BEGIN)
@@ -149,8 +149,8 @@ def _deepseek_call(written: str) -> tuple[str, str]:
     if not ended or not found:
         raise BadCall(f"a section of calls has one that does not end: {written[:200]}")
     if block := _BLOCK.fullmatch(second.strip()):  # then ``first`` is the type, which is always "function"
-        return block[1], arguments_of(block[1], block[2])
-    return first, arguments_of(first, second)
+        return block[1], parse_arguments(block[1], block[2])
+    return first, parse_arguments(first, second)
 
 
 _GLM_TAG = re.compile("</?(?:tool_call|arg_value)>")
@@ -166,7 +166,7 @@ _TYPES = {  # of values, as a schema names them
 _PAIR = re.compile(r"(?><arg_key>(.*?)</arg_key>)\s*+(?><arg_value>(.*?)</arg_value>)\s*+", re.DOTALL)
 
 
-def glm(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
+def glm(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
     """A value is JSON; a text where it is none, and where the tool's schema allows texts but no such JSON."""
     reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, behind = rest.partition("<tool_call>")
@@ -235,7 +235,7 @@ def _listed(schema: Mapping[str, Any], key: str) -> Sequence[object]:
 
 def _value(written: str, types: set[str]) -> object:
     try:
-        value = json_of(written)
+        value = parse_json(written)
     except ValueError:
         return written
     as_text = "string" in types and (isinstance(value, str) or not _TYPES[type(value)] & types)
@@ -247,7 +247,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-def harmony(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
+def harmony(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
     """``analysis`` is the reasoning; ``final``, and ``commentary`` to nobody, are content."""
     reasoning, content, calls = list[str](), list[str](), list[tuple[str, str]]()
     try:
@@ -259,7 +259,7 @@ def harmony(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool 
             body, channel = _END.split(body)[0], _CHANNEL.search(header)
             if recipient := _RECIPIENT.search(header):
                 name = recipient[1].removeprefix("functions.")
-                calls.append((name, arguments_of(name, body)))
+                calls.append((name, parse_arguments(name, body)))
             elif channel is not None and channel[1] == "analysis":
                 reasoning.append(body)
             else:
@@ -272,14 +272,14 @@ def harmony(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # the last may lack its end, as vLLM allows
 
 
-def hermes(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
+def hermes(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
     """What stands before the first call is content; what stands after it is not shown."""
     reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, _ = rest.partition("<tool_call>")
     if not found:
         return parsed(rest, reasoning, ())
     try:
-        calls = [call_of(written) for written in _CALL.findall(rest)]
+        calls = [parse_call(written) for written in _CALL.findall(rest)]
     except BadCall as error:
         return parsed(rest, reasoning, (), str(error))
     return parsed(content, reasoning, calls)
@@ -288,7 +288,7 @@ def hermes(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool =
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def llama3(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
+def llama3(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
     """Several calls stand one after the other, with ``;`` between them. An answer that is other JSON is content.
 
     A turn with ``<|python_tag|>`` must be calls.
@@ -303,7 +303,7 @@ def llama3(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool =
     try:
         while place < len(rest):
             value, place = decoder.raw_decode(rest, place)
-            calls.append(call_of_value(readable(value)))
+            calls.append(call_from_object(parse_readable_json(value)))
             while place < len(rest) and rest[place] in "; \n\t\r":
                 place += 1
     except BadCall as error:

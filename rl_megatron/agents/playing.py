@@ -9,21 +9,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import SupportsFloat, TypeVar
 
-from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.conversation.messages import UnsupportedMessages
 from rl_megatron.agents.endpoint.server import Endpoint, RequestCounts
-from rl_megatron.agents.episode import AgentModel, Episode, LongPrompt
-from rl_megatron.agents.threads import LoopThread, TooLate, UserCodeFailed
+from rl_megatron.agents.episode import AgentModel, Episode, PromptTooLong
+from rl_megatron.agents.threads import CallTimeout, LoopThread, UserCodeFailed
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.protocol import (
     AgentFailed,
     Environment,
     EnvironmentStep,
     LimitReached,
-    Observed,
+    Observation,
     OpenAIMessage,
     Transcript,
 )
-from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.environments.registry import Agent, EnvironmentFactory
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import LARGEST_REWARD
 from rl_megatron.types import Prompt, StopReason
@@ -33,7 +33,7 @@ _CLOSE_SECONDS = 10.0  # then processes that the environment started are killed
 _MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
 
 
-class EnvironmentFault(Exception):
+class EnvironmentCallError(Exception):
     """The environment raised, was ``late`` or answered what is no answer; the text says in which call."""
 
     def __init__(self, said: str, *, late: bool = False) -> None:
@@ -53,7 +53,7 @@ class TrajectoryEnd:
 
 
 @dataclass(slots=True, kw_only=True)
-class Playing:
+class EpisodeRunner:
     """One trajectory that is under way."""
 
     episode: Episode
@@ -72,8 +72,9 @@ class Playing:
     metrics: dict[str, float] = field(default_factory=dict)
     requests: RequestCounts | None = None  # of an agent's clients, if it has any
 
-    async def run(self, made: EnvironmentMaker | Agent) -> TrajectoryEnd:
-        """Play to the end, but for `close`. Raises EnvironmentFault, and what `Episode.reply` raises of the engine."""
+    async def run(self, made: EnvironmentFactory | Agent) -> TrajectoryEnd:
+        """Play to the end, but for `close`. Raises EnvironmentCallError, and what `Episode.reply` raises of the
+        engine."""
         try:
             if isinstance(made, Agent):
                 return await self._led(made)
@@ -95,14 +96,14 @@ class Playing:
 
         try:
             await self.thread.call(close, _CLOSE_SECONDS)
-        except TooLate:
+        except CallTimeout:
             return f"close did not end within {_CLOSE_SECONDS:g} s"
         except UserCodeFailed as error:
             return f"close {error}"
         return None
 
-    async def _turns(self, made: EnvironmentMaker) -> StopReason:
-        async def start() -> Observed:
+    async def _turns(self, made: EnvironmentFactory) -> StopReason:
+        async def start() -> Observation:
             self.environment = made()
             return await self.environment.start(self.task, self.seed)
 
@@ -117,14 +118,14 @@ class Playing:
                 reply = await self.episode.reply(self.messages, tools)
             except LimitReached as limit:
                 return limit.stop
-            except MessagesRefused as error:
+            except UnsupportedMessages as error:
                 raise self._fault("step" if self.episode.replies else "start", str(error)) from error
             self.messages.append(reply.message)
             if self.episode.stop is not None:  # the turn was cut, or has a bad call
                 return self.episode.stop
             if reply.bad_call is not None:
                 self.rewards.append(None)
-                seen = self._observe(Observed(said=f"error: {reply.bad_call}", state=seen.state), "step")
+                seen = self._observe(Observation(said=f"error: {reply.bad_call}", state=seen.state), "step")
                 continue
             step = await self._call("step", lambda reply=reply: env.step(reply))  # type: ignore[misc]
             if not isinstance(step, EnvironmentStep):
@@ -144,24 +145,24 @@ class Playing:
         model = AgentModel(self.episode, self.endpoint)
         section, stop, reward, problem = self.section, "done", 0.0, ""
         given: EnvironmentStep | float = 0.0
-        error: TooLate | UserCodeFailed | None = None
+        error: CallTimeout | UserCodeFailed | None = None
         try:
             given = await self.thread.call(
                 lambda: agent.solve(self.task, model), section.seconds + section.step_seconds
             )
-        except (TooLate, UserCodeFailed) as raised:
+        except (CallTimeout, UserCodeFailed) as raised:
             error = raised
         finally:
             model.close()
             self.requests = model.requests
         refused = self._refused(error)
-        if isinstance(refused, (EngineError, LongPrompt)):
+        if isinstance(refused, (EngineError, PromptTooLong)):
             raise refused from error
         if error is None:
             step = given if isinstance(given, EnvironmentStep) else EnvironmentStep(reward=given)
             reward = self._finite("the function", step.reward)
             self._count(step)
-        elif isinstance(error, TooLate):
+        elif isinstance(error, CallTimeout):
             late = f"did not end within environment.seconds={section.seconds:g} and step_seconds after that"
             fault = self._fault("the function", late, late=True)
             if not self.episode.replies and not self.episode.is_asked:
@@ -175,15 +176,15 @@ class Playing:
         stop = self.episode.stop or stop
         return TrajectoryEnd(stop=stop, reward=reward, metrics=self.metrics, problem=problem)  # type: ignore[arg-type]
 
-    def _refused(self, error: TooLate | UserCodeFailed | None) -> BaseException | None:
+    def _refused(self, error: CallTimeout | UserCodeFailed | None) -> BaseException | None:
         """Why a function that ended so got no turn, where it ended by that: by the engine's failure in any way."""
         failed, cause = self.episode.failed, None if error is None else error.__cause__
         if isinstance(failed, EngineError):
             return failed
-        if isinstance(cause, (EngineError, LongPrompt, LimitReached)):
+        if isinstance(cause, (EngineError, PromptTooLong, LimitReached)):
             return cause
-        status = 400 if isinstance(failed, LongPrompt) else 410
-        return failed if isinstance(error, TooLate) or _is_refusal(cause, status) else None
+        status = 400 if isinstance(failed, PromptTooLong) else 410
+        return failed if isinstance(error, CallTimeout) or _is_refusal(cause, status) else None
 
     async def _reward(self, stop: StopReason) -> float:
         given = [reward for reward in self.rewards if reward is not None]
@@ -199,13 +200,13 @@ class Playing:
         seconds = self.section.step_seconds
         try:
             return await self.thread.call(function, seconds)
-        except TooLate as error:
+        except CallTimeout as error:
             raise self._fault(name, f"did not end within environment.step_seconds={seconds:g}", late=True) from error
         except UserCodeFailed as error:
             raise self._fault(name, str(error)) from error
 
-    def _observe(self, seen: object, name: str) -> Observed:
-        if not isinstance(seen, Observed):
+    def _observe(self, seen: object, name: str) -> Observation:
+        if not isinstance(seen, Observation):
             raise self._fault(name, f"returned a {type(seen).__name__:.80}, which is no Observed")
         try:
             messages = seen.messages
@@ -217,7 +218,7 @@ class Playing:
             raise self._fault(name, f"returned an Observed of the state {seen.state!r:.80}, which is no text")
         try:
             self.messages += [self.cut(one) for one in messages]
-        except MessagesRefused as error:
+        except UnsupportedMessages as error:
             raise self._fault(name, str(error)) from error
         return seen
 
@@ -242,8 +243,8 @@ class Playing:
             raise self._fault(name, f"returned {given!r:.80}, which is no finite number{beyond}")
         return value
 
-    def _fault(self, name: str, problem: str, *, late: bool = False) -> EnvironmentFault:
-        return EnvironmentFault(f"turn {len(self.episode.replies)}: {name} {problem}", late=late)
+    def _fault(self, name: str, problem: str, *, late: bool = False) -> EnvironmentCallError:
+        return EnvironmentCallError(f"turn {len(self.episode.replies)}: {name} {problem}", late=late)
 
 
 def _is_refusal(error: BaseException | None, status: int, depth: int = 16) -> bool:
@@ -255,7 +256,7 @@ def _is_refusal(error: BaseException | None, status: int, depth: int = 16) -> bo
         return False
     if isinstance(error, BaseExceptionGroup):
         return all(_is_refusal(one, status, depth - 1) for one in error.exceptions)
-    if isinstance(error, (AgentFailed, LimitReached, LongPrompt)):
+    if isinstance(error, (AgentFailed, LimitReached, PromptTooLong)):
         return True
     with suppress(Exception):  # attributes of the user's own kind
         for one in (error, getattr(error, "response", None)):

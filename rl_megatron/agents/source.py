@@ -18,23 +18,31 @@ from operator import itemgetter
 import numpy as np
 from typing_extensions import override
 
-from rl_megatron.agents.conversation.messages import tidied
+from rl_megatron.agents.conversation.messages import normalize_messages
 from rl_megatron.agents.conversation.templates import Template
 from rl_megatron.agents.endpoint.server import Endpoint, RequestCounts
-from rl_megatron.agents.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
+from rl_megatron.agents.episode import Episode, EpisodeSettings, PromptTooLong, TrajectoryKey
 from rl_megatron.agents.parsers import Parser
-from rl_megatron.agents.playing import EnvironmentFault, Playing, TrajectoryEnd
-from rl_megatron.agents.threads import Threads
+from rl_megatron.agents.playing import EnvironmentCallError, EpisodeRunner, TrajectoryEnd
+from rl_megatron.agents.threads import EpisodeThreads
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.protocol import OpenAIMessage
-from rl_megatron.environments.registry import Agent, EnvironmentMaker
-from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt, together
+from rl_megatron.environments.registry import Agent, EnvironmentFactory
+from rl_megatron.errors import DataError, EnvironmentFailure, PoisonPrompt, task_group
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
-from rl_megatron.rollout.stream import Answered, Draw, Reason, reason_of
+from rl_megatron.rollout.policy_sampler import EvalRequest, PolicySampler, Tell
+from rl_megatron.rollout.stream import Draw, GroupResult, Reason, drop_reason
 from rl_megatron.seeds import text_seed
-from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
+from rl_megatron.types import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    RewardResult,
+    RolloutGroup,
+    SamplingParams,
+    Trajectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +52,7 @@ BRANCHES, OWN, ENDPOINT = "branches/", "own/", "endpoint/"
 """There, the beginnings of names: of why rows began, of its environment's own, and of what its clients asked for."""
 
 
-def of_requests(requests: RequestCounts) -> dict[str, float]:
+def request_metrics(requests: RequestCounts) -> dict[str, float]:
     """Metrics of a trajectory whose clients asked for this."""
     return {f"{ENDPOINT}answered": float(requests.answered), f"{ENDPOINT}refused": float(requests.refused)}
 
@@ -72,7 +80,7 @@ PATIENCE = 0.25  # seconds without a further request after which a wave goes wit
 _Asked = tuple[str, GenerationRequest, asyncio.Future[Sequence[Completion]]]
 
 
-class Waves(RolloutEngine):
+class RequestBatcher(RolloutEngine):
     """Sends requests on together: once every trajectory that is under way waits for one, or the others are late, and
     the engine has answered those before.
 
@@ -142,7 +150,7 @@ class Waves(RolloutEngine):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class EpisodeResult:
     """A trajectory; or None, and why there is none to train on."""
 
     trajectory: Trajectory | None = None
@@ -152,11 +160,11 @@ class Played:
     left_out_tokens: int = 0  # that were sampled, where there is none to train on
 
     @property
-    def scored(self) -> Scored | None:
+    def scored(self) -> RewardResult | None:
         """Its reward, or how its environment failed; None where there was nothing to score."""
         if self.reason == "environment_error" or (self.trajectory is not None and self.problem):
-            return Scored(total=math.nan, error=self.problem, late=self.late)
-        return None if self.trajectory is None else Scored(total=self.trajectory.reward)
+            return RewardResult(total=math.nan, error=self.problem, late=self.late)
+        return None if self.trajectory is None else RewardResult(total=self.trajectory.reward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,25 +172,25 @@ class EnvironmentSampler(PolicySampler):
     """A source over an engine, whose turns have a seed each. Seeds are functions of the run's seed and of what `Draw`
     names, so that a group repeats exactly as far as its environment does."""
 
-    made: EnvironmentMaker | Agent
+    made: EnvironmentFactory | Agent
     template: Template
     encode: Callable[[str], TokenIds]  # a text by itself
     section: EnvironmentSection
     vocab_size: int  # the model's
     parser: Parser | None = None
     key: str = "environment"  # of the section, for messages
-    threads: Threads = field(init=False)
+    threads: EpisodeThreads = field(init=False)
     endpoint: Endpoint = field(default_factory=Endpoint)
     closing: set[asyncio.Future[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", Threads(self.section.concurrency))
+        object.__setattr__(self, "threads", EpisodeThreads(self.section.concurrency))
 
     @override
-    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
         """``group_size`` trajectories of each prompt, in the order of their numbers.
 
-        Raises EnvironmentFailed that names task and turn if an environment fails and
+        Raises EnvironmentFailure that names task and turn if an environment fails and
         ``environment.on_error`` is ``fail``.
         """
         count, section = self.rollout.group_size, self.rollout
@@ -202,7 +210,7 @@ class EnvironmentSampler(PolicySampler):
         return ()
 
     @override
-    async def held_out(self, asked: HeldOut) -> list[Answered]:
+    async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples as `PolicySampler.held_out`, but trajectories."""
         places, prompts, samples = self.askable(asked), asked.prompts, asked.samples
         numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
@@ -220,14 +228,14 @@ class EnvironmentSampler(PolicySampler):
 
     async def _play(
         self,
-        members: Sequence[TrajectoryPlace],
+        members: Sequence[TrajectoryKey],
         params: SamplingParams,
         *,
         ahead: bool = False,
         exact_logprobs: bool = True,
         tell: Tell | None = None,
-    ) -> list[Played]:
-        setting = PlaySetting(
+    ) -> list[EpisodeResult]:
+        setting = EpisodeSettings(
             engine=self.engine,
             section=self.section,
             params=params,
@@ -238,21 +246,21 @@ class EnvironmentSampler(PolicySampler):
             vocab_size=self.vocab_size,
             parser=self.parser,
         )
-        async with together() as tasks:
+        async with task_group() as tasks:
             running = [tasks.create_task(self._one(setting, member)) for member in members]
             if tell is not None:
                 for task in running:
                     task.add_done_callback(lambda _: tell(1))
         return [task.result() for task in running]
 
-    def _place(self, task: Prompt, name: str, number: int) -> TrajectoryPlace:
+    def _place(self, task: Prompt, name: str, number: int) -> TrajectoryKey:
         seed = text_seed(f"{self.seed}\n{name}\n{task.id}\n{number}")
-        return TrajectoryPlace(task=task, name=name, number=number, seed=seed)
+        return TrajectoryKey(task=task, name=name, number=number, seed=seed)
 
-    async def _one(self, setting: PlaySetting, place: TrajectoryPlace) -> Played:
+    async def _one(self, setting: EpisodeSettings, place: TrajectoryKey) -> EpisodeResult:
         with ExitStack() as asking:
             thread = await self.threads.take(lambda: self._begin(asking))
-            playing = Playing(
+            playing = EpisodeRunner(
                 episode=Episode(setting, place),
                 task=place.task,
                 seed=place.seed,
@@ -279,36 +287,36 @@ class EnvironmentSampler(PolicySampler):
 
     def _begin(self, asking: ExitStack) -> None:
         """Count a trajectory among those that will ask, until ``asking`` is closed."""
-        if isinstance(self.engine, Waves):
+        if isinstance(self.engine, RequestBatcher):
             self.engine.begin()
             asking.callback(self.engine.end)
 
-    async def _ended(self, playing: Playing, place: TrajectoryPlace) -> Played:
+    async def _ended(self, playing: EpisodeRunner, place: TrajectoryKey) -> EpisodeResult:
         on_error, fault, late = self.section.on_error, "", False
         try:
             ended = await playing.run(self.made)
             if ended.problem:
                 logger.warning("environment %r: %s, %s", self.section.function, self._said(place), ended.problem)
-        except EnvironmentFault as error:
+        except EnvironmentCallError as error:
             late = error.late
             fault = f"environment {self.section.function!r}: {self._said(place)}, {error}"
             if on_error == "fail":
                 advice = f"fix it, or set {self.key}.on_error to drop or to a number"
-                raise EnvironmentFailed(f"{fault}; {advice}") from error
+                raise EnvironmentFailure(f"{fault}; {advice}") from error
             logger.warning("%s", fault)
             if on_error == "drop":
                 tokens = playing.episode.num_sampled
-                return Played(reason="environment_error", problem=fault, late=late, left_out_tokens=tokens)
+                return EpisodeResult(reason="environment_error", problem=fault, late=late, left_out_tokens=tokens)
             ended = TrajectoryEnd(stop="environment_error", reward=float(on_error), metrics=playing.metrics)
-        except LongPrompt as error:
+        except PromptTooLong as error:
             if self.rollout.on_long_prompt == "fail":
                 advice = "raise it, or set rollout.on_long_prompt=drop"
                 raise DataError(f"{self._said(place)}: {error}; {advice}") from error
             logger.warning("%s: %s; its group is dropped", self._said(place), error)
-            return Played(reason="long_prompt", problem=str(error))
+            return EpisodeResult(reason="long_prompt", problem=str(error))
         except PoisonPrompt as error:
             logger.error("prompt %r is dropped: %s", place.task.id, error)
-            return Played(reason="poison", problem=str(error), left_out_tokens=playing.episode.num_sampled)
+            return EpisodeResult(reason="poison", problem=str(error), left_out_tokens=playing.episode.num_sampled)
         chains = playing.episode.chains(ended.turn_rewards, playing.states)
         if not any(chain.turns for chain in chains):
             passed = f"{self.key}.seconds={self.section.seconds:g} passed before its first; raise it"
@@ -316,7 +324,7 @@ class EnvironmentSampler(PolicySampler):
             problem = fault or f"environment {self.section.function!r}: {self._said(place)} has no turn: {why}"
             if not fault:
                 logger.warning("%s", problem)
-            return Played(reason="environment_error" if fault else "nothing_sampled", problem=problem, late=late)
+            return EpisodeResult(reason="environment_error" if fault else "nothing_sampled", problem=problem, late=late)
         seconds = asyncio.get_running_loop().time() - playing.episode.began
         replies, branches = playing.episode.replies, playing.episode.conversation.branches()
         metrics = {
@@ -327,11 +335,11 @@ class EnvironmentSampler(PolicySampler):
             **{f"{OWN}{name}": value for name, value in ended.metrics.items()},
         }
         if playing.requests is not None:
-            metrics |= of_requests(playing.requests)
+            metrics |= request_metrics(playing.requests)
         trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics)
-        return Played(trajectory=trajectory, problem=fault, late=late)
+        return EpisodeResult(trajectory=trajectory, problem=fault, late=late)
 
-    async def _close(self, playing: Playing, place: TrajectoryPlace, *, cut_off: bool) -> None:
+    async def _close(self, playing: EpisodeRunner, place: TrajectoryKey, *, cut_off: bool) -> None:
         """Close an environment. One that was ``cut_off``, as by a run's end, may have processes without a warning."""
         problem: str | None = "was cancelled while it closed"
         try:
@@ -345,12 +353,12 @@ class EnvironmentSampler(PolicySampler):
                 level, pids = logging.INFO if cut_off else logging.WARNING, ", ".join(map(str, killed))
                 logger.log(level, "%s left processes running, which were killed: %s", of, pids)
 
-    def _said(self, place: TrajectoryPlace) -> str:
+    def _said(self, place: TrajectoryKey) -> str:
         return f"prompt {place.task.id!r}, trajectory {place.number} of {place.name}"
 
     def _cut(self, message: OpenAIMessage) -> OpenAIMessage:
         """The message, its text cut in the middle to ``max_observation_tokens``."""
-        (shown,), most = tidied((message,)), self.section.max_observation_tokens
+        (shown,), most = normalize_messages((message,)), self.section.max_observation_tokens
         content = shown["content"]
         if len(content) <= most // 4:  # of the shortest tokens, bytes of one character
             return message
@@ -371,14 +379,14 @@ async def _until_closed(closing: asyncio.Future[None]) -> None:
         raise
 
 
-def _answered(prompt: Prompt, played: Sequence[Played]) -> Answered:
+def _answered(prompt: Prompt, played: Sequence[EpisodeResult]) -> GroupResult:
     """The group of these, if none failed."""
     scored = tuple(one.scored for one in played if one.scored is not None)
     kept = tuple(one.trajectory for one in played if one.trajectory is not None)
     tokens = sum(one.left_out_tokens for one in played)
     if len(kept) < len(played):
-        reason, problem = reason_of((one.reason, one.problem) for one in played)
+        reason, problem = drop_reason((one.reason, one.problem) for one in played)
         tokens += sum(one.num_sampled for one in kept)
-        return Answered(group=None, reason=reason, problem=problem, scored=scored, left_out_tokens=tokens)
+        return GroupResult(group=None, reason=reason, problem=problem, scored=scored, left_out_tokens=tokens)
     group = RolloutGroup(prompt=prompt, trajectories=kept)
-    return Answered(group=group, rewards=group.rewards, scored=scored, left_out_tokens=tokens)
+    return GroupResult(group=group, rewards=group.rewards, scored=scored, left_out_tokens=tokens)

@@ -28,7 +28,7 @@ from rl_megatron.sandbox import keeper
 from rl_megatron.user_code import describe_error
 
 
-class Adopted:
+class AdoptedProcesses:
     """Processes that trajectories started and that are children of other threads than their own."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Adopted:
         self._seen = {task: given for task, given in self._seen.items() if task in there}
         found += [child for child, given in of.items() if given == mark]
         reap([*found, *(child for child, given in of.items() if given == marks.SHARED)])
-        return [pid for pid in found if began(pid) is not None]
+        return [pid for pid in found if start_ticks(pid) is not None]
 
     def _mark(self, task: int, process: str | None = None) -> int:
         if task in self._seen:
@@ -71,7 +71,7 @@ class Adopted:
 
 def children_of(thread: int, process: int | str = "self") -> list[int]:
     """The running children of a thread of ``process``; none where the kernel does not say."""
-    return [pid for pid in _children(thread, process) if began(pid) is not None]
+    return [pid for pid in _children(thread, process) if start_ticks(pid) is not None]
 
 
 def _children(thread: int, process: int | str) -> list[int]:
@@ -81,7 +81,7 @@ def _children(thread: int, process: int | str) -> list[int]:
         return []
 
 
-def began(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """When a running process began, in the kernel's ticks, which tells it from a later one of the same id; None of one
     that has ended."""
     try:
@@ -132,7 +132,7 @@ _WAKING_SECONDS = 0.02
 _MARKS = itertools.cycle(range(1, marks.SHARED))
 
 
-class TooLate(Exception):
+class CallTimeout(Exception):
     """A call was not answered in time."""
 
 
@@ -140,7 +140,7 @@ class UserCodeFailed(Exception):
     """A call raised; the text says what."""
 
 
-class Waking:
+class WakeLimiter:
     """Lets a few calls wake their threads at once: a thousand threads that want the interpreter's lock together keep
     the caller's event loop waiting for it. A call holds up others for 20 ms at most."""
 
@@ -164,7 +164,7 @@ class Waking:
 class LoopThread:
     """A daemon thread with an event loop. One caller's event loop uses it."""
 
-    def __init__(self, waking: Waking, adopted: Adopted) -> None:
+    def __init__(self, waking: WakeLimiter, adopted: AdoptedProcesses) -> None:
         self._waking, self._adopted, self._mark = waking, adopted, next(_MARKS)
         self._loop = asyncio.new_event_loop()
         self._helpers = _Helpers()
@@ -195,7 +195,8 @@ class LoopThread:
             self._loop.close()
 
     async def call(self, function: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """What ``function`` answers, on this thread's loop. Raises TooLate after ``seconds``, and UserCodeFailed."""
+        """What ``function`` answers, on this thread's loop. Raises CallTimeout after ``seconds``, and
+        UserCodeFailed."""
 
         async def outcome() -> tuple[T | None, BaseException | None]:
             try:
@@ -213,7 +214,7 @@ class LoopThread:
                     self._given_up = True
                     waiting.cancel()
         if not done:
-            raise TooLate
+            raise CallTimeout
         result, error = waiting.result()
         if error is not None:
             raise UserCodeFailed(describe_error(error)) from error
@@ -232,7 +233,7 @@ class LoopThread:
         found = await asyncio.to_thread(end_trees, roots)
         for _ in range(50):  # a killed process is gone within milliseconds
             reap(found)
-            if all(began(pid) is None for pid in found):
+            if all(start_ticks(pid) is None for pid in found):
                 break
             await asyncio.sleep(0.01)
         return found
@@ -249,11 +250,11 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-class Threads:
+class EpisodeThreads:
     """The threads of a run, ``most`` at once, which clean trajectories hand on. One event loop uses them."""
 
     def __init__(self, most: int) -> None:
-        self._room, self._waking, self._adopted = asyncio.Semaphore(most), Waking(), Adopted()
+        self._room, self._waking, self._adopted = asyncio.Semaphore(most), WakeLimiter(), AdoptedProcesses()
         self._free: list[LoopThread] = []
 
     async def take(self, admitted: Callable[[], None]) -> LoopThread:
@@ -296,7 +297,7 @@ class _Helpers(ThreadPoolExecutor):
         self._running: set[int] = set()
 
     def children(self) -> list[int]:
-        left = [pid for pid, since in tuple(self._left.items()) if since is not None and began(pid) == since]
+        left = [pid for pid, since in tuple(self._left.items()) if since is not None and start_ticks(pid) == since]
         return left + [child for thread in tuple(self._running) for child in children_of(thread)]
 
     @override
@@ -311,7 +312,9 @@ class _Helpers(ThreadPoolExecutor):
             except BaseException as error:  # noqa: BLE001  raised again where it is awaited
                 future.set_exception(error)
             finally:
-                self._left |= {pid: began(pid) for pid in children_of(thread)}  # which become another thread's now
+                self._left |= {
+                    pid: start_ticks(pid) for pid in children_of(thread)
+                }  # which become another thread's now
                 self._running.discard(thread)
 
         _OwnThread(target=work, name="environment's helper", daemon=True).start()

@@ -52,20 +52,19 @@ def group_advantages(
 ) -> Tensor:
     """Advantages [n] float32 = (reward - mean) / (std + ``eps``), computed in float64.
 
-    ``mean`` is a level, or a function of the user's own that has the rewards' place less their mean (`of_each_group`),
-    for which are ``lengths`` [n], sampled tokens.
-    ``std`` is that of the rewards of the group or the batch, or of the batch's ``advantages`` (rewards less the mean),
-    its variance over n - 1, or over n if not ``unbiased``. ``group_ids`` [n] int64 are any integers, equal within a
-    group. ``leave_one_out`` takes the mean of the *others*. Above 1 ``best_of`` compares as `best_of_subsets`, and the
-    std of a group is that of its bests, or with ``leave_one_out`` of its rewards. If the rewards under the mean or the
-    std are all equal up to rounding, as in a group of one, the advantage is exactly 0, never NaN. Raises ValueError for
-    a reward that is not finite, leave-one-out without a mean, or ``best_of`` without the group's.
-    """
+    ``mean`` is a level, or a function of the user's own that has the rewards' place less their mean
+    (`custom_group_advantages`), for which are ``lengths`` [n], sampled tokens. ``std`` is that of the rewards of the
+    group or the batch, or of the batch's ``advantages`` (rewards less the mean), its variance over n - 1, or over n if
+    not ``unbiased``. ``group_ids`` [n] int64 are any integers, equal within a group. ``leave_one_out`` takes the mean
+    of the *others*. Above 1 ``best_of`` compares as `best_of_subsets`, and the std of a group is that of its bests, or
+    with ``leave_one_out`` of its rewards. If the rewards under the mean or the std are all equal up to rounding, as in
+    a group of one, the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite,
+    leave-one-out without a mean, or ``best_of`` without the group's."""
     mean_of, std_of = LEVELS.get(mean), LEVELS["batch" if std == "advantages" else std]
     if leave_one_out and mean_of is None:
         raise ValueError("leave_one_out=True needs a mean to leave one out of; set mean='group' or mean='batch'")
     raw = _finite(rewards).double()
-    advantages = raw if mean in LEVELS else of_each_group(mean, raw, group_ids, lengths)
+    advantages = raw if mean in LEVELS else custom_group_advantages(mean, raw, group_ids, lengths)
     if best_of > 1:
         if mean != "group":
             raise ValueError(f"best_of={best_of} compares subsets of a group; set mean='group', not {mean!r}")
@@ -134,11 +133,11 @@ def best_of_subsets(
         count = math.comb(size, k)
         variance = (ranked - (ranked @ share)[:, None]).square() @ share * (count / max(count - unbiased, 1))
         advantages[places], deviation[places] = ranked @ above.T, variance.sqrt()[:, None]
-    some = bests_differ(rewards, group_ids, k, leave_one_out=leave_one_out)
+    some = best_subsets_differ(rewards, group_ids, k, leave_one_out=leave_one_out)
     return torch.where(some[group_ids], advantages, 0.0), deviation
 
 
-def bests_differ(rewards: Tensor, group_ids: Tensor, k: int, *, leave_one_out: bool) -> Tensor:
+def best_subsets_differ(rewards: Tensor, group_ids: Tensor, k: int, *, leave_one_out: bool) -> Tensor:
     """Whether `best_of_subsets` compares two different bests in a group, [K] bool: so many are below its best reward
     that a subset can do without that."""
     below = difference(rewards, segment_range(rewards, group_ids)[1][group_ids])
@@ -160,7 +159,7 @@ def _rank_weights(size: int, k: int, leave_one_out: bool) -> tuple[Tensor, Tenso
 
 
 @functools.cache
-def _own(name: str) -> tuple[Callable[..., Tensor], bool]:
+def _load_custom(name: str) -> tuple[Callable[..., Tensor], bool]:
     """The function of ``advantage_mean=package.module:name``, and whether it has an argument ``lengths``. Raises as
     `load_named`."""
     own: Callable[..., Tensor] = load_named(name, "algorithm.advantage_mean", "function", callable)
@@ -170,7 +169,7 @@ def _own(name: str) -> tuple[Callable[..., Tensor], bool]:
         return own, False
 
 
-def of_each_group(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor | None) -> Tensor:
+def custom_group_advantages(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor | None) -> Tensor:
     """Advantages [n] float64 by the user's function, which gets one group's rewards [n] float64 at a time, and their
     ``lengths`` [n] float64 where it has that argument. A group with none beyond `ROUNDING` has exactly 0.
 
@@ -181,7 +180,7 @@ def of_each_group(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor
         mine = group_ids == group
         told = f"{given}, of a group's rewards {rewards[mine].tolist()}"
         try:
-            own, by_length = _own(name)
+            own, by_length = _load_custom(name)
             if by_length:
                 assert lengths is not None
                 found = own(rewards[mine].clone(), lengths=lengths[mine].double())
@@ -198,10 +197,10 @@ def of_each_group(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor
     return advantages
 
 
-def own_gives(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+def custom_has_advantage(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     """Whether the user's function gives a group any advantage beyond rounding [K], of ``group_ids`` 0 .. K - 1. Raises
-    as `of_each_group`."""
-    found = of_each_group(name, rewards.double(), group_ids, lengths)
+    as `custom_group_advantages`."""
+    found = custom_group_advantages(name, rewards.double(), group_ids, lengths)
     return segment_sum((found != 0).int(), group_ids) > 0
 
 

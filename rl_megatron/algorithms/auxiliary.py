@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rl_megatron.algorithms.objectives import masked, required
+from rl_megatron.algorithms.objectives import masked, require_column
 from rl_megatron.config.sections.algorithm import PreferenceSection
 from rl_megatron.types import LossInputs, LossOutput, Metric
 from rl_megatron.user_code import load_named
@@ -34,8 +34,8 @@ class ValueLoss:
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """This rank's share of the loss; its gradient goes through ``inputs.values``."""
         inputs = masked(inputs)
-        values, returns = required(inputs.values, "values"), required(inputs.returns, "returns")
-        old = required(inputs.old_values, "old_values")
+        values, returns = require_column(inputs.values, "values"), require_column(inputs.returns, "returns")
+        old = require_column(inputs.old_values, "old_values")
         free = (values - returns).square()
         bound = math.inf if self.clip is None else self.clip
         clipped = (torch.clamp(values, old - bound, old + bound) - returns).square()
@@ -77,7 +77,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "hinge": hinge, "
 
 
 @functools.cache
-def pair_loss_of(name: str, key: str) -> PairLoss:
+def resolve_pair_loss(name: str, key: str) -> PairLoss:
     """A loss of the table, or the user's own at ``package.module:name``. Raises as `load_named`, of ``key``.loss."""
     if name in PAIR_LOSSES:
         return PAIR_LOSSES[name]
@@ -85,7 +85,7 @@ def pair_loss_of(name: str, key: str) -> PairLoss:
     return own
 
 
-def with_slopes(loss: PairLoss, better: Tensor, worse: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def losses_with_gradients(loss: PairLoss, better: Tensor, worse: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Losses of pairs, [P], and their derivatives to the log pi/ref of the better and the worse answer, [P, 2]."""
     sides = better.detach().clone().requires_grad_(), worse.detach().clone().requires_grad_()
     with torch.enable_grad():
@@ -118,13 +118,13 @@ class PreferenceLoss:
         logprobs = inputs.logprobs
         compared = logprobs.detach()
         if not row.reference_free:
-            compared = compared - required(inputs.ref_logprobs, "ref_logprobs")
+            compared = compared - require_column(inputs.ref_logprobs, "ref_logprobs")
         sums, lengths = inputs.segment_sum(compared), inputs.segment_sum(inputs.mask.to(logprobs.dtype))
         scale = 1 / lengths.clamp(min=1) if row.per_token else torch.ones_like(lengths)
         sums, count = sums * scale, len(sums) // 2 * 2
         of_pairs = lengths[:count].reshape(-1, 2)
         real = of_pairs.all(1)
-        losses, slopes = with_slopes(self._of_pair, sums[:count:2], sums[1:count:2], self.beta)
+        losses, slopes = losses_with_gradients(self._of_pair, sums[:count:2], sums[1:count:2], self.beta)
         losses, slopes = torch.where(real, losses, 0.0), torch.where(real[:, None], slopes, 0.0)
         margin = self.beta * (sums[:count:2] - sums[1:count:2])
         per_pair = real.to(logprobs.dtype) / (inputs.num_sequences // 2)
@@ -153,7 +153,7 @@ class PreferenceLoss:
 
     def _of_pair(self, better: Tensor, worse: Tensor, beta: float) -> Tensor:
         """The losses of pairs, [P], as `PairLoss`, with ``row``'s target, over both orders if one may be wrong."""
-        loss, target = pair_loss_of(self.row.loss, self.row.key), self.row.target_margin / beta
+        loss, target = resolve_pair_loss(self.row.loss, self.row.key), self.row.target_margin / beta
         losses = loss(better - target, worse, beta)
         if wrong := self.row.label_smoothing:
             losses = (1 - wrong) * losses + wrong * loss(worse - target, better, beta)
@@ -178,8 +178,8 @@ class KtoLoss:
         calls it."""
         inputs = masked(inputs)
         detached = inputs.logprobs.detach()
-        ratios = inputs.segment_sum(detached - required(inputs.ref_logprobs, "ref_logprobs"))
-        weights = inputs.segment_sum(required(inputs.returns, "returns").detach())
+        ratios = inputs.segment_sum(detached - require_column(inputs.ref_logprobs, "ref_logprobs"))
+        weights = inputs.segment_sum(require_column(inputs.returns, "returns").detach())
         lengths = inputs.segment_sum(inputs.mask.to(ratios.dtype))
         margins = weights.sign() * self.beta * (ratios - self.reference_point)
         wrong = torch.sigmoid(-margins)
@@ -216,10 +216,10 @@ class ScoreLoss:
         """This rank's share of the loss; its gradient goes through ``inputs.values``. Every rank that shares a sequence
         calls it."""
         inputs = masked(inputs)
-        values = required(inputs.values, "values")
+        values = require_column(inputs.values, "values")
         detached = values.detach()
         scores, margins = (
-            inputs.segment_sum(column) for column in (detached, required(inputs.returns, "returns").detach())
+            inputs.segment_sum(column) for column in (detached, require_column(inputs.returns, "returns").detach())
         )
         count = len(scores) // 2 * 2
         better, worse = scores[:count:2], scores[1:count:2]

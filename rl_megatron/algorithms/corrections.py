@@ -21,7 +21,7 @@ from rl_megatron.config.sections.algorithm import CorrectionSection
 from rl_megatron.types import LossInputs
 
 
-def _by_token(gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
+def _per_token(gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
     return gap
 
 
@@ -42,18 +42,18 @@ def _band(weight: Tensor, low: float, high: float) -> Tensor:
 
 
 LEVELS: Mapping[str, Callable[[Tensor, LossInputs, Tensor], Tensor]] = {
-    "token": _by_token,
+    "token": _per_token,
     "sequence": mean_per_sequence,
     "product": _product,
 }
 
 
-def _all_near(divergence: Tensor, inputs: LossInputs, high: float) -> Tensor:
+def _mask_geometric(divergence: Tensor, inputs: LossInputs, high: float) -> Tensor:
     above = inputs.segment_sum((divergence > high).to(divergence.dtype))
     return above[inputs.segment_ids] == 0
 
 
-def _of_ratios(
+def _from_ratios(
     bound: Callable[[Tensor, float, float], Tensor], one: CorrectionSection, inputs: LossInputs, lengths: Tensor
 ) -> Tensor:
     gap = inputs.old_logprobs - inputs.rollout_logprobs
@@ -64,14 +64,18 @@ def _of_ratios(
 def _reject(one: CorrectionSection, inputs: LossInputs, lengths: Tensor) -> Tensor:
     divergence = k3(inputs.rollout_logprobs, inputs.old_logprobs)
     level = LEVELS.get(one.level)  # none of the worst token: its divergence is no sum over ranks, a count is
-    near = _all_near(divergence, inputs, one.high) if level is None else level(divergence, inputs, lengths) <= one.high
+    near = (
+        _mask_geometric(divergence, inputs, one.high)
+        if level is None
+        else level(divergence, inputs, lengths) <= one.high
+    )
     return near.to(divergence.dtype)
 
 
 MODES: Mapping[str, Callable[[CorrectionSection, LossInputs, Tensor], Tensor]] = {
-    "truncate": partial(_of_ratios, _truncate),
-    "mask": partial(_of_ratios, _mask),
-    "band": partial(_of_ratios, _band),
+    "truncate": partial(_from_ratios, _truncate),
+    "mask": partial(_from_ratios, _mask),
+    "band": partial(_from_ratios, _band),
     "reject": _reject,
 }
 
@@ -121,7 +125,7 @@ def proximal_share(rollout_version: Tensor, *, proximal_version: int, version: i
     return torch.where(distance > 0, (proximal_version - rollout_version) / distance.clamp(min=1), 0.0)
 
 
-def with_proximal(inputs: LossInputs, share: Tensor) -> LossInputs:
+def interpolate_old_logprobs(inputs: LossInputs, share: Tensor) -> LossInputs:
     """The inputs with old log-probs interpolated: ``share`` [T] of the way from the rollout's to the current ones.
 
     They replace a pass of the old policy over stale samples (arXiv:2505.24298's decoupled objective).

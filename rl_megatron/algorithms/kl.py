@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.objectives import LOG_RATIO_BOUND, required
+from rl_megatron.algorithms.objectives import LOG_RATIO_BOUND, require_column
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.types import LossInputs
@@ -76,9 +76,9 @@ def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:
     estimate, but the `divergence` at each position.
     """
     if section.estimator == "top_k":
-        reference = required(inputs.ref_top, "ref_top")[:, 1]
-        return divergence(required(inputs.top_logprobs, "top_logprobs"), reference, beta=section.beta)
-    per_token = ESTIMATORS[section.estimator](inputs.logprobs, required(inputs.ref_logprobs, "ref_logprobs"))
+        reference = require_column(inputs.ref_top, "ref_top")[:, 1]
+        return divergence(require_column(inputs.top_logprobs, "top_logprobs"), reference, beta=section.beta)
+    per_token = ESTIMATORS[section.estimator](inputs.logprobs, require_column(inputs.ref_logprobs, "ref_logprobs"))
     if not section.importance_weighted:
         return per_token
     log_ratio = inputs.logprobs - inputs.rollout_logprobs
@@ -90,7 +90,7 @@ def divergence(logprobs: Tensor, reference: Tensor, *, beta: float) -> Tensor:
     """Generalized Jensen-Shannon divergence [T] of two policies' log-probs [T, k] of the same tokens, and of one bucket
     of all others: beta KL(ref‖m) + (1 - beta) KL(pi‖m), m = beta ref + (1 - beta) pi (arXiv:2306.13649); at 0 it is
     KL(ref‖pi), at 1 KL(pi‖ref). The bucket has a probability of ``LEAST_REST`` or more."""
-    pi, ref = (_with_rest(x) for x in (logprobs, reference))
+    pi, ref = (_append_rest(x) for x in (logprobs, reference))
     if beta == 0:
         return _kl(ref, pi)
     if beta == 1:
@@ -99,7 +99,7 @@ def divergence(logprobs: Tensor, reference: Tensor, *, beta: float) -> Tensor:
     return beta * _kl(ref, mixed) + (1 - beta) * _kl(pi, mixed)
 
 
-def _with_rest(logprobs: Tensor) -> Tensor:
+def _append_rest(logprobs: Tensor) -> Tensor:
     """[T, k] -> [T, k + 1]"""
     rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)
     return torch.cat([logprobs, rest.log()], -1)

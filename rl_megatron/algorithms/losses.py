@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
-from rl_megatron.algorithms.corrections import correction_weights, with_proximal
+from rl_megatron.algorithms.corrections import correction_weights, interpolate_old_logprobs
 from rl_megatron.algorithms.kl import absolute, k3, kl_term
 from rl_megatron.algorithms.objectives import (
     LOG_RATIO_BOUND,
     RATIO_LEVELS,
     demonstrated_losses,
     masked,
-    objective_of,
-    required,
+    require_column,
+    resolve_objective,
 )
 from rl_megatron.algorithms.segments import dense, segment_sum, sequence_ids
 from rl_megatron.config.sections.algorithm import AlgorithmSection
@@ -44,7 +44,7 @@ MEANS_OF_RATIOS = (
 """Of tokens, or where ratios are of sequences or turns, of all sequences, those without a trained token included."""
 
 
-def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
+def policy_loss(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
     """The policy's loss: that of pairs if the row has ``preference.beta``, else a policy gradient, with the value loss
     beside it where the policy is its own critic."""
     if row.preference.beta is not None:
@@ -52,7 +52,7 @@ def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int
     policy = PolicyLoss(row=row, kl_coefficient=kl_coefficient, max_new_tokens=max_new_tokens)
     if not row.is_own_critic:
         return policy
-    return WithValues(policy=policy, value=ValueLoss(clip=row.critic.clip), coefficient=row.critic.coefficient)
+    return PolicyAndValueLoss(policy=policy, value=ValueLoss(clip=row.critic.clip), coefficient=row.critic.coefficient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,11 @@ class PolicyLoss:
         """This rank's share of the loss; every rank that shares a sequence calls it (``segment_sum`` may wait)."""
         row, inputs = self.row, masked(inputs)
         if inputs.proximal_share is not None:
-            inputs = with_proximal(inputs, inputs.proximal_share)
+            inputs = interpolate_old_logprobs(inputs, inputs.proximal_share)
         lengths = inputs.segment_sum(inputs.mask.to(inputs.logprobs.dtype))
         raw = RATIO_LEVELS[row.ratio_level](inputs, lengths)
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        per_token, limited = objective_of(row.objective)(log_ratio, inputs, lengths, row)
+        per_token, limited = resolve_objective(row.objective)(log_ratio, inputs, lengths, row)
         correction = correction_weights(row.correction, inputs, lengths) if row.correction.acts else None
         if correction is not None:
             per_token = per_token * correction
@@ -154,7 +154,7 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithValues:
+class PolicyAndValueLoss:
     """The policy's loss plus ``coefficient`` times the value loss, of a policy that is its own critic.
 
     The metrics of both, and ``critic/loss``, the value loss without its coefficient.
@@ -207,7 +207,7 @@ def seq_mean_token_sum_norm(inputs: LossInputs, lengths: Tensor, max_length: int
 
 def prompt_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
     """Every prompt weighs the same, and the tokens of all its trajectories share that weight (arXiv:2510.13786)."""
-    return required(inputs.token_weight, "token_weight")
+    return require_column(inputs.token_weight, "token_weight")
 
 
 AGGREGATIONS: Mapping[str, Aggregation] = {
@@ -224,7 +224,7 @@ def loss_weights(name: str, inputs: LossInputs, lengths: Tensor, max_length: int
     return AGGREGATIONS[name](inputs, lengths, max_length) if inputs.token_weight is None else inputs.token_weight
 
 
-def units_of(samples: Samples, name: str) -> Tensor | None:
+def unit_ids(samples: Samples, name: str) -> Tensor | None:
     """What the choice averages over, of each sequence, [S]; None where sequences or tokens are that already."""
     return {"token_mean": None, "prompt_mean": samples.group_of}.get(name, samples.trajectory_of)
 
@@ -234,7 +234,7 @@ def token_weight(samples: Samples, name: str, *, max_length: int, part: Tensor |
 
     None where the learner's own counts give the weights.
     """
-    units = units_of(samples, name)
+    units = unit_ids(samples, name)
     if units is None:
         return None
     part = torch.arange(len(units)) if part is None else part
@@ -252,12 +252,12 @@ def token_weight(samples: Samples, name: str, *, max_length: int, part: Tensor |
 
 def _sampled_alone(inputs: LossInputs) -> LossInputs:
     """The inputs with no demonstrated token masked in; a whole sequence is a demonstration, or was sampled."""
-    return replace(inputs, mask=inputs.mask & ~required(inputs.demonstrated, "demonstrated"))
+    return replace(inputs, mask=inputs.mask & ~require_column(inputs.demonstrated, "demonstrated"))
 
 
 @torch.no_grad()
 def _demonstration_means(inputs: LossInputs) -> dict[str, Metric[Tensor]]:
-    shown = inputs.mask & required(inputs.demonstrated, "demonstrated")
+    shown = inputs.mask & require_column(inputs.demonstrated, "demonstrated")
     count = max(inputs.num_tokens, 1)
     sums = {
         "demonstration/share": shown.sum(),

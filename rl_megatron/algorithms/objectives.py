@@ -70,7 +70,7 @@ def masked(inputs: LossInputs) -> LossInputs:
     return replace(inputs, **cut)
 
 
-def required(column: Tensor | None, name: str) -> Tensor:
+def require_column(column: Tensor | None, name: str) -> Tensor:
     """The column. Raises ValueError if the batch has none."""
     if column is None:
         raise ValueError(f"this loss needs the samples' {name}, and the batch was made without them")
@@ -240,7 +240,7 @@ def demonstrated_losses(per_token: Tensor, inputs: LossInputs, row: AlgorithmSec
     """
     assert row.demonstration_gamma is not None
     shaped = torch.sigmoid(inputs.logprobs - math.log(row.demonstration_gamma))
-    return torch.where(required(inputs.demonstrated, "demonstrated"), -inputs.advantages * shaped, per_token)
+    return torch.where(require_column(inputs.demonstrated, "demonstrated"), -inputs.advantages * shaped, per_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +313,7 @@ OBJECTIVES: Mapping[str, Objective] = {
 
 
 @functools.cache
-def objective_of(name: str) -> Objective:
+def resolve_objective(name: str) -> Objective:
     """The objective of the table, or the user's own at ``package.module:name``. Raises as `load_named`."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]

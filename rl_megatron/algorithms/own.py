@@ -18,8 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
-from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, pair_loss_of, with_slopes
-from rl_megatron.algorithms.objectives import OBJECTIVES, RATIO_LEVELS, Objective, masked, objective_of
+from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, losses_with_gradients, resolve_pair_loss
+from rl_megatron.algorithms.objectives import OBJECTIVES, RATIO_LEVELS, Objective, masked, resolve_objective
 from rl_megatron.algorithms.segments import segment_sum
 from rl_megatron.config.reads import problems_of_own_objective
 from rl_megatron.config.sections.algorithm import AlgorithmSection, PreferenceSection
@@ -41,7 +41,7 @@ _LOGPROBS = ((-1.0, -1.0), (-0.5, -2.0), (-30.0, -0.1), (-2.0, -40.0))  # their 
 _COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
 
 
-def check_own_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
+def check_custom_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
     """Call an objective of the user's own on some made micro-batches; one of the table is left alone.
 
     Raises ConfigError if it cannot be imported or called, returns another shape or dtype, a loss or a gradient that is
@@ -50,7 +50,7 @@ def check_own_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
     """
     if row.objective in OBJECTIVES:
         return
-    trial = _Trial(f"algorithm.objective={row.objective}", objective_of(row.objective), row, _Watched(row))
+    trial = _CustomCheck(f"algorithm.objective={row.objective}", resolve_objective(row.objective), row, _Watched(row))
     trial.check_signature()
     moves = False
     for inputs in _made(row):
@@ -69,7 +69,7 @@ def check_own_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_own_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None:
+def check_custom_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None:
     """Call the user's function of a group's rewards on some groups of the run's size; of one group's turns, on four.
 
     Raises ConfigError as `advantages.of_each_group` where the rewards are 0 and 1, and if the advantages of all groups
@@ -112,7 +112,7 @@ def _moved_or_warned(row: AlgorithmSection, group: Tensor) -> bool:
         return False
 
 
-def check_own_pair_loss(section: PreferenceSection) -> None:
+def check_custom_pair_loss(section: PreferenceSection) -> None:
     """Call a pair loss of the user's own on some pairs; one of the table, and where none is trained on, is left alone.
 
     Raises ConfigError if it cannot be imported or called, returns anything but one finite loss a pair, has no gradient
@@ -120,12 +120,12 @@ def check_own_pair_loss(section: PreferenceSection) -> None:
     """
     if section.loss in PAIR_LOSSES or section.beta is None:
         return
-    given, loss = f"{section.key}.loss={section.loss}", pair_loss_of(section.loss, section.key)
+    given, loss = f"{section.key}.loss={section.loss}", resolve_pair_loss(section.loss, section.key)
     told, pi = (_LOGPROBS, "pi") if section.reference_free else (_RATIOS, "pi/ref")
     pairs, beta = torch.tensor(told), section.beta
     try:
-        losses, slopes = with_slopes(loss, pairs[:, 0], pairs[:, 1], beta)
-        alone = [with_slopes(loss, pair[:1], pair[1:], beta)[0] for pair in pairs]
+        losses, slopes = losses_with_gradients(loss, pairs[:, 0], pairs[:, 1], beta)
+        alone = [losses_with_gradients(loss, pair[:1], pair[1:], beta)[0] for pair in pairs]
     except ConfigError:
         raise
     except Exception as error:
@@ -172,7 +172,7 @@ class _WatchedParameters(UserDict[str, float]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _CustomCheck:
     """Calls of the user's function, whose faults are the user's to read."""
 
     given: str

@@ -40,7 +40,7 @@ def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tenso
     return mask & ~truncated[sequence_ids(cu_seqlens)]
 
 
-def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: float) -> Tensor:
+def set_unfinished_rewards(rewards: Tensor, finished: Tensor, *, unfinished_reward: float) -> Tensor:
     """Rewards [n] of completions that ended by themselves; the others get ``unfinished_reward``."""
     return torch.where(finished, rewards, unfinished_reward)
 
@@ -53,7 +53,7 @@ def last_token_rewards(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Ten
         out[part.ends[some]] = rewards[part.sequences][some]
         return out
 
-    return _part_by_part(at_the_end, mask, cu_seqlens, rewards.dtype)
+    return _compute_in_parts(at_the_end, mask, cu_seqlens, rewards.dtype)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
@@ -63,7 +63,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, gam
     def to_go(part: _Part) -> Tensor:
         return discounted_sum(part.kept(rewards, 0), part.lengths, discount, room=part.room[1])
 
-    return _part_by_part(to_go, mask, cu_seqlens)
+    return _compute_in_parts(to_go, mask, cu_seqlens)
 
 
 def less_optimal_baseline(
@@ -116,7 +116,7 @@ def gae(
         decay = discount if len(discount) == 1 else discount[part.sequences]
         return discounted_sum(deltas, part.lengths, decay, room=part.room[2])
 
-    return _part_by_part(advantages, mask, cu_seqlens)
+    return _compute_in_parts(advantages, mask, cu_seqlens)
 
 
 def length_adaptive_lambda(mask: Tensor, cu_seqlens: Tensor, *, alpha: float = 0.05) -> Tensor:
@@ -173,7 +173,7 @@ class _Part:
         return out
 
 
-def _part_by_part(
+def _compute_in_parts(
     compute: Callable[[_Part], Tensor], mask: Tensor, cu_seqlens: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """[N]: what ``compute`` makes of the masked-in positions of each part, 0 at the others."""

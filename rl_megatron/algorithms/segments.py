@@ -88,20 +88,20 @@ def discounted_sum(values: Tensor, lengths: Tensor, discount: Tensor, *, room: T
     """
     blocks = (lengths + (_BLOCK - 1)) // _BLOCK
     total = int(blocks.sum())
-    rows, places = _in_blocks(values, lengths, blocks, total)
-    sums = _sums_within_rows(rows, _of_blocks(discount, blocks, total), room)
+    rows, places = _to_blocks(values, lengths, blocks, total)
+    sums = _sums_within_rows(rows, _expand_blocks(discount, blocks, total), room)
     if bool((lengths > _BLOCK).any()):
         firsts = discounted_sum(sums[:, 0].contiguous(), blocks, discount**_BLOCK)
         following = torch.zeros_like(firsts)
         following[:-1] = firsts[1:]
         following[(blocks.cumsum(0) - 1)[blocks > 0]] = 0
         exponents = torch.arange(_BLOCK, 0, -1, dtype=values.dtype, device=values.device)
-        powers = _of_blocks(discount[:, None] ** exponents, blocks, total)
+        powers = _expand_blocks(discount[:, None] ** exponents, blocks, total)
         sums.addcmul_(following[:, None], powers)
     return sums.view(-1) if places is None else sums.view(-1).index_select(0, places)
 
 
-def _in_blocks(values: Tensor, lengths: Tensor, blocks: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
+def _to_blocks(values: Tensor, lengths: Tensor, blocks: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
     """[total, _BLOCK], every segment's end filled up with zeros; and where the values are there, None if in place."""
     if total * _BLOCK == len(values):
         return values.view(-1, _BLOCK), None
@@ -112,7 +112,7 @@ def _in_blocks(values: Tensor, lengths: Tensor, blocks: Tensor, total: int) -> t
     return rows.view(-1, _BLOCK), places
 
 
-def _of_blocks(of_segments: Tensor, blocks: Tensor, total: int) -> Tensor:
+def _expand_blocks(of_segments: Tensor, blocks: Tensor, total: int) -> Tensor:
     """[1, ...] as it is, [K, ...] -> [total, ...]."""
     return of_segments if len(of_segments) == 1 else of_segments.repeat_interleave(blocks, 0, output_size=total)
 

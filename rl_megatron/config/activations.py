@@ -61,7 +61,7 @@ def wants_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool
     return wanted and torch_only(shape) is None and not lacking
 
 
-def multiplies_at_once(learner: LearnerSection, shape: ModelShape) -> bool:
+def uses_grouped_gemm(learner: LearnerSection, shape: ModelShape) -> bool:
     """Whether torch's layers multiply by all experts of a rank in one call (`learner.model.kernels.grouped`), and hold
     the results of all; else by one after the other. Plans take GPUs for those of Hopper or Blackwell."""
     d = learner.dims
@@ -98,7 +98,7 @@ def _has_latent(shape: ModelShape) -> bool:
     return known and math.isclose(rope.attention_factor, factor) and shape.norm_eps == latent.norm_eps
 
 
-def kept(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> float:
+def activation_bytes(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> float:
     """Bytes that ``layer`` keeps of each token of a context-parallel rank, on one rank of a tensor-parallel group.
 
     ``longest``: tokens of a sequence, which plain attention's probabilities grow with.
@@ -107,7 +107,7 @@ def kept(learner: LearnerSection, shape: ModelShape, layer: int, longest: float 
 
 
 def halves(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> Mapping[str, float]:
-    """The bytes of `kept` by half of ``layer``, each with its norm: "attention", and "moe" or "mlp"."""
+    """The bytes of `activation_bytes` by half of ``layer``, each with its norm: "attention", and "moe" or "mlp"."""
     fused = wants_transformer_engine(learner, shape)
     size, given, moe = BYTES[learner.dtype], _given(learner, fused), layer in shape.moe_layers
     hidden = shape.hidden_size
@@ -132,7 +132,7 @@ def offloaded(learner: LearnerSection, shape: ModelShape, layer: int, longest: f
 
 
 def probabilities(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> float:
-    """Bytes of the probabilities among what `kept` counts."""
+    """Bytes of the probabilities among what `activation_bytes` counts."""
     return shape.num_heads * longest * _FLOAT / learner.tp if _is_plain(learner, shape, layer, longest) else 0.0
 
 
@@ -157,7 +157,8 @@ def _given(learner: LearnerSection, fused: bool) -> int:
 
 
 def freed(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> Mapping[str, float]:
-    """How many of the bytes of `kept` each of megatron-core's ``recompute_modules`` frees; ``moe`` has its parts'."""
+    """How many of the bytes of `activation_bytes` each of megatron-core's ``recompute_modules`` frees; ``moe`` has its
+    parts'."""
     fused, size = wants_transformer_engine(learner, shape), BYTES[learner.dtype]
     hidden = shape.hidden_size * size
     out = {"core_attn": 0.0, "mla_up_proj": 0.0, "layernorm": 0.0}
@@ -305,6 +306,6 @@ def _activated(learner: LearnerSection, shape: ModelShape, fused: bool) -> float
 def _biased(learner: LearnerSection, shape: ModelShape) -> float:
     """Elements of a row that experts with biases keep besides it: all at once, which expert is its own, twice; one
     after the other, the output too."""
-    if multiplies_at_once(learner, shape):
+    if uses_grouped_gemm(learner, shape):
         return 8 * shape.expert_width + 2 * shape.num_experts / learner.ep
     return shape.hidden_size + 7 * shape.expert_width

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
 
 
-def taught_by_policy(c: RunConfig) -> dict[str, TeacherSection]:
+def self_teachers(c: RunConfig) -> dict[str, TeacherSection]:
     """The teachers that are the policy itself, by their roles."""
     teachers = c.algorithm.kl.teachers if c.kind.samples else {}
     return {teacher_role(name): one for name, one in teachers.items() if one.path is None}
 
 
-def with_own_prompt(c: RunConfig) -> dict[str, TeacherSection]:
+def teachers_with_prompt(c: RunConfig) -> dict[str, TeacherSection]:
     """The teachers that read a prompt of their own, by their names."""
     teachers = c.algorithm.kl.teachers if c.kind.samples else {}
     return {name: one for name, one in teachers.items() if one.prompt is not None}
 
 
-def longest_read(c: RunConfig, role: str) -> tuple[str, int]:
+def longest_scored_row(c: RunConfig, role: str) -> tuple[str, int]:
     """The keys that give the longest sequence that the model of ``role`` reads, and its tokens."""
     for name, one in c.algorithm.kl.teachers.items():
         if teacher_role(name) == role and one.max_prompt_tokens is not None:
@@ -59,7 +59,7 @@ def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
     return {"reference": (c.reference, "algorithm.kl.reference"), **own} if c.needs_reference else own
 
 
-def in_words_of(c: RunConfig, role: str, text: str) -> str:
+def with_role_keys(c: RunConfig, role: str, text: str) -> str:
     """``text``, which names keys of the learner's layout, with the keys of the role's own where it has one."""
     if role not in c.roles.layouts:
         return text
@@ -67,7 +67,7 @@ def in_words_of(c: RunConfig, role: str, text: str) -> str:
     return re.sub(rf"\blearner(?=:|\.({keys})\b)", f"roles.layouts.{role}", text)
 
 
-def nodes_of_role(c: RunConfig, role: str) -> int:
+def num_role_nodes(c: RunConfig, role: str) -> int:
     """The number of nodes of a separate role: the learner's; in a layout of its own as many as its ranks fill."""
     if role not in c.roles.layouts:
         return c.slurm.nodes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.beside import in_words_of, separate
+from rl_megatron.config.beside import separate, with_role_keys
 from rl_megatron.config.learner_checks import problems as option_problems
 from rl_megatron.config.removed import instead_of
 from rl_megatron.config.sections.data import FileKeys, data_sources, rewards_of
 from rl_megatron.config.sections.eval import RunData
-from rl_megatron.config.sections.learner import most_padded, padded_tokens, sequence_multiple
+from rl_megatron.config.sections.learner import max_padded_length, padded_tokens, sequence_multiple
 from rl_megatron.config.sections.reward import reward_key
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.feature import role_models
@@ -65,7 +65,7 @@ def problems_of_batches(c: RunConfig) -> Iterator[str]:
             f"learner.max_tokens_per_micro_batch={most} is less than the {what}"
             f"{c.named_longest}) = {wanted}; raise the first or lower the others"
         )
-    elif pairs and padded > most_padded(most, dims):
+    elif pairs and padded > max_padded_length(most, dims):
         yield (
             f"learner.max_tokens_per_micro_batch={most} is less than the pair of the longest sequences, each "
             f"({c.named_longest}) padded for learner.cp={dims.cp} to a multiple of {multiple}: {padded}; "
@@ -107,7 +107,7 @@ def problems_of_groups(c: RunConfig) -> Iterator[str]:
         )
 
 
-def problems_of_separate(c: RunConfig) -> Iterator[str]:
+def check_separate_roles(c: RunConfig) -> Iterator[str]:
     """Layouts of roles with ranks of their own."""
     for role in c.roles.layouts:
         yield from _of_layout(c, role)
@@ -126,7 +126,7 @@ def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
             f"set roles.{role}=separate, or leave roles.layouts.{role} out"
         )
     known = set(option_problems(c.learner))
-    yield from (in_words_of(c, role, line) for line in option_problems(c.learner_of(role)) if line not in known)
+    yield from (with_role_keys(c, role, line) for line in option_problems(c.learner_of(role)) if line not in known)
 
 
 def problems_of_limits(c: RunConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from rl_megatron.config.removed import Removed, instead_of, removed_key
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import cut_to, shorten
+from rl_megatron.errors import quote_start, truncate
 from rl_megatron.section import Section
 
 _MOST_KEY = 80  # characters of a key
@@ -38,7 +38,7 @@ class _Place(NamedTuple):
     @property
     def shown(self) -> str:
         """The key, cut to what fits a line."""
-        return cut_to(self.key, _MOST_KEY)
+        return truncate(self.key, _MOST_KEY)
 
 
 def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
@@ -54,14 +54,14 @@ def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
         elif isinstance(error["input"], Mapping) and error["msg"][0].islower():  # of a rule within a section
             lines.append(f"{place.shown}.{error['msg']}")
         elif text := instead_of(place.key, error["input"]):
-            allowed[f"{place.shown}={shorten(error['input'])}"] = [text]
+            allowed[f"{place.shown}={quote_start(error['input'])}"] = [text]
         else:
-            texts = allowed.setdefault(f"{place.shown}={shorten(error['input'])}", [])
+            texts = allowed.setdefault(f"{place.shown}={quote_start(error['input'])}", [])
             texts.append(_allowed(error))
     return lines + [f"{shown}: must be {' or '.join(texts)}" for shown, texts in allowed.items()]
 
 
-def near_miss(given: str, names: Iterable[str]) -> str:
+def closest_key(given: str, names: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the nearest of ``names``; empty if none is near."""
     return did_you_mean(difflib.get_close_matches(given, list(names), n=1))
 
@@ -71,7 +71,7 @@ def did_you_mean(names: Sequence[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, names))}?)" if names else ""
 
 
-def has_gone(key: str) -> bool:
+def is_removed_key(key: str) -> bool:
     """Whether no section has the key; of entries of a mapping of single values, as options are, none has."""
     if removed_key(key) is not None:
         return True
@@ -86,41 +86,43 @@ def has_gone(key: str) -> bool:
     return False
 
 
-def not_a_section(key: str, value: object) -> str:
+def section_expected(key: str, value: object) -> str:
     """The line for a single value where a section with keys of its own belongs."""
-    place, shown = _locate(key.split(".")), cut_to(key, _MOST_KEY)
+    place, shown = _locate(key.split(".")), truncate(key, _MOST_KEY)
     keys = _keys_of(place, "") if place.key == key else ""  # else within a section whose tag is not in the key
-    return f"{shown}={shorten(value)}: a section, not one value; set {shown}.<key>=<value>{keys}"
+    return f"{shown}={quote_start(value)}: a section, not one value; set {shown}.<key>=<value>{keys}"
 
 
 def _structural(error: ErrorDetails, place: _Place) -> str | None:
     """The line for a key that is unknown, missing or of the wrong kind; None if the value itself is wrong."""
     match error["type"]:
         case "extra_forbidden":
-            given, name = f"{place.shown}={shorten(error['input'])}", place.key.rpartition(".")[2]
+            given, name = f"{place.shown}={quote_start(error['input'])}", place.key.rpartition(".")[2]
             if row := removed_key(place.key):
                 return f"{given}: no such key; {row.advice}"
             keys = _keys_of(place, name)
-            return _of_another(place, given) or f"{given}: no such key{_near_key(place)}{keys}"
+            return _key_of_other_variant(place, given) or f"{given}: no such key{_near_key(place)}{keys}"
         case "literal_error" if error["loc"][-1] == "[key]":  # of a mapping of names of ours
             names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-            return f"{place.shown}: no such key{near_miss(error['input'], names)}; keys: {', '.join(names)}"
+            return f"{place.shown}: no such key{closest_key(error['input'], names)}; keys: {', '.join(names)}"
         case "missing":
             return f"{place.shown}: required, but not given; add {place.shown}=<value>"
         case "model_type" | "model_attributes_type":
-            return not_a_section(place.key, error["input"])
+            return section_expected(place.key, error["input"])
         case "tuple_type" if (found := _switch(error["input"], place)) is not None:
-            return f"{place.shown}={shorten(error['input'])}: a list now; {found.advice}"
+            return f"{place.shown}={quote_start(error['input'])}: a list now; {found.advice}"
         case "dict_type":
             to_set = f"set {place.shown}.<name>=<value>, or {place.shown}.<name>.<key>=<value>"
-            return f"{place.shown}={shorten(error['input'])}: a section of names, not one value; {to_set}"
+            return f"{place.shown}={quote_start(error['input'])}: a section of names, not one value; {to_set}"
         case "union_tag_not_found":
             tag = error["ctx"]["discriminator"].strip("'")
             return f"{place.shown}.{tag}: required, but not given; one of: {', '.join(place.variants)}"
         case "union_tag_invalid":
             tag, choice = error["ctx"]["discriminator"].strip("'"), error["ctx"]["tag"]
-            near = near_miss(choice, place.variants)
-            return f"{place.shown}.{tag}={shorten(choice)}: no such choice{near}; one of: {', '.join(place.variants)}"
+            near = closest_key(choice, place.variants)
+            return (
+                f"{place.shown}.{tag}={quote_start(choice)}: no such choice{near}; one of: {', '.join(place.variants)}"
+            )
     return None
 
 
@@ -150,13 +152,13 @@ def _allowed(error: ErrorDetails) -> str:
     if error["type"] == "string_type":
         return f"{text}; on the command line, quotes inside quotes make it one, as in \"'1'\""
     if error["type"] == "literal_error":
-        near = near_miss(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+        near = closest_key(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
         elsewhere = _ELSEWHERE.get(".".join(map(str, error["loc"])))
         return text + (near or (f"; {elsewhere}" if elsewhere else ""))
     return text
 
 
-def _of_another(place: _Place, given: str) -> str | None:
+def _key_of_other_variant(place: _Place, given: str) -> str | None:
     """The line for a key of another variant of the section; None if no variant has it."""
     name = place.key.rpartition(".")[2]
     elsewhere = any(name in section.model_fields for section in place.others.values())

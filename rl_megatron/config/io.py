@@ -18,11 +18,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
-from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, not_a_section
+from rl_megatron.config.errors import closest_key, did_you_mean, explain_errors, section_expected
 from rl_megatron.config.removed import given_value, new_name, with_new_names, without_removed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
-from rl_megatron.errors import ConfigError, shorten
+from rl_megatron.errors import ConfigError, quote_start
 from rl_megatron.files import shipped, write_atomically
 
 _MAX_FILES = 100  # that defaults may lead to
@@ -41,7 +41,7 @@ def load_config(
     """
     root = root or shipped("conf")
     if problem := yaml_text.text_problem(name):
-        raise ConfigError(f"--config {shorten(name)}: {problem}")
+        raise ConfigError(f"--config {quote_start(name)}: {problem}")
     composer = _Composer(root)
     path = Path(name) if Path(name).suffix in {".yaml", ".yml"} else root / f"{name}.yaml"
     if not _is_file(path) and _is_file(inside := Path(name) / "config.yaml"):
@@ -53,9 +53,9 @@ def load_config(
         key, equals, text = item.partition("=")
         parts = key.split(".")
         if problem := yaml_text.text_problem(item):
-            composer.problems.append(f"{shorten(item)}: {problem}")
+            composer.problems.append(f"{quote_start(item)}: {problem}")
         elif not equals or not all(parts) or len(parts) > yaml_text.MAX_DEPTH:
-            composer.problems.append(f"{shorten(item)}: not an override{composer.hint(item)}")
+            composer.problems.append(f"{quote_start(item)}: not an override{composer.hint(item)}")
         elif key in composer.groups:
             beside = _merged(beside, composer.choose(tree, key, text))
         else:
@@ -124,7 +124,7 @@ class _Composer:
                     others = _merged(others, self.choose(base, *next(iter(entry.items()))))
                 case _:
                     self.problems.append(
-                        f"{path}: defaults: {shorten(entry)} is neither a config's name nor {{group: name}}"
+                        f"{path}: defaults: {quote_start(entry)} is neither a config's name nor {{group: name}}"
                     )
         given = {key: value for name, section in tree.items() for key, value in _named(name, section)}
         return _merged(_cleared(_merged(base, others), given), tree)
@@ -143,7 +143,7 @@ class _Composer:
         others = set(RunConfig.model_fields) - {group}
         wrong = [key for key in beside if key not in others] if isinstance(beside, dict) else [beside]
         if wrong:
-            self.problems.append(f"{path}: beside: {shorten(wrong[0])} is not the name of another section")
+            self.problems.append(f"{path}: beside: {quote_start(wrong[0])} is not the name of another section")
             return {}
         self._beside = _merged(self._beside, beside)
         return dict(beside)
@@ -156,12 +156,12 @@ class _Composer:
             if not isinstance(inner, dict):
                 above = ".".join(sections[:depth])
                 self.problems.append(
-                    f"{key:.80}={shorten(value)}: {above:.80}={shorten(inner)} is one value, without keys"
+                    f"{key:.80}={quote_start(value)}: {above:.80}={quote_start(inner)} is one value, without keys"
                 )
                 return
             tree = inner
         if isinstance(tree.get(leaf), dict):
-            self.problems.append(not_a_section(key, value))
+            self.problems.append(section_expected(key, value))
         else:
             tree[leaf] = value
 
@@ -190,7 +190,7 @@ class _Composer:
             problem = f"defaults lead to more than {_MAX_FILES} files"
         elif not _is_file(path):
             names = _names_beside(path)
-            problem = f"no such file{near_miss(path.stem, names)}; one of: {_listed(names)}"
+            problem = f"no such file{closest_key(path.stem, names)}; one of: {_listed(names)}"
         else:
             try:
                 tree = yaml_text.read(path)
@@ -201,7 +201,7 @@ class _Composer:
                     return with_new_names(tree, path.parent.name if path.parent in self.groups.values() else "")
                 if tree is None:
                     return {}
-                problem = f"holds {shorten(tree)}; a config file is a mapping, `key: value` a line"
+                problem = f"holds {quote_start(tree)}; a config file is a mapping, `key: value` a line"
         self.problems.append(f"{asked}{path}: {problem}")
         self._unread |= (
             {path.parent.name} if path.parent.name in RunConfig.model_fields else set(RunConfig.model_fields)

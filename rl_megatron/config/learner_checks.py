@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rl_megatron import feature
-from rl_megatron.config.activations import TORCH_ONLY, freed, kept, torch_only, wants_transformer_engine
+from rl_megatron.config.activations import TORCH_ONLY, activation_bytes, freed, torch_only, wants_transformer_engine
 from rl_megatron.config.sections.learner import HALVES, LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rules import SET, UNSET, Above, Excludes, Has, Not, On, Rule, as_given, broken, excluded
@@ -142,7 +142,10 @@ def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
     }
     layers, longest = range(shape.num_layers), learner.max_tokens_per_micro_batch
     for module in learner.recompute.parts:
-        shares = (freed(learner, shape, n, longest).get(module, 0.0) / kept(learner, shape, n, longest) for n in layers)
+        shares = (
+            freed(learner, shape, n, longest).get(module, 0.0) / activation_bytes(learner, shape, n, longest)
+            for n in layers
+        )
         if all(share < _LEAST for share in shares):
             yield f"learner.recompute.parts={module} would free nothing: {reasons[module]}; leave it out"
 

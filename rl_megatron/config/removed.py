@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_megatron.errors import shorten
+from rl_megatron.errors import quote_start
 
 logger = logging.getLogger(__name__)
 
@@ -400,7 +400,7 @@ def _kept(tree: Mapping[str, Any], above: str, given: Callable[[str], object]) -
     for name, value in tree.items():
         key = f"{above}{name}"
         if (row := removed_key(key)) is not None and is_removed(key, value, given):
-            logger.info("%s=%s is dropped, for there is no such key: %s", key, shorten(value), row.advice)
+            logger.info("%s=%s is dropped, for there is no such key: %s", key, quote_start(value), row.advice)
         elif isinstance(value, dict) and value:
             inner = dict(_kept(value, f"{key}.", given))
             if inner or row is None:  # a removed section whose keys are all dropped is dropped, too

@@ -89,7 +89,7 @@ def _longest(table: Mapping[str, bool], parts: Sequence[str]) -> bool:
     return next((table[name] for name in above if name in table), False)
 
 
-def changes_no_step(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def changes_rows_only(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the values of a fixed ``key`` differ in what is done with longer or refused rows alone, of which a run
     that fails at one has trained on none."""
     section, _, name = key.rpartition(".")

@@ -81,7 +81,7 @@ def _of_model() -> Iterator[Rule]:
           "the tiny model's family", fix="set model.path, or leave learner.model out")
 
 
-def _of_servers() -> Iterator[Rule]:
+def _server_problems() -> Iterator[Rule]:
     """Servers, and the transport of weights to them."""
     yield Excludes(one=On("weights.transport", "file"), other=NOT_SERVED,
           why=f"files are for servers, and {_IN_LEARNER}", fix="set weights.transport=auto")
@@ -407,11 +407,11 @@ RULES: tuple[Rule, ...] = (
     *_of_model(),
     CheckFunction(checks.problems_of_options),
     CheckFunction(checks.problems_of_servers),
-    *_of_servers(),
+    *_server_problems(),
     CheckFunction(checks.problems_of_batches),
     CheckFunction(checks.problems_of_groups),
     *_of_jobs(),
-    CheckFunction(checks.problems_of_separate),
+    CheckFunction(checks.check_separate_roles),
     *_of_learner(),
     *_of_sampling(),
     CheckFunction(checks.problems_of_limits),
@@ -431,6 +431,6 @@ RULES: tuple[Rule, ...] = (
 """The rules of this package; features have theirs in their declarations."""
 
 
-def problems_of(config: RunConfig, where: When = "config", shape: object = None) -> list[str]:
+def find_problems(config: RunConfig, where: When = "config", shape: object = None) -> list[str]:
     """A line for each broken rule of ``where``; ``shape`` is the model's, for ``where="shape"``."""
     return broken((*RULES, *feature_rules()), config, where, shape)

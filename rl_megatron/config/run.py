@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_megatron.config.rules import problems_of
+from rl_megatron.config.rules import find_problems
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.data import (
     ArithmeticRunData,
@@ -416,6 +416,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
-        if problems := problems_of(self):
+        if problems := find_problems(self):
             raise ValueError("\n".join(problems))
         return self

@@ -25,17 +25,17 @@ from torch import Tensor
 from rl_megatron.config.sections.learner import (
     LearnerSection,
     PaddingSection,
-    most_padded,
+    max_padded_length,
     padded_tokens,
     sequence_multiple,
 )
 from rl_megatron.data.samples import (
     MicroBatches,
     computed_lengths,
-    members_of,
+    split_by_id,
     split_minibatches,
-    tokens_of,
-    whole_parts,
+    tokens_per_sequence,
+    unit_members,
 )
 from rl_megatron.errors import DataError
 from rl_megatron.types import Batch, ParallelDims, Samples
@@ -200,14 +200,14 @@ class Packer:
             samples=samples,
             sequences=sequences,
             micro_batches=MicroBatches(samples, sequences, spare),
-            num_tokens=int(tokens_of(samples.mask, samples.cu_seqlens)[part].sum()),
+            num_tokens=int(tokens_per_sequence(samples.mask, samples.cu_seqlens)[part].sum()),
             num_sequences=len(part),
             spare=spare,
         )
 
     def again(self, batch: Batch) -> Batch:
         """Pack the sequences of a batch that was packed for ranks in another layout."""
-        return self.pack(batch.samples, part=part_of(batch))
+        return self.pack(batch.samples, part=minibatch_sequences(batch))
 
     def _plan(
         self, lengths: NDArray[np.int64], ranks: NDArray[np.int64] | None = None
@@ -226,7 +226,7 @@ class Packer:
         """Split and pack the samples once for each seed, each time in a new order.
 
         Into ``most`` parts, or as many as there are units or whole groups; a trajectory's sequences stay together. All
-        share the columns of the samples: `with_own_columns`.
+        share the columns of the samples: `finish_minibatch`.
         """
         for seed in seeds:
             for part in self._parts(samples, most, seed):
@@ -248,7 +248,7 @@ class Packer:
     def _parts(self, samples: Samples, most: int, seed: int) -> list[NDArray[np.int64]]:
         together = samples.group_of if self.whole_groups else samples.trajectory_of
         if together is not None:
-            return whole_parts(together, most, seed)
+            return split_by_id(together, most, seed)
         num = min(most, samples.num_sequences // self.unit)
         return split_minibatches(samples.num_sequences, num, seed, unit=self.unit)
 
@@ -278,7 +278,7 @@ class Packer:
         }
 
 
-def packer_of(learner: LearnerSection, *, attention_cost: float, unit: int = 1, whole_groups: bool = False) -> Packer:
+def make_packer(learner: LearnerSection, *, attention_cost: float, unit: int = 1, whole_groups: bool = False) -> Packer:
     """The packer for the layout of ``learner`` and its most tokens per micro-batch."""
     most = learner.max_tokens_per_micro_batch
     return Packer(
@@ -311,17 +311,17 @@ def plan_packing(
     sizes = padded_lengths(lengths, dims).reshape(units).sum(1)
     order = np.argsort(-sizes, kind="stable")
     work = sequence_work(lengths, attention_cost).reshape(units).sum(1)[order]
-    budget = most_padded(max_tokens, dims)
+    budget = max_padded_length(max_tokens, dims)
     seats = None if ranks is None else ranks.reshape(units)[:, 0][order]
     most_units = None if most is None else most // unit
     bins, num_bins = fill_bins(sizes[order], work, dp=dims.dp, budget=budget, most=most_units, ranks=seats)
     totals = np.bincount(bins, work, num_bins).astype(np.float64)
     place = np.empty(num_bins, np.int64)  # a bin's place, rank by rank
-    dealt = _deal(totals, dims.dp) if seats is None else _sorted(totals, dims.dp)
+    dealt = _assign_round_robin(totals, dims.dp) if seats is None else _sorted(totals, dims.dp)
     place[dealt.ravel()] = np.arange(num_bins)
     places = place[bins]
     cuts = np.cumsum(np.bincount(places, minlength=num_bins))[:-1]
-    parts = [members_of(ids, unit) for ids in np.split(order[np.lexsort((order, places))], cuts)]
+    parts = [unit_members(ids, unit) for ids in np.split(order[np.lexsort((order, places))], cuts)]
     num_micro = num_bins // dims.dp
     return [parts[rank * num_micro : (rank + 1) * num_micro] for rank in range(dims.dp)]
 
@@ -332,7 +332,7 @@ def _check(lengths: NDArray[np.int64], dims: ParallelDims, max_tokens: int, unit
         raise DataError("nothing to pack: the batch has no sequences")
     for each, most, how in (
         (lengths, max_tokens, ""),
-        (padded_lengths(lengths, dims), most_padded(max_tokens, dims), f", each padded for learner.cp={dims.cp}"),
+        (padded_lengths(lengths, dims), max_padded_length(max_tokens, dims), f", each padded for learner.cp={dims.cp}"),
     ):
         whole = each.reshape(-1, unit).sum(1)
         if whole.max() > most:
@@ -357,7 +357,7 @@ def sequence_work(lengths: NDArray[np.int64], attention_cost: float) -> NDArray[
     return wide + attention_cost * wide * wide
 
 
-def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
+def _assign_round_robin(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
     """Bins [D, M]: column m holds D bins of similar work; its heaviest goes to the rank with the least total so far."""
     rows = np.argsort(-totals, kind="stable").reshape(len(totals) // dp, dp)
     ranks = np.empty_like(rows)
@@ -375,33 +375,33 @@ def _sorted(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
     return np.argsort(-own, axis=1, kind="stable") + np.arange(dp)[:, None] * own.shape[1]
 
 
-def with_own_columns(
+def finish_minibatch(
     batch: Batch, weighted: Callable[[Samples, NDArray[np.int64]], Samples] = lambda samples, part: samples
 ) -> Batch:
     """A minibatch with its ``nll_weights`` divided by how many of its tokens have one, and with the columns that
     ``weighted`` gives it for its part. They are as long as those of all samples."""
-    part = part_of(batch)
-    samples = weighted(_over_right_tokens(batch.samples, part), part)
+    part = minibatch_sequences(batch)
+    samples = weighted(_divide_nll_weights(batch.samples, part), part)
     return replace(batch, samples=samples, micro_batches=MicroBatches(samples, batch.sequences, batch.spare))
 
 
-def part_of(batch: Batch) -> NDArray[np.int64]:
+def minibatch_sequences(batch: Batch) -> NDArray[np.int64]:
     """The sequences of ``batch.samples`` that are in the minibatch, ascending."""
     return np.sort(np.concatenate([ids.numpy() for row in batch.sequences for ids in row]))
 
 
-def tokens_of_part(samples: Samples, part: NDArray[np.int64]) -> Tensor:
+def minibatch_token_mask(samples: Samples, part: NDArray[np.int64]) -> Tensor:
     """Which tokens [N] of the sequences ``part`` are sampled ones, bool."""
     inside = torch.zeros(samples.num_sequences, dtype=torch.bool)
     inside[torch.from_numpy(part)] = True
     return samples.mask & inside.repeat_interleave(samples.cu_seqlens.diff())
 
 
-def _over_right_tokens(samples: Samples, part: NDArray[np.int64]) -> Samples:
+def _divide_nll_weights(samples: Samples, part: NDArray[np.int64]) -> Samples:
     """Divide the NLL marks by the number of the part's tokens that belong to right completions."""
     if samples.nll_weights is None:
         return samples
-    count = int(tokens_of(samples.nll_weights > 0, samples.cu_seqlens)[part].sum())
+    count = int(tokens_per_sequence(samples.nll_weights > 0, samples.cu_seqlens)[part].sum())
     return replace(samples, nll_weights=samples.nll_weights / max(count, 1))
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.columns import Ragged
-from rl_megatron.data.samples import KEPT, concatenated, samples_of, split, tokens_of
+from rl_megatron.data.samples import KEPT, concatenated, samples_of, split, tokens_per_sequence
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.feature import declared_columns
 from rl_megatron.types import Batch, Samples
@@ -36,7 +36,7 @@ Pieces: TypeAlias = tuple[Sequence[NDArray[Any]], np.dtype[Any], tuple[int, ...]
 _ALIGNMENT = 8
 
 
-def share_of(head: dict[str, Any], every: Sequence[Pieces]) -> Share:
+def encode_rows(head: dict[str, Any], every: Sequence[Pieces]) -> Share:
     """Header and arrays in one array of bytes."""
     text = json.dumps({**head, "arrays": [(dtype.str, shape) for _, dtype, shape in every]}).encode()
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in every]
@@ -72,11 +72,11 @@ def has_layers(share: Share) -> bool:
     return any(name in declared_columns() and declared_columns()[name].layers is not None for name in _names(head))
 
 
-def of_layers(share: Share, layers: OwnLayers) -> Share:
+def select_layers(share: Share, layers: OwnLayers) -> Share:
     """The share with the entries of these layers alone, of all that it has."""
     head, arrays = opened(share)
     cut = [a[:, list(layers[name])] if name in layers else a for name, a in zip(_names(head), arrays, strict=True)]
-    return share_of({**head, "is_cut": True}, [([array], array.dtype, array.shape) for array in cut])
+    return encode_rows({**head, "is_cut": True}, [([array], array.dtype, array.shape) for array in cut])
 
 
 def _names(head: dict[str, Any]) -> list[str]:
@@ -97,7 +97,7 @@ def _room_for(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-TO_SCORE = (*KEPT, "mask")  # columns that a pass without a loss reads, and all extra ones
+SCORING_COLUMNS = (*KEPT, "mask")  # columns that a pass without a loss reads, and all extra ones
 Form = Literal["whole", "bits", "last", "copy", "masked", "trained", "spread", "ragged"]
 """How a column is sent: all its numbers; as bits; the last of each row, if the others are the next input; nothing, if
 it is equal to another column; those at masked-in positions, if the others are 0; a number a row, times the mask; a
@@ -106,7 +106,7 @@ number a row; counts and values."""
 _SHOWN = 8  # rows in a message
 
 
-class HeldRows:
+class RankRows:
     """The rows of a step that a rank's data-parallel rank was sent; every rank has one."""
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class SentRows:
             self.forget()
             self.step, self._tokens = self.step + 1, samples.input_ids
         every = samples.every_column
-        columns = {n: c for n, c in every.items() if n in TO_SCORE or n in samples.extra or not to_score}
+        columns = {n: c for n, c in every.items() if n in SCORING_COLUMNS or n in samples.extra or not to_score}
         self._look_at(samples, columns)
         return [self._share(batch, d, columns) for d in range(len(self._rows))]
 
@@ -305,7 +305,7 @@ class SentRows:
             pieces += more
         ragged = [name for name, column in extra.items() if isinstance(column, Ragged)]
         head = {"step": self.step, "columns": list(columns), "spare": spare, "ragged": ragged, "blocks": blocks}
-        return share_of(head, pieces)
+        return encode_rows(head, pieces)
 
     def _block(self, new: NDArray[np.int64], names: Sequence[str]) -> tuple[dict[str, tuple[Form, str]], list[Pieces]]:
         """The form of each column of the ``new`` rows, and what is sent: their numbers, lengths and columns."""
@@ -329,7 +329,7 @@ class _Rows:
         self.mask = samples.mask.numpy()
         self.bounds = samples.cu_seqlens.numpy()
         self.lengths = np.diff(self.bounds)
-        self.tokens = tokens_of(samples.mask, samples.cu_seqlens)
+        self.tokens = tokens_per_sequence(samples.mask, samples.cu_seqlens)
         last = self.bounds[1:] - 1
         self.some = np.where(self.mask[last] & (self.lengths > 0), last, self.bounds[:-1])
         """A masked-in position of each row, if it has one, else its first, [S]."""

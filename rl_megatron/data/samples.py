@@ -25,22 +25,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.chat_templates import begun_once
+from rl_megatron.chat_templates import strip_second_bos
 from rl_megatron.columns import ColumnData, LogProbs, Ragged, TokenIds, blank, one_after_the_other
 from rl_megatron.data.problems.rows import beyond_embedding
 from rl_megatron.errors import DataError
 from rl_megatron.feature import declared_columns
 from rl_megatron.types import (
     Batch,
-    Chain,
     Completion,
     FinishReason,
     Prompt,
+    RewardResult,
     RolloutGroup,
     Samples,
-    Scored,
     Span,
     StopReason,
+    TokenSequence,
     Trajectory,
     Turn,
 )
@@ -72,7 +72,7 @@ def single_turns(
     return RolloutGroup(prompt=prompt, trajectories=tuple(_trajectory(of, before, *one) for one in each))
 
 
-def turn_at(start: int, completion: Completion, text: str) -> Turn:
+def make_turn(start: int, completion: Completion, text: str) -> Turn:
     """The completion as the turn whose first token has place ``start`` in its row."""
     return Turn(
         start=start,
@@ -121,14 +121,14 @@ def _trajectory(
     reward: float,
     parts: Mapping[str, tuple[float, float]],
 ) -> Trajectory:
-    turn = turn_at(len(prompt), completion, text)
+    turn = make_turn(len(prompt), completion, text)
     tokens = np.concatenate((prompt, completion.token_ids))
     columns = columns_of_row([(len(tokens), completion)], len(tokens), of=of)
-    chain = Chain(token_ids=tokens, turns=(turn,), columns=columns)
+    chain = TokenSequence(token_ids=tokens, turns=(turn,), columns=columns)
     return Trajectory(chains=(chain,), reward=reward, stop=STOPS[completion.finish_reason], parts=parts)
 
 
-def in_steps(group: RolloutGroup, scored: Sequence[Scored], decode: Decode) -> RolloutGroup:
+def split_into_steps(group: RolloutGroup, scored: Sequence[RewardResult], decode: Decode) -> RolloutGroup:
     """The group with a turn for each step of its completions, which have one turn.
 
     A step ends with the token that has its last character; several that end within one token are one step, of the sum
@@ -141,9 +141,11 @@ def in_steps(group: RolloutGroup, scored: Sequence[Scored], decode: Decode) -> R
     )
 
 
-def _cut(one: Trajectory, scored: Scored, decode: Decode) -> Trajectory:
+def _cut(one: Trajectory, scored: RewardResult, decode: Decode) -> Trajectory:
     ((chain,), (turn,)) = one.chains, one.turns
-    ends = ends_in_tokens(chain.token_ids[turn.start : turn.stop].tolist(), [end for end, _ in scored.steps], decode)
+    ends = char_ends_to_tokens(
+        chain.token_ids[turn.start : turn.stop].tolist(), [end for end, _ in scored.steps], decode
+    )
     steps: list[tuple[int, int, float]] = []  # tokens, characters, reward
     for end, (chars, reward) in zip(ends, scored.steps, strict=True):
         reward += steps.pop()[2] if steps and steps[-1][0] == end else 0.0
@@ -172,7 +174,7 @@ def _between(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
     return (Span(0, first.version), *(Span(s.start - start, s.version) for s in spans if start < s.start < end))
 
 
-def ends_in_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) -> list[int]:
+def char_ends_to_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) -> list[int]:
     """How many tokens have at least so many characters of the text, for each of the ascending ``ends``; at least 1.
 
     Decodes pieces of about a step's length, not the text again for each.
@@ -195,7 +197,7 @@ def ends_in_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode
     return found
 
 
-def tokens_behind_prompt(one: Trajectory) -> int:
+def tokens_after_prompt(one: Trajectory) -> int:
     """Tokens after the first row's prompt, sampled and observed, which environment.max_tokens counts: of a later row
     those behind what it begins with in common with one before it."""
     known = _known_beginnings(one)
@@ -276,13 +278,15 @@ def to_samples(
     )
 
 
-def _joined_columns(rows: Sequence[tuple[str, Chain]], wanted: Collection[str] | None) -> dict[str, Tensor | Ragged]:
+def _joined_columns(
+    rows: Sequence[tuple[str, TokenSequence]], wanted: Collection[str] | None
+) -> dict[str, Tensor | Ragged]:
     """The ``wanted`` columns that rows have, of all rows, one after the other; with the rows are their prompts' ids."""
     found = {name: None for _, row in rows for name in row.columns if wanted is None or name in wanted}
     return {name: _joined_column(name, rows) for name in found}
 
 
-def _joined_column(name: str, rows: Sequence[tuple[str, Chain]]) -> Tensor | Ragged:
+def _joined_column(name: str, rows: Sequence[tuple[str, TokenSequence]]) -> Tensor | Ragged:
     first = next(row.columns[name] for _, row in rows if name in row.columns)
     inner = None if isinstance(first, Ragged) else first.shape[1:]
     if inner is None and declared_columns()[name].layers is not None:
@@ -309,7 +313,7 @@ def _numbered(counts: Sequence[int]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
 
 
-def _demonstrated(rows: Sequence[Chain], cu_seqlens: Tensor) -> Tensor:
+def _demonstrated(rows: Sequence[TokenSequence], cu_seqlens: Tensor) -> Tensor:
     """The positions of rows that no version sampled, [N] bool."""
     return torch.tensor([not row.turns[0].spans for row in rows]).repeat_interleave(cu_seqlens.diff())
 
@@ -323,7 +327,7 @@ def _turns_of(turns: Sequence[Sequence[tuple[int, LogProbs]]], cu_seqlens: Tenso
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WrittenRow:
+class SupervisedRow:
     """Tokens [L] int32 of the prompt ``id``, and the turns in them to learn: first token, and the token after. The
     better answer of a pair has the ``margin`` that is wanted between the scores of both."""
 
@@ -339,7 +343,7 @@ EndTokens = Mapping[str, int | None]
 
 def supervised_rows(
     prompts: Sequence[Prompt], targets: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, ends: EndTokens
-) -> list[WrittenRow]:
+) -> list[SupervisedRow]:
     """Each prompt followed by its target's texts.
 
     The first text is the model's, the next is read, and so on in turns. The model's end with the token of the prompt's
@@ -361,11 +365,11 @@ def supervised_rows(
                 ids = [*ids, end]
                 said.append((len(row), len(row) + len(ids)))
             row += ids
-        rows.append(WrittenRow(id=prompt.id, token_ids=np.array(row, np.int32), turns=tuple(said)))
+        rows.append(SupervisedRow(id=prompt.id, token_ids=np.array(row, np.int32), turns=tuple(said)))
     return rows
 
 
-def end_of_answers(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
+def answer_end_token(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
     """The one of ``stop_token_ids`` after an answer that is learned: the tokenizer's ``eos_token``, else the first that
     is a token of it; None if there is none."""
     if tokenizer.eos_token_id in stop_token_ids:
@@ -374,7 +378,7 @@ def end_of_answers(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[
     return next((one for one in stop_token_ids if one in known), None)
 
 
-def warn_of_other_ends(then: EndTokens, now: EndTokens) -> None:
+def warn_if_end_changed(then: EndTokens, now: EndTokens) -> None:
     """Log the sources whose learned answers and turns end with another token than before a resume; of checkpoints of
     older versions, which do not tell, none."""
     for source, token in now.items():
@@ -387,7 +391,7 @@ def warn_of_other_ends(then: EndTokens, now: EndTokens) -> None:
             )
 
 
-def written_samples(rows: Sequence[WrittenRow]) -> Samples:
+def supervised_samples(rows: Sequence[SupervisedRow]) -> Samples:
     """Rows that nobody sampled: advantages of their turns' tokens are 1, and log-probs 0. Raises DataError for a row
     without a turn or that begins with one."""
     turns = [[(start, np.zeros(stop - start, np.float32)) for start, stop in row.turns] for row in rows]
@@ -395,7 +399,7 @@ def written_samples(rows: Sequence[WrittenRow]) -> Samples:
     return replace(samples, advantages=samples.mask.float())
 
 
-def check_tokens(rows: Iterable[WrittenRow], vocab_size: int) -> None:
+def check_tokens(rows: Iterable[SupervisedRow], vocab_size: int) -> None:
     """Raises DataError for a row with a token that an embedding of ``vocab_size`` rows lacks. Engines refuse such a
     token; of what is written without one the learner would read zeros for it."""
     for row in rows:
@@ -403,7 +407,7 @@ def check_tokens(rows: Iterable[WrittenRow], vocab_size: int) -> None:
             raise DataError(f"prompt {row.id!r} {beyond_embedding(most, vocab_size)}")
 
 
-def check_ends(rows: Iterable[WrittenRow], stop_token_ids: Sequence[int]) -> None:
+def check_ends(rows: Iterable[SupervisedRow], stop_token_ids: Sequence[int]) -> None:
     """Raises DataError for a row of which a turn goes on after one of ``stop_token_ids``, where no model would."""
     for row in rows:
         for start, stop in row.turns:
@@ -416,7 +420,7 @@ def check_ends(rows: Iterable[WrittenRow], stop_token_ids: Sequence[int]) -> Non
                 )
 
 
-def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+def gather_rows(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Concatenated positions of the sequences ``indices`` [K], and the boundaries [K + 1] between them."""
     starts, lengths = cu_seqlens[:-1][indices], cu_seqlens.diff()[indices]
     bounds = torch.zeros(len(indices) + 1, dtype=torch.int64)
@@ -425,7 +429,7 @@ def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return torch.repeat_interleave(starts - bounds[:-1], lengths, output_size=total) + torch.arange(total), bounds
 
 
-def tokens_of(mask: Tensor, cu_seqlens: Tensor) -> NDArray[np.int64]:
+def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> NDArray[np.int64]:
     """Masked-in positions of each sequence, [S]."""
     bounds = cu_seqlens.numpy()
     out = np.zeros(len(bounds) - 1, np.int64)
@@ -441,7 +445,7 @@ def picked(column: Tensor | Ragged, positions: Tensor) -> Tensor | Ragged:
         return column.index_select(0, positions)
     bounds = torch.zeros(len(column) + 1, dtype=torch.int64)
     torch.cumsum(column.counts, 0, out=bounds[1:])
-    return Ragged(column.values[rows_of(bounds, positions)[0]], column.counts[positions])
+    return Ragged(column.values[gather_rows(bounds, positions)[0]], column.counts[positions])
 
 
 def concatenated(parts: Sequence[Tensor | Ragged]) -> Tensor | Ragged:
@@ -472,7 +476,7 @@ _FIELDS = frozenset(Samples.__slots__)
 
 def select(samples: Samples, indices: Tensor) -> Samples:
     """A copy of the sequences ``indices`` [K] int64 of ``samples``, in that order."""
-    rows, cu_seqlens = rows_of(samples.cu_seqlens, indices)
+    rows, cu_seqlens = gather_rows(samples.cu_seqlens, indices)
     columns = {name: picked(column, rows) for name, column in samples.every_column.items()}
     groups, trajectories = (None if ids is None else ids[indices] for ids in (samples.group_of, samples.trajectory_of))
     return samples_of(columns, cu_seqlens, group_of=groups, trajectory_of=trajectories)
@@ -497,7 +501,7 @@ def of_any_model(samples: Samples) -> Samples:
     return without_columns(samples, [name for name in samples.extra if declared_columns()[name].layers is not None])
 
 
-def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
+def append_last_targets(samples: Samples) -> tuple[Samples, Tensor]:
     """Append each sequence's last target as one more input; also returns these positions, [N + S] bool.
 
     A critic's value there is the value of the whole sequence. They are not masked in, and their targets are 0.
@@ -523,12 +527,12 @@ def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
     return longer, is_last
 
 
-def members_of(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
+def unit_members(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
     """The sequences [K * unit] of ``units`` [K], each of ``unit`` neighboring sequences."""
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
-def whole_parts(ids: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
+def split_by_id(ids: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
     """The sequences of each of at most ``most`` parts, shuffled: those of equal ``ids`` [S], of a trajectory or of a
     group, are neighbors in one part."""
     counts = np.unique(ids.numpy(), return_counts=True)[1]
@@ -545,7 +549,7 @@ def split_minibatches(count: int, num: int, seed: int, *, unit: int = 1) -> list
         what = "sequences" if unit == 1 else "pairs"
         raise DataError(f"cannot split {units} {what} into {num} minibatches; set train.minibatches to at most {units}")
     order = np.random.default_rng(seed).permutation(units)
-    return [members_of(part, unit) for part in np.array_split(order, num)]
+    return [unit_members(part, unit) for part in np.array_split(order, num)]
 
 
 def join_rows(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence[tuple[int, LogProbs]]]) -> Samples:
@@ -593,18 +597,18 @@ class MicroBatches(Sequence[Sequence[Samples]]):
         return self._rows[d]
 
 
-def seen_by(batch: Batch, *, replays: bool, last_tokens: bool) -> Batch:
-    """The batch as a pass takes it; the arguments are those of `interfaces.Pass`."""
+def for_pass(batch: Batch, *, replays: bool, last_tokens: bool) -> Batch:
+    """The batch as a pass takes it; the arguments are those of `interfaces.ForwardPass`."""
     samples = batch.samples if replays else of_any_model(batch.samples)
     rows = MicroBatches(samples, batch.sequences, batch.spare, last_tokens=last_tokens)
     return replace(batch, samples=samples, micro_batches=rows, last_tokens=last_tokens)
 
 
-def as_seen(micro_batch: Samples, *, replays: bool, last_tokens: bool) -> Samples:
-    """`seen_by` for one micro-batch; one with positions to pad with stays as it is."""
+def micro_batch_for_pass(micro_batch: Samples, *, replays: bool, last_tokens: bool) -> Samples:
+    """`for_pass` for one micro-batch; one with positions to pad with stays as it is."""
     seen = micro_batch if replays else of_any_model(micro_batch)
     padded = int(seen.cu_seqlens[-1]) < len(seen.input_ids)
-    return with_last_tokens(seen)[0] if last_tokens and not padded else seen
+    return append_last_targets(seen)[0] if last_tokens and not padded else seen
 
 
 def computed_lengths(batch: Batch) -> list[list[NDArray[np.int64]]]:
@@ -633,7 +637,7 @@ class _Row(Sequence[Samples]):
             return _Row(self._samples, self._sequences[m], self._spare, self._last_tokens)
         ids = self._sequences[m]
         found = select(self._samples, ids) if len(ids) else _placeholder(self._samples, self._spare)
-        return as_seen(found, replays=True, last_tokens=self._last_tokens)
+        return micro_batch_for_pass(found, replays=True, last_tokens=self._last_tokens)
 
 
 def _placeholder(samples: Samples, spare: int) -> Samples:
@@ -648,7 +652,7 @@ def _placeholder(samples: Samples, spare: int) -> Samples:
     return samples_of(some | zeros, torch.tensor([0, 1]))
 
 
-Pair = tuple[WrittenRow, WrittenRow]
+Pair = tuple[SupervisedRow, SupervisedRow]
 """The rows of the better and of the worse answer."""
 
 
@@ -674,25 +678,27 @@ def scored_pairs(
     encoded = iter(tokenizer(flat, add_special_tokens=add_special_tokens)["input_ids"] if flat else [])
     made = []
     for prompt in prompts:
-        better, worse = (scored_row(prompt.id, begun_once(next(encoded), tokenizer.bos_token_id)) for _ in range(2))
+        better, worse = (
+            scored_row(prompt.id, strip_second_bos(next(encoded), tokenizer.bos_token_id)) for _ in range(2)
+        )
         made.append((replace(better, margin=prompt.margin), worse))
     return made
 
 
-def scored_row(name: str, ids: Sequence[int]) -> WrittenRow:
+def scored_row(name: str, ids: Sequence[int]) -> SupervisedRow:
     """The text of the tokens ``ids``, masked in at the last one.
 
     A position has its token as input and the next as target, so one more token puts the last among the inputs.
     """
     if not ids:
         raise DataError(f"prompt {name!r}: a text of its pair has no token to score")
-    return WrittenRow(id=name, token_ids=np.array([*ids, ids[-1]], np.int32), turns=((len(ids), len(ids) + 1),))
+    return SupervisedRow(id=name, token_ids=np.array([*ids, ids[-1]], np.int32), turns=((len(ids), len(ids) + 1),))
 
 
-def with_margins(rows: Sequence[WrittenRow]) -> Samples:
-    """`written_samples` whose ``returns`` are a row's margin where its first learned token is predicted, which is the
-    only one of a row that is scored, and 0 elsewhere."""
-    samples = written_samples(rows)
+def set_margins(rows: Sequence[SupervisedRow]) -> Samples:
+    """`supervised_samples` whose ``returns`` are a row's margin where its first learned token is predicted, which is
+    the only one of a row that is scored, and 0 elsewhere."""
+    samples = supervised_samples(rows)
     returns = torch.zeros(len(samples.targets))
     returns[_first_learned(samples)] = torch.tensor([row.margin for row in rows])
     return replace(samples, returns=returns)

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
-from rl_megatron.config.sections.rollout import RunningRequests, stands_for
-from rl_megatron.engines.answers import Judged, SampledColumns, sampled_with, spans_of
+from rl_megatron.config.sections.rollout import RunningRequests, same_option
+from rl_megatron.engines.answers import SampledColumns, TopLogprobs, make_spans, with_adapter_version
 from rl_megatron.engines.http import Server
 from rl_megatron.errors import EngineError
 from rl_megatron.feature import EngineHooks, engine_hooks
@@ -24,7 +24,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from rl_megatron.types import Completion, GenerationRequest, NamedVersion
 from rl_megatron.weights.checks.compare import ReportReader
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import ChecksumReport
 from rl_megatron.weights.layouts.recorded import Boxes
 
 _OFF = ("", "0", "false")
@@ -69,7 +69,7 @@ class StartOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class StartCommand:
     """A server's command line, and the variables that its environment adds to the trainer's."""
 
     arguments: tuple[str, ...]
@@ -77,7 +77,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
+class ServerInfo:
     """A running server's report about itself."""
 
     version: str
@@ -106,7 +106,7 @@ class Sampling(Protocol):
     async def ping(self, server: Server) -> None:
         """Have every rank of an idle server answer; for one whose /health does not ask them all."""
 
-    async def describe(self, server: Server) -> Description:
+    async def describe(self, server: Server) -> ServerInfo:
         """Ask the server what it is, and what it lacks."""
         ...
 
@@ -135,7 +135,7 @@ class Sampling(Protocol):
         version that is ``named`` only where a feature has servers hold some."""
         ...
 
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         """Scores as `score`, with the ``top`` most probable tokens at each place, from the same pass. Raises
         EngineError where the engine does not tell them."""
         raise EngineError(f"{server.url}: this engine tells no probable tokens of a prompt")
@@ -150,17 +150,17 @@ class Sampling(Protocol):
         return None
 
 
-class Loading(Protocol):
+class WeightLoading(Protocol):
     """Loads, labels and checks an engine's weights. Every method raises as `Server` does."""
 
     async def load(
         self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
-    ) -> list[Report]:
+    ) -> list[ChecksumReport]:
         """Load the mirror file ``path``. Returns each rank's report without ``private`` kinds.
 
         Cached prefixes are dropped, unless ``server.salt`` tells them from those to come.
 
-        Completions are then labeled by `Labels.candidate`. With ``straight`` take the weights from the learner's
+        Completions are then labeled by `WeightLabels.candidate`. With ``straight`` take the weights from the learner's
         ranks, over the group joined last. Raises SyncError that names a wrong tensor.
         """
         ...
@@ -174,18 +174,18 @@ class Loading(Protocol):
         ...
 
     async def relabel(self, server: Server, version: int) -> None:
-        """Label the loaded weights by `Labels.verified`."""
+        """Label the loaded weights by `WeightLabels.verified`."""
         ...
 
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
         """Each rank's report on the mirror file's tensors, without ``private`` kinds of parameters."""
         ...
 
 
-class Running(Protocol):
+class EngineControl(Protocol):
     """Starts and pauses an engine, and releases its memory. Every method but ``command`` raises as `Server` does."""
 
-    def command(self, options: StartOptions) -> Command:
+    def command(self, options: StartOptions) -> StartCommand:
         """The command that starts a server on one of its nodes. Raises ConfigError for options without support."""
         ...
 
@@ -208,7 +208,7 @@ class Running(Protocol):
         ...
 
 
-class Adapter(Sampling, Loading, Running, Protocol):
+class Adapter(Sampling, WeightLoading, EngineControl, Protocol):
     """One kind of engine: an engine's file has a class that implements it."""
 
     name: str
@@ -239,7 +239,7 @@ class ForeignEngine(Adapter):
     """What adapters of other projects' engines have in common. ``module`` is also the engine's name in features."""
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape, self._reader, self.labels = shape, ReportReader(), Labels()
+        self._shape, self._reader, self.labels = shape, ReportReader(), WeightLabels()
         self.hooks = engine_hooks(self.module, shape)
 
     @contextlib.asynccontextmanager
@@ -274,7 +274,7 @@ class ForeignEngine(Adapter):
             token_ids=answer.token_ids[:count],
             logprobs=answer.logprobs[:count],
             finish_reason=answer.finish_reason,
-            spans=sampled_with(request, spans_of(spans)),
+            spans=with_adapter_version(request, make_spans(spans)),
             columns=columns,
         )
 
@@ -284,7 +284,7 @@ def version_fields(version: NamedVersion | None) -> dict[str, str]:
     return {} if version is None else {version.field: version.name}
 
 
-def words_of(options: str) -> tuple[str, ...]:
+def normalize_options(options: str) -> tuple[str, ...]:
     """The words of a command line, its options' names with hyphens, as vLLM reads those with underscores."""
     words = shlex.split(options)
     return tuple(_NAME.sub(lambda name: name[0].replace("_", "-"), word, count=1) for word in words)
@@ -310,9 +310,9 @@ def refused_option(
     for given in extra:
         if (why := next((beginnings[one] for one in beginnings if given.startswith(one)), None)) is not None:
             return f"rollout.server.options has {given}: {why}"
-        if (key := next((keys[option] for option in keys if stands_for(given, option)), None)) is not None:
+        if (key := next((keys[option] for option in keys if same_option(given, option)), None)) is not None:
             return f"rollout.server.options has {given}, which rollout.server.{key} sets; use that key"
-        if (why := next((reasons[option] for option in reasons if stands_for(given, option)), None)) is not None:
+        if (why := next((reasons[option] for option in reasons if same_option(given, option)), None)) is not None:
             return f"rollout.server.options has {given}: {why}; leave it out"
     return ""
 
@@ -330,31 +330,31 @@ MOVES_EXPERTS = "it moves experts between ranks, but pushes send them to where t
 """The reason of an option by which an engine balances experts."""
 
 
-def values_given(extra: Sequence[str], *options: str) -> list[tuple[str, str]]:
+def option_values(extra: Sequence[str], *options: str) -> list[tuple[str, str]]:
     """Each word of a command line that engines may read as one of ``options``, with its keys (``--option.key``) and
     without its value, and that value: behind a space or an equals sign."""
     out = []
     for given, after in itertools.pairwise((*extra, "")):
-        if any(stands_for(given, option) for option in options):
+        if any(same_option(given, option) for option in options):
             name, equals, value = given.partition("=")
             out.append((name, value if equals else after))
     return out
 
 
-def value_given(extra: Sequence[str], option: str) -> str | None:
+def option_value(extra: Sequence[str], option: str) -> str | None:
     """The value that a command line's ``option`` has, of several the last, as engines read it; None: not given."""
-    return next((value for _, value in reversed(values_given(extra, option))), None)
+    return next((value for _, value in reversed(option_values(extra, option))), None)
 
 
-class ForeignWeights(EngineError):
+class UnknownWeights(EngineError):
     """A server sampled with weights that no run pushed, as one that was started again."""
 
 
-class AnotherRun(EngineError):
+class WeightsOfOtherRun(EngineError):
     """A server sampled with weights that another run has pushed to it."""
 
 
-class Labels:
+class WeightLabels:
     """Labels of the weights that one start of a run pushes: versions, and a word that no other start has.
 
     Two runs may be given one server by address. Each pushes to it, and samples between its own pushes with the weights
@@ -373,16 +373,16 @@ class Labels:
         return f"{version}@{self.start}"
 
     def version(self, label: object) -> int:
-        """The version that a label names. Raises ForeignWeights for a label that no run set, as those of a server that
-        was started again, and AnotherRun for one that another start set."""
+        """The version that a label names. Raises UnknownWeights for a label that no run set, as those of a server that
+        was started again, and WeightsOfOtherRun for one that another start set."""
         found = _LABEL.fullmatch(str(label))
         if found is None:
-            raise ForeignWeights(
+            raise UnknownWeights(
                 f"the server sampled with weights labeled {label!r}, which this run did not push; check that no other "
                 "run uses the server and that nobody restarted it"
             )
         if found["start"] != self.start:
-            raise AnotherRun(
+            raise WeightsOfOtherRun(
                 "another run has pushed its weights to the server, and this one sampled with them: an evaluation, an "
                 "earlier start of this run that goes on, or somebody else's. End it, or give it other servers "
                 "(rollout.server.addresses); then go on with --resume"

@@ -48,7 +48,7 @@ class SampledColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Judged:
+class TopLogprobs:
     """What a server says of a text of L tokens, at temperature 1: the log-prob [L - 1] of every token after the first,
     and behind each beginning the most probable tokens [L - 1, k], the first the most probable, with theirs."""
 
@@ -57,7 +57,7 @@ class Judged:
     top_logprobs: NDArray[np.float32]
 
 
-def as_form(text: bytes, form: type[T]) -> T:
+def decode_as(text: bytes, form: type[T]) -> T:
     """The JSON ``text`` as ``form``. Raises ValueError that names the first part that is not of this form, or where the
     text breaks off."""
     try:
@@ -70,7 +70,7 @@ def as_form(text: bytes, form: type[T]) -> T:
         raise ValueError(f"the answer is nested too deeply: {error}") from error
 
 
-def as_form_at_once(text: bytes, form: type[T]) -> T | None:
+def decode_raw(text: bytes, form: type[T]) -> T | None:
     """The same, for a form with parts as they are written (`msgspec.Raw`); None for what it would raise or convert."""
     try:
         return cast(T, _decoder(form).decode(text))
@@ -112,7 +112,7 @@ def logprob_column(logprobs: Sequence[float]) -> LogProbs:
 _LOGPROBS = (-1000.0, 0.01)  # nats: excludes vLLM's -9999 for -inf; rounding alone gives values above 0
 
 
-def problem_of(completion: Completion, request: GenerationRequest, *, vocab_size: int) -> str | None:
+def completion_problem(completion: Completion, request: GenerationRequest, *, vocab_size: int) -> str | None:
     """The reason why a completion must not be trained on; None if it may."""
     tokens, logprobs, most = completion.token_ids, completion.logprobs, request.params.max_new_tokens
     if len(tokens) != len(logprobs):
@@ -139,7 +139,7 @@ def problem_of(completion: Completion, request: GenerationRequest, *, vocab_size
     return None
 
 
-def as_it_should_end(completion: Completion, request: GenerationRequest) -> Completion:
+def fix_finish_reason(completion: Completion, request: GenerationRequest) -> Completion:
     """Correct the finish reason of an aborted completion that ends with a stop token or has reached its limit."""
     params = request.params
     if completion.finish_reason != "abort":
@@ -156,7 +156,7 @@ def completion_seed(seed: int, place: int) -> int:
     return text_seed(f"{seed} {place}")
 
 
-def rest_of(request: GenerationRequest, completion: Completion, place: int) -> GenerationRequest:
+def continuation_request(request: GenerationRequest, completion: Completion, place: int) -> GenerationRequest:
     """A request for the rest of the completion at ``place`` in its group: its tokens are appended to the prompt."""
     left = request.params.max_new_tokens - len(completion.token_ids)
     return replace(
@@ -168,7 +168,7 @@ def rest_of(request: GenerationRequest, completion: Completion, place: int) -> G
     )
 
 
-def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
+def make_spans(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
     """Spans from the (first token, version) of each part; merges neighbors of one version."""
     spans: list[Span] = []
     for start, version in parts:
@@ -177,12 +177,12 @@ def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def sampled_with(request: GenerationRequest, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+def with_adapter_version(request: GenerationRequest, spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """The spans of a completion: ``spans`` are of what was pushed last; a version that the request names made all."""
     return spans if request.named is None else (Span(0, request.named.version),)
 
 
-def joined(first: Completion, more: Completion) -> Completion:
+def join_continuation(first: Completion, more: Completion) -> Completion:
     """Join two completions, of which the second was sampled after prompt and first."""
     if not len(first.token_ids):
         return more
@@ -193,7 +193,7 @@ def joined(first: Completion, more: Completion) -> Completion:
         token_ids=np.concatenate((first.token_ids, more.token_ids)),
         logprobs=np.concatenate((first.logprobs, more.logprobs)),
         finish_reason=more.finish_reason,
-        spans=spans_of((*first.spans, *behind)),
+        spans=make_spans((*first.spans, *behind)),
         columns={name: column for name in more.columns if (column := _joined_column(name, first, more)) is not None},
         continued=True,
     )
@@ -208,7 +208,7 @@ def _joined_column(name: str, first: Completion, more: Completion) -> ColumnData
     return None if before is None else one_after_the_other([before, column])
 
 
-def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> NDArray[Any]:
+def check_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> NDArray[Any]:
     """Routes, [positions, MoE layers, experts a token] of the shape's ``route_dtype``, from an answer's expert numbers
     [positions, all layers, experts a token].
 

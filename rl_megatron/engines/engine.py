@@ -17,10 +17,10 @@ import numpy as np
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines.adapter import Adapter, Sampling
-from rl_megatron.engines.answers import as_it_should_end
+from rl_megatron.engines.answers import fix_finish_reason
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.engines.replicas import Replica, ReplicaSet
-from rl_megatron.engines.requests import Attempts, FailedAttempt, TimeLimit
+from rl_megatron.engines.requests import AttemptError, CompletionDeadline, RequestRetrier
 from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import EngineError
 from rl_megatron.observability import timeline
@@ -34,7 +34,7 @@ PERIOD_SECONDS = 2.0
 _LIMIT_SECONDS = 1.0
 
 
-class GaugesInTurn:
+class GaugePoller:
     """Asks one server every ``seconds``, each in its turn: what that costs does not grow with their number.
 
     A server that does not answer in a second, or with an error, is asked again in its next turn: its supervisor finds
@@ -94,7 +94,7 @@ class GaugesInTurn:
             timeline.gauge(lane, "tokens", per_second=round(speed, 1))
 
 
-class ServedEngine:
+class ServerEngine:
     """A RolloutEngine over servers; the weight sync uses its ``weights``.
 
     During a push, running requests are paused and continue with the new weights, or are aborted and sent again with
@@ -119,11 +119,11 @@ class ServedEngine:
     ) -> None:
         self.adapter = adapter
         self.replicas = ReplicaSet(adapter.name, servers)
-        self.attempts = Attempts(adapter, self.replicas, vocab_size=vocab_size, slots=slots)
+        self.attempts = RequestRetrier(adapter, self.replicas, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self.attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
-        self._in_flight = _InFlight(section.concurrency * group_size)
-        self._ahead = _InFlight(section.concurrency * max(group_size, samples))
+        self._in_flight = _ConcurrencyLimit(section.concurrency * group_size)
+        self._ahead = _ConcurrencyLimit(section.concurrency * max(group_size, samples))
 
     @property
     def servers(self) -> list[Server]:
@@ -192,7 +192,7 @@ class ServedEngine:
         if request.birth is None:
             began = before if begun is None else begun.spans[0].version
             request = replace(request, birth=0 if request.ahead else began)
-        clock = TimeLimit(request.max_seconds)
+        clock = CompletionDeadline(request.max_seconds)
         if begun is None:
             state = self._state(before)
             started = await self.attempts.sampled(request, clock=clock)
@@ -237,7 +237,7 @@ class ServedEngine:
         completion: Completion,
         place: int,
         state: tuple[int, int] | None,
-        clock: TimeLimit,
+        clock: CompletionDeadline,
     ) -> Completion:
         """The completion at ``place``; if an update, an interrupt or a server's end aborted it, with the rest of it.
 
@@ -245,8 +245,8 @@ class ServedEngine:
         ``state`` was when it was sent, None if it was begun before. Raises EngineError where servers went on aborting
         it although there was neither update nor interrupt.
         """
-        failures = list[FailedAttempt]()
-        while (completion := as_it_should_end(completion, request)).finish_reason == "abort":
+        failures = list[AttemptError]()
+        while (completion := fix_finish_reason(completion, request)).finish_reason == "abort":
             if clock.over and (made := len(completion.token_ids)):
                 logger.info("request %r: ended after %d tokens in %.1f s", request.id, made, clock.spent)
                 return replace(completion, finish_reason="length")
@@ -286,7 +286,7 @@ class ServedEngine:
         await asyncio.gather(*(replica.server.close() for replica in self.replicas.all))
 
 
-class _InFlight:
+class _ConcurrencyLimit:
     """Limits completions in flight to ``most``: requests wait in their order, each for places of all its own."""
 
     def __init__(self, most: int) -> None:

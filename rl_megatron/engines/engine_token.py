@@ -24,7 +24,7 @@ def authorization(token: str) -> Mapping[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-class EngineToken:
+class AuthMiddleware:
     """ASGI middleware: answers requests without the token of `VARIABLE` with status 401. Raises KeyError if unset."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:

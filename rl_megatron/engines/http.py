@@ -30,27 +30,27 @@ class AttemptFailed(TryAgain):
     """There was no connection, no answer in time, or a server error."""
 
 
-class NoAnswer(AttemptFailed):
+class ResponseTimeout(AttemptFailed):
     """There was a connection, but no answer in time."""
 
 
-class Unreachable(AttemptFailed):
+class ServerUnreachable(AttemptFailed):
     """There was no connection, or it broke."""
 
 
-class Broken(Unreachable):
+class ConnectionBroken(ServerUnreachable):
     """The connection broke after the request was sent, perhaps because the server died of it."""
 
 
-class Busy(AttemptFailed):
+class ServerBusy(AttemptFailed):
     """The server takes no request at present."""
 
 
-class TokenRefused(Busy):
+class TokenRefused(ServerBusy):
     """The server does not take the token of a file, which may hold another one later."""
 
 
-class Refused(EngineError):
+class ServerRefusal(EngineError):
     """The server refuses this request for good."""
 
 
@@ -58,7 +58,7 @@ class Unauthorized(EngineError):
     """The server does not take a token that does not change."""
 
 
-class OutOfFiles(EngineError):
+class TooManyOpenFiles(EngineError):
     """This process may open no more files, so it has no connection: nothing is known of the server."""
 
 
@@ -110,7 +110,7 @@ class Server:
         without a time limit. Raises as ``get`` does, and AttemptFailed where ``read`` raises ValueError."""
         answer = await self._ask("POST", path, body, None, None)
         try:
-            return await read_beside(read, answer) if beside else read(answer)
+            return await decode_in_thread(read, answer) if beside else read(answer)
         except ValueError as error:
             raise AttemptFailed(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 
@@ -119,7 +119,7 @@ class Server:
         and EngineError where ``read`` raises ValueError."""
         answer = await self._ask("POST", path, body, None, self._limit)
         try:
-            return await read_beside(read, answer)
+            return await decode_in_thread(read, answer)
         except ValueError as error:
             raise EngineError(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 
@@ -132,7 +132,7 @@ class Server:
         closed it as idle just then, while one that died refuses the next (RFC 9110, 9.2.2)."""
         try:
             answer = await self._ask("GET", path, None, None, self._limit)
-        except Broken:
+        except ConnectionBroken:
             answer = await self._ask("GET", path, None, None, self._limit)
         return answer.decode(errors="replace")
 
@@ -146,23 +146,23 @@ class Server:
             async with asyncio.timeout(limit):
                 status, answer = await self._answered(method, path, headers, content=content, params=params)
         except TimeoutError as error:
-            raise NoAnswer(f"{what}: no answer within rollout.server.timeout_seconds={limit:g}") from error
+            raise ResponseTimeout(f"{what}: no answer within rollout.server.timeout_seconds={limit:g}") from error
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
             raise _unreachable(what, error) from error
         except httpx2.TransportError as error:
-            raise Broken(f"{what}: {describe_transport(error)}") from error
+            raise ConnectionBroken(f"{what}: {describe_transport(error)}") from error
         except TryAgain as error:
-            raise Busy(f"{what}: {error}") from error
+            raise ServerBusy(f"{what}: {error}") from error
         if isinstance(self.token, TokenFile) and (advice := self.token.refused(status)):
             raise TokenRefused(f"{what}: status {status}: {_shown(answer)}{advice}")
         if status in _PASSING:
-            raise Busy(f"{what}: status {status}: {_shown(answer)}")
+            raise ServerBusy(f"{what}: status {status}: {_shown(answer)}")
         if status >= 500:
             raise AttemptFailed(f"{what}: status {status}: {_shown(answer)}")
         if status == 401:
             raise Unauthorized(f"{what}: status {status}: {_shown(answer)}")
         if status >= 300:
-            raise Refused(f"{what}: status {status}: {_shown(answer)}")
+            raise ServerRefusal(f"{what}: status {status}: {_shown(answer)}")
         return answer
 
     async def _answered(self, method: str, path: str, headers: Mapping[str, str], **options: Any) -> StatusAndBody:
@@ -182,14 +182,14 @@ class Server:
             raise EngineError(f"{self.url}{path}: the answer is not JSON: {text[:80]!r}") from error
 
     async def status(self, path: str, *, seconds: float) -> int | None:
-        """The status of an answer to GET; None if none arrived within ``seconds``. Raises OutOfFiles."""
+        """The status of an answer to GET; None if none arrived within ``seconds``. Raises TooManyOpenFiles."""
         try:
             async with asyncio.timeout(seconds):
                 return (await self._answered("GET", path, {}))[0]
         except (TimeoutError, TryAgain):
             return None
         except httpx2.TransportError as error:
-            if isinstance(told := _unreachable(f"{self.url}{path}", error), OutOfFiles):
+            if isinstance(told := _unreachable(f"{self.url}{path}", error), TooManyOpenFiles):
                 raise told from error
             return None
 
@@ -215,30 +215,30 @@ class Server:
         await self._client.aclose()
 
 
-async def read_beside(read: Callable[[bytes], T], text: bytes) -> T:
+async def decode_in_thread(read: Callable[[bytes], T], text: bytes) -> T:
     """The large answer ``text`` by ``read``, in a thread that decodes one at a time."""
     return await asyncio.get_running_loop().run_in_executor(_beside, read, text)
 
 
-def out_of_files(what: str, error: OSError) -> OutOfFiles | None:
+def open_files_error(what: str, error: OSError) -> TooManyOpenFiles | None:
     """The error of a process that may open no more files, if the system said that."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
-    return OutOfFiles(
+    return TooManyOpenFiles(
         f"{what}: this process has no open file left: {error.strerror}; raise the hard limit of open files "
         "(ulimit -Hn), or lower rollout.server.concurrency"
     )
 
 
-def _unreachable(what: str, error: httpx2.TransportError) -> Unreachable | OutOfFiles:
+def _unreachable(what: str, error: httpx2.TransportError) -> ServerUnreachable | TooManyOpenFiles:
     """The error of a request without a connection, by what the system said: httpx keeps it as a cause alone."""
     causes: list[BaseException] = [error]
     for one in causes:
-        if isinstance(one, OSError) and (none_left := out_of_files(what, one)):
+        if isinstance(one, OSError) and (none_left := open_files_error(what, one)):
             return none_left
         behind = one.__cause__ or one.__context__
         causes += [*getattr(one, "exceptions", ()), *([behind] if behind else [])]  # a group: an error of each address
-    return Unreachable(f"{what}: {describe_transport(error)}")
+    return ServerUnreachable(f"{what}: {describe_transport(error)}")
 
 
 def _shown(answer: bytes) -> str:

@@ -59,7 +59,7 @@ TRANSITIONS: Mapping[tuple[Health, Event], Health] = {
 PRESENT = frozenset({Health.STALE, Health.HEALTHY})
 
 
-def after(health: Health, event: Event) -> Health:
+def next_health(health: Health, event: Event) -> Health:
     """The health after ``event``. Raises ValueError for an event that cannot happen in ``health``."""
     if (health, event) not in TRANSITIONS:
         raise ValueError(f"a replica that is {health.value} cannot become one that {event.value}")
@@ -89,7 +89,7 @@ class Replica:
 
     def apply(self, event: Event, reason: str = "") -> None:
         """Change the state, log it, and wake all waiters."""
-        before, self.health = self.health, after(self.health, event)
+        before, self.health = self.health, next_health(self.health, event)
         if event is Event.DIED:
             self.reason = reason
             self.ended.add(self.server)

@@ -20,9 +20,16 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl_megatron.engines.adapter import Adapter, ForeignWeights
-from rl_megatron.engines.answers import joined, problem_of, rest_of
-from rl_megatron.engines.http import AttemptFailed, Broken, Busy, Refused, Server, Unreachable
+from rl_megatron.engines.adapter import Adapter, UnknownWeights
+from rl_megatron.engines.answers import completion_problem, continuation_request, join_continuation
+from rl_megatron.engines.http import (
+    AttemptFailed,
+    ConnectionBroken,
+    Server,
+    ServerBusy,
+    ServerRefusal,
+    ServerUnreachable,
+)
 from rl_megatron.engines.replicas import Replica, ReplicaDied, ReplicaSet
 from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.observability.timeline import FreeLanes
@@ -38,9 +45,9 @@ ServerLoss = tuple[Server, int]
 
 def is_loss(error: Exception) -> bool:
     """True if the request may be why it failed: it was at a server that takes requests."""
-    if not isinstance(error, AttemptFailed) or isinstance(error, Busy):
+    if not isinstance(error, AttemptFailed) or isinstance(error, ServerBusy):
         return False
-    return isinstance(error, Broken) or not isinstance(error, Unreachable)
+    return isinstance(error, ConnectionBroken) or not isinstance(error, ServerUnreachable)
 
 
 class Suspects:
@@ -172,7 +179,7 @@ _MOST_LEAD, _MOST_SHARE = 2, 4  # the same, before completions move
 _REMEMBERED = 16384  # prompts and requests
 
 
-class Places:
+class ReplicaChooser:
     """Remembers where prompts were sent last.
 
     A request goes where its own tokens are cached (it was interrupted), else where its prompt is (requests of one
@@ -232,7 +239,7 @@ _PASSES = 8  # turns of the event loop in which a request is sent, when no other
 
 
 @dataclass(slots=True)
-class TimeLimit:
+class CompletionDeadline:
     """The time that a completion, or the completions of one request, may run; ``limit`` None: without end.
 
     It stands still between two attempts, and an attempt that failed takes no time: its tokens are lost.
@@ -274,7 +281,7 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FailedAttempt:
+class AttemptError:
     """An attempt that failed at a server that was not known to be dead."""
 
     replica: Replica
@@ -282,13 +289,13 @@ class FailedAttempt:
     loss: ServerLoss | None
 
 
-class Attempts:
+class RequestRetrier:
     """Retries failed requests a few times; a request whose replica died goes to another, or waits for one."""
 
     def __init__(self, adapter: Adapter, replicas: ReplicaSet, *, vocab_size: int, slots: int | None = None) -> None:
         self._adapter, self._replicas = adapter, replicas
         self._vocab_size = vocab_size
-        self._places = Places()
+        self._places = ReplicaChooser()
         self._lanes: dict[int, FreeLanes] = {}  # the timeline's, by replica
         self._running: dict[_Attempt, None] = {}  # attempts in the order sent
         self._cancelled: dict[Server, dict[str, GenerationRequest]] = {}  # requests to abort there, by name
@@ -299,7 +306,7 @@ class Attempts:
         self.suspects = Suspects(replicas.wake)
         self.so_far: dict[str, Completion | None] = {}
         """What requests have sampled, as far as servers have told; of those whose ids are keys."""
-        self.aborted: dict[str, FailedAttempt] = {}
+        self.aborted: dict[str, AttemptError] = {}
         """Who answered a request with an aborted completion last."""
         self.interrupts = 0
         """How often running requests were interrupted or moved."""
@@ -312,20 +319,20 @@ class Attempts:
         only: Replica | None = None,
         *,
         place: int = 0,
-        clock: TimeLimit | None = None,
+        clock: CompletionDeadline | None = None,
         failed: Replica | None = None,
     ) -> list[Completion]:
-        """Completions by a replica that `Places` chooses, or by ``only``. Raises EngineError; PoisonPrompt, where there
-        is no ``only``, by the rules above.
+        """Completions by a replica that `ReplicaChooser` chooses, or by ``only``. Raises EngineError; PoisonPrompt,
+        where there is no ``only``, by the rules above.
 
         Neither deaths of replicas count as attempts nor what failed beside a prompt that is dropped.
         What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what
         runs longer than ``clock`` allows. A replica that ``failed`` is asked only if there is no other.
         """
-        clock = clock or TimeLimit()
-        failures = list[FailedAttempt]()
-        begun, refusals = request.begun, dict[int, Refused]()
-        asked = request if begun is None else rest_of(request, begun, place)
+        clock = clock or CompletionDeadline()
+        failures = list[AttemptError]()
+        begun, refusals = request.begun, dict[int, ServerRefusal]()
+        asked = request if begun is None else continuation_request(request, begun, place)
         while True:
             replica = only or await self._place(request, failed, refusals)
             server, loss = replica.server, None
@@ -341,12 +348,12 @@ class Attempts:
                 failed = replica
                 logger.warning("request %r is sent again: %s", request.id, error)
                 await self.turn()
-            except (AttemptFailed, ForeignWeights) as error:
+            except (AttemptFailed, UnknownWeights) as error:
                 self._count_loss(request, loss, error)
                 failed = replica
-                failures.append(FailedAttempt(replica, server, loss))
+                failures.append(AttemptError(replica, server, loss))
                 await self._wait(request, error, failures)
-            except Refused as error:
+            except ServerRefusal as error:
                 if only is not None or not self._another(request, replica, error, refusals):
                     raise EngineError(f"request {request.id!r}: {error}") from error
                 failed = replica
@@ -362,7 +369,7 @@ class Attempts:
             for _ in range(_PASSES):
                 await asyncio.sleep(0)
 
-    async def after_abort(self, request: GenerationRequest, problem: str, failures: list[FailedAttempt]) -> Replica:
+    async def after_abort(self, request: GenerationRequest, problem: str, failures: list[AttemptError]) -> Replica:
         """The replica that has ended a completion of ``request`` unasked, as servers do that get SIGTERM.
 
         Waits, as before each retry: ``failures`` are those of this completion before, to which it is added. Raises
@@ -373,30 +380,30 @@ class Attempts:
         await self._wait(request, AttemptFailed(f"{failure.server.url}: {problem}"), failures)
         return failure.replica
 
-    async def _wait(self, request: GenerationRequest, error: Exception, failures: Sequence[FailedAttempt]) -> None:
+    async def _wait(self, request: GenerationRequest, error: Exception, failures: Sequence[AttemptError]) -> None:
         """Suspect the last replica of ``failures``, and wait before the retry. Raises EngineError if it is the last."""
         replica = failures[-1].replica
         replica.suspect(error)
-        foreign = isinstance(error, ForeignWeights) and not replica.supervised
+        foreign = isinstance(error, UnknownWeights) and not replica.supervised
         if foreign or await self._too_many(failures):
             raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(failures)}") from error
         wait = _WAIT * 2 ** max(0, self._unexplained(failures) - 1)
         logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
         await asyncio.sleep(wait)
 
-    async def _too_many(self, failures: Sequence[FailedAttempt]) -> bool:
+    async def _too_many(self, failures: Sequence[AttemptError]) -> bool:
         if self._unexplained(failures) <= _RETRIES:
             return False
         await self._replicas.judged()  # a death may be known only after its requests have failed
         return self._unexplained(failures) > _RETRIES
 
-    def _unexplained(self, failures: Sequence[FailedAttempt]) -> int:
+    def _unexplained(self, failures: Sequence[AttemptError]) -> int:
         """How many are neither of a server that died since nor beside a prompt that was dropped."""
         explained = self.suspects.explained
         return sum(one.server not in one.replica.ended and one.loss not in explained for one in failures)
 
     async def _place(
-        self, request: GenerationRequest, failed: Replica | None, refusals: Mapping[int, Refused]
+        self, request: GenerationRequest, failed: Replica | None, refusals: Mapping[int, ServerRefusal]
     ) -> Replica:
         def places() -> list[Replica]:
             healthy = self._replicas.healthy()
@@ -411,7 +418,7 @@ class Attempts:
             raise PoisonPrompt(f"request {request.id!r}: servers were lost under it: {lost}; {error}") from error
 
     def _another(
-        self, request: GenerationRequest, replica: Replica, error: Refused, refusals: dict[int, Refused]
+        self, request: GenerationRequest, replica: Replica, error: ServerRefusal, refusals: dict[int, ServerRefusal]
     ) -> bool:
         """Whether another replica may take a request that this one refuses. Raises PoisonPrompt if two refuse it."""
         if refusals and replica.number not in refusals:
@@ -424,7 +431,7 @@ class Attempts:
         return any(one.number not in refusals for one in self._replicas.healthy())
 
     async def _attempt(
-        self, replica: Replica, asked: GenerationRequest, begun: Completion | None, clock: TimeLimit
+        self, replica: Replica, asked: GenerationRequest, begun: Completion | None, clock: CompletionDeadline
     ) -> list[Completion]:
         """What ``replica`` answers, behind what was ``begun``."""
         server = replica.server
@@ -441,13 +448,13 @@ class Attempts:
             with self._busy(server, asked.num_completions), lanes.during(kind, request=asked.id):
                 completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
             for completion in completions:
-                if problem := problem_of(completion, asked, vocab_size=self._vocab_size):
+                if problem := completion_problem(completion, asked, vocab_size=self._vocab_size):
                     raise AttemptFailed(f"{server.url}: {problem}")
             clock.stop()
             if any(one.finish_reason == "abort" for one in completions):
-                self.aborted[asked.id] = FailedAttempt(replica, server, None)
+                self.aborted[asked.id] = AttemptError(replica, server, None)
             if begun is not None:
-                completions = [joined(begun, more) for more in completions]
+                completions = [join_continuation(begun, more) for more in completions]
             if asked.id in self.so_far and len(completions[0].token_ids):
                 self.so_far[asked.id] = completions[0]
             return completions
@@ -508,7 +515,7 @@ class Attempts:
             self.interrupts += 1
             await self._end(moved)
 
-    async def _end_in_time(self, attempt: _Attempt, clock: TimeLimit) -> None:
+    async def _end_in_time(self, attempt: _Attempt, clock: CompletionDeadline) -> None:
         """Abort what still runs when its time is over."""
         try:
             async with asyncio.timeout(clock.left):

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines.adapter import Adapter
-from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
+from rl_megatron.engines.http import AttemptFailed, Server, TooManyOpenFiles
 from rl_megatron.engines.replicas import HEALTH_SECONDS, PRESENT, Event, Health, Replica, ReplicaSet
-from rl_megatron.engines.requests import Attempts
-from rl_megatron.errors import EngineError, ReplicasLost, SyncError
+from rl_megatron.engines.requests import RequestRetrier
+from rl_megatron.errors import AllReplicasLost, EngineError, SyncError
 from rl_megatron.types import Completion, GenerationRequest, NamedVersion
 from rl_megatron.weights.checks.compare import ServerComparisons
-from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
+from rl_megatron.weights.checks.reports import NO_KINDS, ChecksumReport, Kinds
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.routes.mirror import shapes
 
@@ -29,7 +29,9 @@ _GRACE_SECONDS = 2.0  # a dying server fails its last requests before its end is
 class ReplicaWeights:
     """Serves a version from ``commit`` on, and none from ``load`` until then."""
 
-    def __init__(self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, attempts: Attempts) -> None:
+    def __init__(
+        self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, attempts: RequestRetrier
+    ) -> None:
         self._adapter, self._replicas, self._section, self._attempts = adapter, replicas, section, attempts
         self._holding: dict[Replica, Server] = {}  # the servers that loaded the latest weights
         self._version: int | None = None
@@ -116,12 +118,12 @@ class ReplicaWeights:
         only: str | None = None,
         straight: Collection[str] = (),
         private: Kinds = NO_KINDS,
-    ) -> dict[str, list[Report]]:
+    ) -> dict[str, list[ChecksumReport]]:
         """Have every replica that answers load ``version``; nothing is served after that. Returns the ranks' reports.
 
         ``only``: the replica at that URL alone; the others still serve. ``straight``: the replicas at these URLs, which
         have joined a group, receive it there. Reports leave out ``private`` kinds, by URL. Raises SyncError;
-        ReplicasLost if all died: requests wait until another ``load`` is committed, or `refuse`.
+        AllReplicasLost if all died: requests wait until another ``load`` is committed, or `refuse`.
         """
         if only is None:
             self._turn.set()
@@ -130,7 +132,7 @@ class ReplicaWeights:
 
         clock = asyncio.get_running_loop()
 
-        async def one(server: Server) -> list[Report]:
+        async def one(server: Server) -> list[ChecksumReport]:
             server.paused, began = True, clock.time()
             try:
                 await self._adapter.pause(server, self._section.running_requests)
@@ -158,7 +160,7 @@ class ReplicaWeights:
             holding = {replica: replica.server for replica in present if replica.server.url in wanted}
             reports = await self.on_each(holding, f"version {version}", lambda replica: one(replica.server))
         except BaseException as error:
-            if only is None and not isinstance(error, ReplicasLost):  # else it is loaded again, and requests wait
+            if only is None and not isinstance(error, AllReplicasLost):  # else it is loaded again, and requests wait
                 self._settled.set()
             raise
         self._holding = holding if only is None else self._holding | holding
@@ -232,7 +234,7 @@ class ReplicaWeights:
 
         async with self.refitting, self._releasing:
             present = {replica: replica.server for replica in self._replicas.present()}
-            with contextlib.suppress(ReplicasLost):  # dead servers, which have ended, hold no memory
+            with contextlib.suppress(AllReplicasLost):  # dead servers, which have ended, hold no memory
                 await self.on_each(present, "releasing memory", one)
 
     async def served_somewhere(self) -> None:
@@ -256,7 +258,7 @@ class ReplicaWeights:
     ) -> dict[str, T]:
         """Apply ``order`` to all replicas concurrently; leave out those that die meanwhile.
 
-        Raises SyncError that names the replicas on which it failed, ReplicasLost if all died, OutOfFiles.
+        Raises SyncError that names the replicas on which it failed, AllReplicasLost if all died, TooManyOpenFiles.
         """
         answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
         for (replica, server), answer in zip(replicas.items(), answers, strict=True):
@@ -269,7 +271,9 @@ class ReplicaWeights:
         for (replica, server), answer in zip(replicas.items(), answers, strict=True):
             if not isinstance(answer, BaseException):
                 done[server.url] = answer
-            elif isinstance(answer, OutOfFiles) or not isinstance(answer, AttemptFailed | EngineError | SyncError):
+            elif isinstance(answer, TooManyOpenFiles) or not isinstance(
+                answer, AttemptFailed | EngineError | SyncError
+            ):
                 raise answer
             elif replica.health in PRESENT and replica.server is server:
                 problems.append(f"{server.url}: {answer}")
@@ -277,7 +281,7 @@ class ReplicaWeights:
             raise SyncError("\n  ".join([f"{what} failed, and is not served:", *problems]))
         if not done:
             ends = dict.fromkeys(f"{replica.reason}" for replica in self._replicas.all)
-            raise ReplicasLost("\n  ".join([f"{what} failed, and is not served:", *ends]))
+            raise AllReplicasLost("\n  ".join([f"{what} failed, and is not served:", *ends]))
         return done
 
     async def _ends_are_known(self) -> None:

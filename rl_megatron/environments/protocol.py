@@ -36,7 +36,7 @@ class LimitReached(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Observation:
     """What the model reads next: a text, which is a user's message, or messages."""
 
     said: str | Sequence[OpenAIMessage]
@@ -63,7 +63,7 @@ class Reply:
 class EnvironmentStep:
     """An environment's answer to a turn. Without an observation the trajectory has ended."""
 
-    observation: Observed | None = None
+    observation: Observation | None = None
     reward: float | None = None  # of this turn; a trajectory's reward is the sum of them, or what ``score`` gives
     metrics: Mapping[str, float] = field(default_factory=dict)  # added up over a trajectory's turns
 
@@ -81,7 +81,7 @@ class Transcript:
 class Environment(Protocol):
     """One trajectory's environment: an object is made for each. It runs in a thread and an event loop of its own."""
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
+    async def start(self, task: Prompt, seed: int) -> Observation:
         """What the model reads first. Equal seeds shall give equal trajectories."""
         ...
 
@@ -98,7 +98,7 @@ class Environment(Protocol):
         ...
 
 
-class Demonstrating(Protocol):
+class HasDemonstration(Protocol):
     """What a class of environments may have for a warm start."""
 
     def demonstration(self, task: Prompt, seed: int) -> Sequence[str]:
@@ -107,7 +107,7 @@ class Demonstrating(Protocol):
         ...
 
 
-class Model(Protocol):
+class AgentModelClient(Protocol):
     """What a function of your own is given: ``async def solve(task, model, **options) -> float``, or
     an EnvironmentStep with a reward and metrics.
 

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, cast
 
 from rl_megatron.config.sections.reward import EnvironmentSection, SandboxSection
-from rl_megatron.environments.protocol import Demonstrating, Environment, EnvironmentStep, Model
+from rl_megatron.environments.protocol import AgentModelClient, Environment, EnvironmentStep, HasDemonstration
 from rl_megatron.environments.shipped import Calculator, Guess
-from rl_megatron.errors import ConfigError, EnvironmentFailed
+from rl_megatron.errors import ConfigError, EnvironmentFailure
 from rl_megatron.sandbox.executors import Sandbox
 from rl_megatron.types import Prompt
 from rl_megatron.user_code import describe_error, load_named
@@ -26,7 +26,7 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"calculator": Calculator, "gue
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentMaker:
+class EnvironmentFactory:
     """Makes an environment for each trajectory, with the options of the configuration."""
 
     make: Callable[..., Environment]
@@ -50,13 +50,13 @@ class EnvironmentMaker:
 class Agent:
     """A function of the user's own that leads a trajectory itself, and returns its reward."""
 
-    solve: Callable[[Prompt, Model], Awaitable[float | EnvironmentStep]]
+    solve: Callable[[Prompt, AgentModelClient], Awaitable[float | EnvironmentStep]]
     takes_sandbox: bool = False
 
 
 def resolve_environment(
     section: EnvironmentSection, sandbox: SandboxSection | None = None, *, key: str = "environment"
-) -> EnvironmentMaker | Agent:
+) -> EnvironmentFactory | Agent:
     """What ``environment.function`` names; an async function is an agent, anything else makes environments.
 
     One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.executors.Sandbox`, which all trajectories share.
@@ -85,7 +85,7 @@ def resolve_environment(
     if inspect.iscoroutinefunction(function):
         _check_agent(section, key)
         return Agent(partial(function, **options), "sandbox" in options)
-    return EnvironmentMaker(function, options)
+    return EnvironmentFactory(function, options)
 
 
 def _try(given: str, made: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -121,13 +121,13 @@ def _check(given: str, function: Callable[..., Any], options: Mapping[str, Any],
         )
 
 
-def demonstrated(
+def demonstrate(
     made: Callable[[], Environment], function: str | None, tasks: Sequence[Prompt], seeds: Sequence[int]
 ) -> list[Sequence[str]]:
     """The texts of each task's ``demonstration``, all by one environment, which is made for the first.
 
-    Raises EnvironmentFailed, which names ``function`` and the task, with what it raised, or returned in place of texts.
-    """
+    Raises EnvironmentFailure, which names ``function`` and the task, with what it raised, or returned in place of
+    texts."""
     with _naming(function, tasks[0], ", for which the environment is made,"):
         environment = made()
     return [_texts(environment, function, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
@@ -135,10 +135,10 @@ def demonstrated(
 
 def _texts(environment: Environment, function: str | None, task: Prompt, seed: int) -> Sequence[str]:
     with _naming(function, task):
-        given: object = cast("Demonstrating", environment).demonstration(task, seed)
+        given: object = cast("HasDemonstration", environment).demonstration(task, seed)
         problem = _problem(given)
     if problem is not None:
-        raise EnvironmentFailed(
+        raise EnvironmentFailure(
             f"{_said(function, task)} {problem}; it must return a list of texts, the model's, what it reads, the "
             "model's, and so on"
         )
@@ -150,7 +150,7 @@ def _naming(function: str | None, task: Prompt, which: str = "") -> Iterator[Non
     try:
         yield
     except BaseException as error:  # the user's code may exit
-        raise EnvironmentFailed(f"{_said(function, task)}{which} {describe_error(error)}; fix it") from error
+        raise EnvironmentFailure(f"{_said(function, task)}{which} {describe_error(error)}; fix it") from error
 
 
 def _said(function: str | None, task: Prompt) -> str:

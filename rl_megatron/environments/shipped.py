@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
-from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
+from rl_megatron.environments.protocol import EnvironmentStep, Observation, Reply, Transcript
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Prompt
 
@@ -37,10 +37,10 @@ class Calculator:
         self._demonstrated = demonstrated
         self._answer = ""
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
+    async def start(self, task: Prompt, seed: int) -> Observation:
         """The product to find."""
         self._answer = task.answer
-        return Observed(said=task.messages or task.text)
+        return Observation(said=task.messages or task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """Compute what follows ``?``; anything else ends the trajectory."""
@@ -51,7 +51,7 @@ class Calculator:
         except ValueError as error:
             said, failed = f":{error}", 1.0
         return EnvironmentStep(
-            observation=Observed(said=said), metrics={"calculations": 1.0, "failed_calculations": failed}
+            observation=Observation(said=said), metrics={"calculations": 1.0, "failed_calculations": failed}
         )
 
     async def score(self, transcript: Transcript) -> float:
@@ -117,10 +117,10 @@ class Guess:
         self._behind_last = numbers  # those that hints leave are from `_first` to before this
         self._given = 0.0
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
+    async def start(self, task: Prompt, seed: int) -> Observation:
         """Hide the number."""
         self._hidden = _hidden(task, self._numbers)
-        return Observed(said="?")
+        return Observation(said="?")
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """Say on which side of the guess the number is; the number itself ends the trajectory."""
@@ -145,7 +145,7 @@ class Guess:
         reward = settled if self._rewarded == "bits" else 0.0
         self._given += reward
         metrics = {"guesses": 1.0, "kept": float(kept), "found": 0.0}
-        return EnvironmentStep(observation=Observed(said=hint), reward=reward, metrics=metrics)
+        return EnvironmentStep(observation=Observation(said=hint), reward=reward, metrics=metrics)
 
     async def score(self, transcript: Transcript) -> float:
         """Gives a trajectory without a guess 0."""

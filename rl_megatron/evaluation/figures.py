@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rl_megatron.observability.intervals import LEVEL, Interval, beta_quantile, t_quantile
 
 
-def pass_at(right: int, samples: int, k: int) -> float:
+def pass_at_k(right: int, samples: int, k: int) -> float:
     """Chance that k of the n samples, drawn without replacement, hold a right one: 1 - C(n - c, k) / C(n, k).
 
     Its expectation is that of k new samples, which 1 - (1 - c / n)^k underestimates (arXiv:2107.03374). A product of k
@@ -36,8 +36,8 @@ def pass_at(right: int, samples: int, k: int) -> float:
     return 1 - math.prod((samples - right - i) / (samples - i) for i in range(min(k, samples - right + 1)))
 
 
-def all_at(right: int, samples: int, k: int) -> float:
-    """Chance that k of the n samples, drawn so, are all right: C(c, k) / C(n, k). Raises as `pass_at`."""
+def all_at_k(right: int, samples: int, k: int) -> float:
+    """Chance that k of the n samples, drawn so, are all right: C(c, k) / C(n, k). Raises as `pass_at_k`."""
     _check(right, samples, k)
     return math.prod((right - i) / (samples - i) for i in range(min(k, right + 1)))
 

@@ -18,8 +18,8 @@ from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, Reward
 from rl_megatron.data.problems.mixture import digest_of_prompts
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import DataError
-from rl_megatron.evaluation.figures import difference_interval, pass_at
-from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
+from rl_megatron.evaluation.figures import difference_interval, pass_at_k
+from rl_megatron.evaluation.sets import EvalSet, EvalSetSamples
 from rl_megatron.files import write_atomically
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.section import Section
@@ -29,15 +29,15 @@ _JUDGES: Mapping[str, type[Section]] = {"reward": RewardSection, "environment": 
 _OF_PROGRAMS = ("type", "seconds", "memory_mb")
 
 
-def judged_otherwise(*two: tuple[Mapping[str, Any], Mapping[str, Any]]) -> list[str]:
+def differing_reward_keys(*two: tuple[Mapping[str, Any], Mapping[str, Any]]) -> list[str]:
     """The keys by which samples of a set were judged otherwise, each with both values. ``two``: each side's
     configuration and the set's keys."""
     first, second = (_judging(config, section) for config, section in two)
     one, other = (_named(config, keys) for (config, _), keys in zip(two, (first, second), strict=True))
     both = one.keys() & other.keys()  # what one alone names differs by its name
     return [
-        *unlike_keys(first, second),
-        *unlike_keys(*({key: value for key, value in each.items() if key in both} for each in (one, other))),
+        *differing_keys(first, second),
+        *differing_keys(*({key: value for key, value in each.items() if key in both} for each in (one, other))),
     ]
 
 
@@ -94,7 +94,7 @@ def drawing_keys(config: Mapping[str, Any], section: Mapping[str, Any], engine: 
     }
 
 
-def unlike_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
     """A text for each key whose values differ, with both."""
     for key in dict.fromkeys([*first, *second]):
         if (one := first.get(key)) != (other := second.get(key)):
@@ -127,7 +127,7 @@ class SetResult:
     questions: str
     rows: str
     section: Mapping[str, Any]  # the set's keys
-    measured: MeasuredSet
+    measured: EvalSetSamples
     figures: Mapping[str, Interval]
 
 
@@ -161,7 +161,7 @@ class PairedFigure:
 _RESULTS = TypeAdapter(Results)
 
 
-def result_of(problems: ProblemSet, measured: MeasuredSet) -> SetResult:
+def result_of(problems: EvalSet, measured: EvalSetSamples) -> SetResult:
     """The result of a set."""
     return SetResult(
         digest=_of_problems(problems),
@@ -178,7 +178,7 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.unfinished")
 
 
-def kept_sets(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[str, SetResult]:
+def finished_sets(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[str, SetResult]:
     """What `unfinished` of ``path`` has of ``sets``, by name: those that ``begun``, which has its weights, would
     measure of the same problems, with the same keys and samples that are drawn and judged alike; not those of which a
     sample has no reward: its judge may be there now.
@@ -191,24 +191,24 @@ def kept_sets(path: Path, begun: Results, sets: Sequence[ProblemSet]) -> dict[st
     if found.weights != begun.weights:
         return {}
     wanted = {
-        one.name or WHOLE: _follows_from(begun, _section(one), _of_problems(one), digest_of_prompts(one.prompts))
+        one.name or WHOLE: _dependency_digest(begun, _section(one), _of_problems(one), digest_of_prompts(one.prompts))
         for one in sets
     }
     return {
         name: one
         for name, one in found.sets.items()
-        if not one.measured.errors and _follows_from(found, one.section, one.digest, one.rows) == wanted.get(name)
+        if not one.measured.errors and _dependency_digest(found, one.section, one.digest, one.rows) == wanted.get(name)
     }
 
 
-def _follows_from(results: Results, section: Mapping[str, Any], *problems: str) -> str:
+def _dependency_digest(results: Results, section: Mapping[str, Any], *problems: str) -> str:
     """A digest of what a set's samples follow from beside the weights; ``problems``: digests of these."""
     config = results.config
     shown = config["model"]["template_variables"]  # to environments, whose messages no digest has
     return _digest([(*problems, section, config["seed"], shown, *_ways(config, section, results.engine))])
 
 
-def measured_by(config: Mapping[str, Any], problems: ProblemSet) -> str:
+def eval_digest(config: Mapping[str, Any], problems: EvalSet) -> str:
     """A digest of what a set's accuracy follows from beside the weights: its problems' tokens and fields, and how
     samples of a run with this ``config`` are drawn and judged."""
     has_more = any(one.meta for one in problems.prompts)
@@ -221,11 +221,11 @@ def _ways(config: Mapping[str, Any], section: Mapping[str, Any], engine: str) ->
     return drawing_keys(config, section, engine), judging_keys(config, section)
 
 
-def _of_problems(problems: ProblemSet) -> str:
+def _of_problems(problems: EvalSet) -> str:
     return _digest([(one.id, one.token_ids, one.answer) for one in problems.prompts])
 
 
-def _section(problems: ProblemSet) -> dict[str, Any]:
+def _section(problems: EvalSet) -> dict[str, Any]:
     return {**problems.section.model_dump(mode="json"), "temperature": problems.temperature}
 
 
@@ -252,7 +252,7 @@ def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
     if not shared:
         raise DataError(f"the two share no set: {', '.join(first.sets)} and {', '.join(second.sets)}")
     for name in shared:
-        if unlike := judged_otherwise(*((each.config, each.sets[name].section) for each in (first, second))):
+        if unlike := differing_reward_keys(*((each.config, each.sets[name].section) for each in (first, second))):
             raise DataError(
                 f"set {name}: the two were judged otherwise, by {', '.join(unlike)}, so their difference is not of the "
                 "models alone; evaluate both with the same keys"
@@ -260,12 +260,12 @@ def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
     return [row for name in shared for row in _of_set(name, first.sets[name], second.sets[name])]
 
 
-def drawn_otherwise(first: Results, second: Results) -> dict[str, list[str]]:
+def differing_sampling_keys(first: Results, second: Results) -> dict[str, list[str]]:
     """The keys, with both values, by which samples of a set were drawn otherwise, by the name of each such set."""
     found = dict[str, list[str]]()
     for name in _shared(first, second):
         ways = (drawing_keys(each.config, each.sets[name].section, each.engine) for each in (first, second))
-        if unlike := list(unlike_keys(*ways)):
+        if unlike := list(differing_keys(*ways)):
             found[name] = unlike
     return found
 
@@ -296,7 +296,7 @@ def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFi
         )
 
 
-def draws_of(samples: int, k: int) -> int:
+def num_draws(samples: int, k: int) -> int:
     """Draws that a problem's pass@k is taken for: the steps from 0 to 1 that its value has.
 
     It is 1 from ``samples`` - k + 1 right samples on; so it is a mean's value with k = 1, and a single sample's with
@@ -310,14 +310,14 @@ def _figures(
 ) -> dict[str, tuple[Sequence[float], Sequence[float], int]]:
     """Both sides' values by problem, by name, and the draws that `difference_interval` takes each value for."""
 
-    def shares(one: MeasuredSet, k: int) -> list[float]:
-        return [pass_at(right, one.samples, k) for right in one.right]
+    def shares(one: EvalSetSamples, k: int) -> list[float]:
+        return [pass_at_k(right, one.samples, k) for right in one.right]
 
     a, b = first.measured, second.measured
     out: dict[str, tuple[Sequence[float], Sequence[float], int]] = {"mean": (shares(a, 1), shares(b, 1), samples)}
     both = set(first.section["pass_at"]) & set(second.section["pass_at"]) - {1}
     for k in sorted(both):
-        out[f"pass@{k}"] = shares(a, k), shares(b, k), draws_of(samples, k)
+        out[f"pass@{k}"] = shares(a, k), shares(b, k), num_draws(samples, k)
     if a.votes is not None and b.votes is not None and a.samples == b.samples:
         out[f"maj@{samples}"] = a.votes, b.votes, 1
     return out

@@ -9,17 +9,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
-from rl_megatron.evaluation.figures import all_at, chance_interval, majority, pass_at, rate_interval, share_interval
+from rl_megatron.evaluation.figures import (
+    all_at_k,
+    chance_interval,
+    majority,
+    rate_interval,
+    share_interval,
+)
+from rl_megatron.evaluation.figures import (
+    pass_at_k as pass_at,
+)
 from rl_megatron.observability.intervals import Interval
-from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
-from rl_megatron.rollout.stream import Answered
+from rl_megatron.rollout.policy_sampler import EvalRequest, PolicySampler, Tell
+from rl_megatron.rollout.stream import GroupResult
 from rl_megatron.types import Prompt, Turn
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProblemSet:
+class EvalSet:
     """The problems of a set. ``name`` is None for the run's own held-out data where ``eval.sets`` has no set."""
 
     name: str | None
@@ -34,7 +43,7 @@ class ProblemSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSet:
+class EvalSetSamples:
     """What was sampled of a set's P problems, n samples of each."""
 
     problems: tuple[str, ...]  # ids
@@ -52,7 +61,7 @@ class MeasuredSet:
         mean = rate_interval(self.right, samples=self.samples)
         out = {f"mean@{self.samples}": mean}
         for k in pass_at_k:
-            for name, one in (("pass", pass_at), ("all", all_at)):
+            for name, one in (("pass", pass_at), ("all", all_at_k)):
                 values = [one(c, self.samples, k) for c in self.right]
                 out[f"{name}@{k}"] = mean if k == 1 else chance_interval(values, samples=self.samples)
         if self.votes is not None:
@@ -61,8 +70,8 @@ class MeasuredSet:
 
 
 async def measure(
-    sampler: PolicySampler, problems: ProblemSet, section: EvalSection, tell: Tell | None = None
-) -> MeasuredSet:
+    sampler: PolicySampler, problems: EvalSet, section: EvalSection, tell: Tell | None = None
+) -> EvalSetSamples:
     """Sample and score a set; log how many samples have no reward. Raises as `PolicySampler.held_out`."""
     one, began = problems.section, time.perf_counter()
     params = sampler.params(
@@ -72,7 +81,9 @@ async def measure(
         min_p=one.min_p,
         max_new_tokens=one.max_new_tokens,
     )
-    asked = HeldOut(prompts=problems.prompts, params=params, purpose=problems.purpose, samples=one.samples, tell=tell)
+    asked = EvalRequest(
+        prompts=problems.prompts, params=params, purpose=problems.purpose, samples=one.samples, tell=tell
+    )
     answered = await sampler.held_out(asked)
     judged = [_judged(answer, one.samples, section.success_reward) for answer in answered]
     samples = [trajectory for a in answered if a.group is not None for trajectory in a.group.trajectories]
@@ -85,7 +96,7 @@ async def measure(
         said = "%s: length and truncated are of %d of %d samples; the other %d are of prompts of which one is missing"
         logger.warning(said, problems.purpose, len(samples), total, missing)
     cut = sum(any(turn.finish_reason == "length" for turn in one.turns) for one in samples)
-    return MeasuredSet(
+    return EvalSetSamples(
         problems=tuple(prompt.id for prompt in problems.prompts),
         samples=one.samples,
         right=tuple(map(sum, judged)),
@@ -107,14 +118,14 @@ def _versions(turns: Sequence[Turn]) -> Mapping[int, int]:
     return dict(counts)
 
 
-def _judged(answer: Answered, samples: int, success_reward: float) -> list[bool]:
+def _judged(answer: GroupResult, samples: int, success_reward: float) -> list[bool]:
     """Whether each sample is right; none of a prompt that was not sampled, nor one without a finite reward, whatever
     number trains in its place."""
     judged = [one.error is None and one.total >= success_reward for one in answer.scored]
     return judged or [False] * samples
 
 
-def _votes(answered: Sequence[Answered], judged: Sequence[Sequence[bool]]) -> tuple[float, ...] | None:
+def _votes(answered: Sequence[GroupResult], judged: Sequence[Sequence[bool]]) -> tuple[float, ...] | None:
     if all(one.answer is None for answer in answered for one in answer.scored):
         return None
     votes = []
@@ -124,7 +135,7 @@ def _votes(answered: Sequence[Answered], judged: Sequence[Sequence[bool]]) -> tu
     return tuple(votes)
 
 
-def row_of(name: str, measured: MeasuredSet, pass_at_k: Sequence[int]) -> Mapping[str, float | None]:
+def row_of(name: str, measured: EvalSetSamples, pass_at_k: Sequence[int]) -> Mapping[str, float | None]:
     """Metrics of a set, ``eval/<name>/...`` of docs/metrics.md."""
     row: dict[str, float | None] = {}
     for figure, interval in measured.figures(pass_at_k).items():

@@ -55,7 +55,7 @@ class _Stream:
     """A CUDA stream or event that does nothing (the all-to-all dispatcher records and waits on them)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _hide_what_wants_cuda()
+        _hide_cuda_packages()
 
     def __getattr__(self, name: str) -> Callable[..., _Stream]:
         return lambda *args, **kwargs: _Stream()
@@ -93,7 +93,7 @@ def _all_gather_uneven(
     return None
 
 
-def _at_once(own: Callable[..., None], upstream: Callable[..., Any]) -> Callable[..., Any]:
+def _fused_all_reduce(own: Callable[..., None], upstream: Callable[..., Any]) -> Callable[..., Any]:
     """`own` of tensors and a group of gloo's, where megatron sums and does not compute meanwhile; else `upstream`.
 
     Gloo's reduce-scatter copies the whole buffer and all-reduces it, which sends twice as much as is needed, and both
@@ -157,7 +157,7 @@ def _pretending(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _fuse_nothing() -> None:
+def _disable_jit_fuser() -> None:
     """Disable megatron's ``jit_fuser``, which is torch.compile and needs a C++ compiler here.
 
     Importing its dependencies takes a third of a rank's start, so they are imported only if megatron already was.
@@ -172,7 +172,7 @@ def _fuse_nothing() -> None:
     sys.modules[jit.__name__] = jit
 
 
-def _hide_what_wants_cuda() -> None:
+def _hide_cuda_packages() -> None:
     """Hide these packages: megatron uses their layers and optimizers if they import, and fails on a partial install."""
     for name in _WANT_CUDA:
         sys.modules[name] = None  # type: ignore[assignment]  # makes Python raise ModuleNotFoundError
@@ -181,8 +181,8 @@ def _hide_what_wants_cuda() -> None:
 def install() -> None:
     """Make megatron.core importable code run here. Call once per process, before megatron is imported."""
     if not torch.cuda.is_available():
-        _hide_what_wants_cuda()
-        _fuse_nothing()
+        _hide_cuda_packages()
+        _disable_jit_fuser()
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 uses the name even without TransformerEngine, on GPUs too
@@ -218,7 +218,7 @@ def install() -> None:
     language.setup_embeddings_and_output_layer = _pretending(language.setup_embeddings_and_output_layer)
     for name, own in (("dist_reduce_scatter_func", reduce_scatter), ("dist_all_gather_func", all_gather)):
         found = buffers.__dict__[name]
-        buffers.__dict__[name] = _at_once(own, getattr(found, "upstream", found))
+        buffers.__dict__[name] = _fused_all_reduce(own, getattr(found, "upstream", found))
     proxy = _make_torch_proxy()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:

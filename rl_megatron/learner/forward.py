@@ -90,7 +90,7 @@ def run_loss(
             )
         )
         more = {name: metric for one in hooks for name, metric in one.after_loss(micro_batch, num_tokens).items()}
-        return _viewless(share.loss), _zero_tokens(output), _without_graph(share, more)
+        return _make_viewless(share.loss), _zero_tokens(output), _detach_metrics(share, more)
 
     around = [partial(one.around_forward, num_tokens=num_tokens) for one in hooks]
     results: list[LossOutput] = _schedule(chunks, micro_batches, closure, around, forward_only=False)
@@ -107,7 +107,7 @@ def _schedule(
 ) -> list[Any]:
     places = {id(m): f"micro-batch {number} of {len(micro_batches)}" for number, m in enumerate(micro_batches, start=1)}
 
-    def behind(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def after_forward(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         activity.part("after its forward", places[id(micro_batch)])
         return closure(micro_batch, output)
 
@@ -123,7 +123,7 @@ def _schedule(
                 packed_seq_params=micro_batch.attention,
                 **half,
             )
-        return _viewless(output), partial(behind, micro_batch)
+        return _make_viewless(output), partial(after_forward, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]
     results = get_forward_backward_func()(
@@ -138,14 +138,14 @@ def _schedule(
     return list(results)
 
 
-def _viewless(output: Tensor) -> Tensor:
+def _make_viewless(output: Tensor) -> Tensor:
     """The output, which is no view: megatron frees its memory once it is sent, and layers and losses of the user's own
     may give views."""
     whole: Tensor = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
     return whole
 
 
-def _without_graph(share: LossOutput, more: Mapping[str, Metric[Tensor]]) -> LossOutput:
+def _detach_metrics(share: LossOutput, more: Mapping[str, Metric[Tensor]]) -> LossOutput:
     """Megatron keeps what is said of each micro-batch until the step's last one. The loss holds its graph, whose leaves
     are the hidden states that the last stage received and the gradient of them, of every micro-batch so far."""
     metrics = {name: replace(m, value=m.value.detach()) for name, m in {**share.metrics, **more}.items()}

@@ -333,7 +333,7 @@ class _HeadLogprobs(torch.autograd.Function):
         return of_hidden, of_weight, None, None, None, None, None, None, None
 
 
-def logits_of(logits: Tensor, tokens: Tensor, *, vocab_start: int, group: dist.ProcessGroup | None) -> Tensor:
+def gather_logits(logits: Tensor, tokens: Tensor, *, vocab_start: int, group: dist.ProcessGroup | None) -> Tensor:
     """Logits [T, k], at least float32, of ``tokens`` [T, k] int64, with a gradient into ``logits`` [T, V]."""
     local = tokens - vocab_start
     here = (local >= 0) & (local < logits.shape[1])
@@ -422,14 +422,14 @@ class ValueLayer(ScoreLayer):
         self.bias = self._parameter(torch.zeros(1, dtype=config.params_dtype))
 
 
-def put_layer(layer: type[ScoreLayer], chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
+def replace_output_layer(layer: type[ScoreLayer], chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
     """Replace the output layer of the chunk that has one."""
     for chunk in chunks:
         if chunk.post_process:
             chunk.output_layer = layer(config)
 
 
-class BesideOutput:
+class ValueOnHiddenStates:
     """The value layer of a policy that is its own critic, on the hidden states that its output layer reads.
 
     It is a module of the last chunk: gradients, optimizer and checkpoints have it as any other. Ranks of other stages
@@ -493,7 +493,7 @@ class VocabHead(Head):
         """Log-probs [t, k] of ``tokens`` [t, k], by those of the targets."""
         cut = self.cut(logits.shape[-1])
         every = torch.cat([tokens.long(), targets[:, None]], 1)
-        x = logits_of(logits, every, vocab_start=cut["vocab_start"], group=cut["group"]) / self.temperature
+        x = gather_logits(logits, every, vocab_start=cut["vocab_start"], group=cut["group"]) / self.temperature
         return x[:, :-1] - x[:, -1:] + logprobs[:, None]
 
     def _logprobs(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -601,12 +601,12 @@ class ValueHead(Head):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValuedHead(Head):
+class PolicyAndValueHead(Head):
     """A policy that is its own critic: what ``policy`` says, and the values after each position's input token."""
 
     says: ClassVar[frozenset[Want]] = VocabHead.says | ValueHead.says
     policy: VocabHead
-    values: BesideOutput
+    values: ValueOnHiddenStates
 
     @override
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:

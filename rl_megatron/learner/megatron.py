@@ -19,15 +19,15 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 
 from rl_megatron.learner.heads import (  # noqa: E402
     EXACT,
-    BesideOutput,
     Float32Head,
     Head,
+    PolicyAndValueHead,
     ScoreLayer,
-    ValuedHead,
     ValueHead,
     ValueLayer,
+    ValueOnHiddenStates,
     VocabHead,
-    put_layer,
+    replace_output_layer,
     stop_before_output_layer,
 )
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
@@ -49,10 +49,10 @@ def make_policy(
     models = build_chunks(shape, learner, config)
     head: Head = ValueHead()
     if shape.scores:
-        put_layer(ScoreLayer, models, config)
+        replace_output_layer(ScoreLayer, models, config)
     else:
         policy = _vocab_head(shape, learner, models, temperature, top_k=top_k)
-        head = ValuedHead(policy=policy, values=BesideOutput(models, config)) if valued else policy
+        head = PolicyAndValueHead(policy=policy, values=ValueOnHiddenStates(models, config)) if valued else policy
     prepare_chunks(shape, learner, models)
     return MegatronLearner(shape, learner, device, config, models, head)
 
@@ -71,7 +71,7 @@ def make_frozen(
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     if shape.scores:
-        put_layer(ScoreLayer, models, config)
+        replace_output_layer(ScoreLayer, models, config)
         head: Head = ValueHead()
     else:
         head = _vocab_head(shape, learner, models, temperature, top_k=top_k, top_below=top_below)
@@ -84,7 +84,7 @@ def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device
     untied = replace(shape, tie_embeddings=False, drafts=False)
     config = make_config(untied, learner)
     chunks = build_chunks(untied, learner, config)
-    put_layer(ValueLayer, chunks, config)
+    replace_output_layer(ValueLayer, chunks, config)
     return MegatronLearner(untied, learner, device, config, chunks, ValueHead())
 
 

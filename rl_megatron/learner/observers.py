@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from rl_megatron.entries import declared, load_entry
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.learner.packed import PackedAttentionParams, own_tokens
+from rl_megatron.learner.packed import PackedAttentionParams, local_tokens
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric
 
@@ -60,7 +60,7 @@ class ExpertLoadMeter(Observer):
 
     def _begin(self, _model: Any, _args: Any, given: Mapping[str, Any]) -> None:
         packed: PackedAttentionParams = given["packed_seq_params"]
-        self._real = packed.real[own_tokens(len(packed.real))]
+        self._real = packed.real[local_tokens(len(packed.real))]
 
     def _end(self, *_: Any) -> None:
         self._real = None

@@ -49,7 +49,7 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
                 _keep_state(part.optimizer)
             if _steps_in_place(part):
                 part._copy_main_params_to_model_params = lambda: None
-        if keeps_weights(part.optimizer):
+        if stores_master_weights(part.optimizer):
             _step_in_pieces(part.optimizer)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer.param_update_in_fp32 = False  # its weights are float32: it would look for copies at a load
@@ -105,7 +105,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer
     return inside
 
 
-def keeps_weights(adam: torch.optim.Optimizer) -> bool:
+def stores_master_weights(adam: torch.optim.Optimizer) -> bool:
     """Whether TransformerEngine's FusedAdam has the float32 weights, in its state, and steps those of the model."""
     return getattr(adam, "use_decoupled_grad", False)
 
@@ -117,15 +117,15 @@ def l2_norm(
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*lists[0]]))).reshape(1), None
 
 
-def norm_of(optimizer: MegatronOptimizer) -> float:
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """The gradient's norm over the whole model, which `step` takes next. Every rank calls it, and all get the same."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> None:
-    """Clip the gradient of `norm_of` and step: megatron's ChainedOptimizer.step, which never checks the norm. Every
-    rank calls it."""
+    """Clip the gradient of `gradient_norm` and step: megatron's ChainedOptimizer.step, which never checks the norm.
+    Every rank calls it."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     for part in inner_optimizers(optimizer):
@@ -134,10 +134,10 @@ def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> Non
     optimizer.step_with_ready_grads()
     for part in inner_optimizers(optimizer):
         if not part.get_parameters():
-            _count_alone(part.optimizer)
+            _count_empty_step(part.optimizer)
 
 
-def _count_alone(adam: Any) -> None:
+def _count_empty_step(adam: Any) -> None:
     """Count a step of an optimizer without parameters, which counts none itself. A checkpoint holds rank 0's count, and
     rank 0's stage may have no parameter at all."""
     state: dict[Any, Any] = adam.state
@@ -159,7 +159,7 @@ def _clip(part: MegatronOptimizer, factor: float) -> None:
         torch._foreach_mul_(found, factor)
 
 
-def state_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Float32 weights, or the parameters themselves where these are stepped, and moments, wherever they are."""
     for adam in _adams(optimizer):
         yield from (parameter for group in adam.param_groups for parameter in group["params"])
@@ -181,7 +181,7 @@ def adopt(optimizer: MegatronOptimizer) -> None:
     optimizer.reload_model_params()
     for part in inner_optimizers(optimizer):
         hybrid = part.optimizer
-        for weight, state in hybrid.state.items() if keeps_weights(hybrid) else ():  # megatron leaves these
+        for weight, state in hybrid.state.items() if stores_master_weights(hybrid) else ():  # megatron leaves these
             state["master_param"].copy_(weight)
         if isinstance(hybrid, HybridDeviceOptimizer):  # of which megatron copies only weights that it made itself
             part.optimizer = None
@@ -246,7 +246,7 @@ def _fill_state(adam: torch.optim.Optimizer) -> None:
     if hasattr(adam, "create_state"):  # a feature's
         adam.create_state()
     for parameter in (p for group in adam.param_groups for p in group["params"]):
-        if not adam.state[parameter] and keeps_weights(adam):
+        if not adam.state[parameter] and stores_master_weights(adam):
             adam.initialize_state(parameter, False)  # type: ignore[attr-defined]  # with a copy of the weight
         elif not adam.state[parameter]:
             zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

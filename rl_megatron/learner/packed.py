@@ -159,7 +159,7 @@ def _pieces(rest: int, unit: int, longest: int, free: int | None) -> Tensor:
     return torch.cat([ends.diff(), ends.new_zeros(0 if free is None else free - count)])
 
 
-def own_tokens(length: int) -> slice:
+def local_tokens(length: int) -> slice:
     """The tokens of a packed micro-batch that this TP rank routes, under sequence parallelism."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank, size = parallel_state.get_tensor_model_parallel_rank(), length // tp

@@ -100,7 +100,7 @@ def set_decay(optimizer: MegatronOptimizer, weight_decay: float) -> None:
 
 
 @contextlib.contextmanager
-def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
+def keep_group_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Loads within it change the count of steps of groups alone: their settings stay those that the run was given,
     and not those of the run that saved a checkpoint, or of its kind of AdamW."""
     own = [{key: value for key, value in group.items() if key not in _OF_THE_RUN} for group in optimizer.param_groups]

@@ -27,24 +27,24 @@ from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.feature import Built, LearnerHooks, declared_columns, learner_hooks
 from rl_megatron.learner.checkpoint import loading, saving
-from rl_megatron.learner.checkpoint.saving import Kept, ShardSave
-from rl_megatron.learner.checkpoint.state import Companions
+from rl_megatron.learner.checkpoint.saving import CachedPlan, ShardSave
+from rl_megatron.learner.checkpoint.state import ExtraState
 from rl_megatron.learner.cpu import Heap
 from rl_megatron.learner.forward import nested, reduce_outputs, run_loss, run_scores
-from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, ValueParameter
+from rl_megatron.learner.heads import Head, PolicyAndValueHead, ValueHead, ValueParameter
 from rl_megatron.learner.keywords import SLAB, keywords
 from rl_megatron.learner.model.attention import DecoderConfig
-from rl_megatron.learner.model.build import freeze_routers, keep_buffers_float32, with_dtypes
+from rl_megatron.learner.model.build import freeze_routers, restore_float32_buffers, with_dtypes
 from rl_megatron.learner.model.offload import Activations
 from rl_megatron.learner.observers import Observers
 from rl_megatron.learner.optimizer import (
     adopt,
     bucket_groups,
     create_state,
+    gradient_norm,
     inner_optimizers,
     make_optimizer,
-    norm_of,
-    state_of,
+    optimizer_state,
     step,
     wait_for_gradients,
 )
@@ -52,8 +52,18 @@ from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.learner.parameters import adapters_of, global_parameters, swapped
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
-from rl_megatron.types import Culprit, Loss, LossInputs, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
-from rl_megatron.weights.bytes.parked import Parked, Staged
+from rl_megatron.types import (
+    BadMicroBatch,
+    Loss,
+    LossInputs,
+    LossOutput,
+    Metric,
+    Samples,
+    SkippedStep,
+    StepResult,
+    Want,
+)
+from rl_megatron.weights.bytes.parked import OffloadedTensors, StagingPool
 from rl_megatron.weights.checkpoints.megatron import VALUES, raise_other_model
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 
@@ -77,7 +87,7 @@ class MegatronScorer:
         self._chunks, self._rows, self._padding = chunks, learner.float8_rows, learner.padding
         self._adapters = [found for model in models if (found := adapters_of(model)) is not None]
         self._adapter_names = frozenset(self.adapters)
-        keep_buffers_float32(models)
+        restore_float32_buffers(models)
         self._shape = shape
         self._observers = Observers(models, shape, device)
         self._hooks: Sequence[LearnerHooks] = ()  # a frozen model has none, and so replays nothing
@@ -230,8 +240,8 @@ class MegatronLearner(MegatronScorer):
         self._optimizer = make_optimizer(self._trained, given)
         self._heap, self._warm = Heap(), False
         self._added: list[Added] = []  # since the last step
-        self._leaving, self._parked, self._staged = learner.offload.leaving, Parked(SLAB), Staged()
-        self._planned = Kept()
+        self._leaving, self._parked, self._staged = learner.offload.leaving, OffloadedTensors(SLAB), StagingPool()
+        self._planned = CachedPlan()
         self._activations = Activations(models, learner.offload.activations)
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
@@ -287,7 +297,7 @@ class MegatronLearner(MegatronScorer):
         self.unpark()
         if dist.get_rank() == 0:
             raise_other_model(folder, self._held_by(folder, scored=scored), of_critic=scored)
-        fresh = {ValueHead: None if scored else "output_layer.", ValuedHead: VALUES}  # at 0
+        fresh = {ValueHead: None if scored else "output_layer.", PolicyAndValueHead: VALUES}  # at 0
         without = fresh.get(type(self._head))
         loading.load_weights(folder, self._chunks_of_all, without=without)
         self.adopt()
@@ -316,7 +326,7 @@ class MegatronLearner(MegatronScorer):
         weights = [parameter for chunk in self._chunks_of_all for parameter in chunk.parameters()]
         if "optimizer" in self._leaving:
             create_state(self._optimizer_of_all)  # else a checkpoint would
-            self._parked.leave("optimizer", state_of(self._optimizer_of_all), besides=weights)
+            self._parked.leave("optimizer", optimizer_state(self._optimizer_of_all), besides=weights)
         if "models" in self._leaving and not pushed:
             self._parked.leave("weights", weights)
 
@@ -356,7 +366,7 @@ class MegatronLearner(MegatronScorer):
         Raises RLMegatronError if ``backward`` was not called since the last step.
         """
         added = self._reduced()
-        grad_norm = norm_of(self._optimizer)
+        grad_norm = gradient_norm(self._optimizer)
         total = sum((hooks.norm() for hooks in self._hooks), grad_norm)  # not finite if one of them is not
         finite, more = math.isfinite(total), dict[str, Metric[float]]()
         if finite:
@@ -448,7 +458,7 @@ class MegatronLearner(MegatronScorer):
         finally:
             config.no_sync_func = scheduled
 
-    def _culprits(self, added: Sequence[Added]) -> tuple[Culprit, ...]:
+    def _culprits(self, added: Sequence[Added]) -> tuple[BadMicroBatch, ...]:
         """This rank's micro-batches whose own gradient, before the all-reduce, is not finite.
 
         Leaves out the gradients of experts that also get tokens of other data ranks.
@@ -466,7 +476,7 @@ class MegatronLearner(MegatronScorer):
             if not all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers):
                 found.append(number)
         data_rank, rank, node = parallel_state.get_data_parallel_rank(), dist.get_rank(), socket.gethostname()
-        return tuple(Culprit(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)
+        return tuple(BadMicroBatch(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)
 
     def save(self, folder: Path) -> Mapping[str, Digest]:
         """Write this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError.
@@ -475,7 +485,7 @@ class MegatronLearner(MegatronScorer):
         """
         return self.start_save(folder, apart=False).durable().files
 
-    def start_save(self, folder: Path, *, apart: bool = True, beside: Companions | None = None) -> ShardSave:
+    def start_save(self, folder: Path, *, apart: bool = True, beside: ExtraState | None = None) -> ShardSave:
         """Saves as `save`, but with ``apart`` returns once the shards are copied in the host's memory: a thread writes
         them. The next one writes over that memory, so this one must be durable before. ``beside`` is saved too."""
         self.gather()
@@ -489,7 +499,7 @@ class MegatronLearner(MegatronScorer):
             values, more = lambda tensor: self._parked.on_host(beside.values(tensor)), beside.state(self._models)
         return saving.save_shards(folder, chunks, optimizer, self._planned, values, staged, more)
 
-    def load(self, folder: Path, beside: Companions | None = None) -> None:
+    def load(self, folder: Path, beside: ExtraState | None = None) -> None:
         """Load the shards that ``save`` wrote, and those of ``beside`` into it. Raises CheckpointError, on the first
         rank also for adapters of another model."""
         self.unpark()

@@ -13,12 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.rows import OwnLayers, Share, has_layers, of_layers
+from rl_megatron.data.rows import OwnLayers, Share, has_layers, select_layers
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import active
 
 
-def join(
+def init_process_groups(
     learner: LearnerSection,
     *,
     rank: int,
@@ -138,7 +138,7 @@ class Relay:
         mine = None
         if share is not None:
             for of_stage, (leader, *_) in stages:
-                part = of_layers(share, of_stage)
+                part = select_layers(share, of_stage)
                 if leader == self._rank:
                     mine = part
                 else:
@@ -161,7 +161,7 @@ class Relay:
         return share.numpy()
 
 
-def leave() -> None:
+def destroy_process_groups() -> None:
     """Wait for every rank, then leave the world. Every rank calls it."""
     dist.barrier()
     parallel_state.destroy_model_parallel()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import override
 
-from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, shorten
+from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, quote_start
 from rl_megatron.files import parse
 
 MAX_BYTES = 256 << 20  # the index of a trillion parameters in 200,000 tensors has 20 MB
@@ -101,7 +101,8 @@ def _lines(path: Path, wrong: ValidationError, above: str = "") -> list[str]:
     if found[0]["type"] == "json_invalid":
         return [f"{path} is torn or no JSON ({found[0]['msg'][:200]}); fetch it again"]
     lines = [
-        f"{path}: {above}{shorten('.'.join(map(str, one['loc'])))[1:-1]}={shorten(one['input'])}: {one['msg'][:200]}"
+        f"{path}: {above}{quote_start('.'.join(map(str, one['loc'])))[1:-1]}={quote_start(one['input'])}: "
+        f"{one['msg'][:200]}"
         for one in found[:_MAX_LINES]
     ]
     return lines + ([f"and {len(found) - _MAX_LINES} more"] if len(found) > _MAX_LINES else [])

@@ -32,7 +32,7 @@ BLOCK_COLUMNS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class PrefixCache:
     """What P sequences leave behind for those that go on from them.
 
     ``columns`` [2 * layers that attend, P, longest, K, D] are all rotated keys, then all values; each sequence stands
@@ -42,9 +42,9 @@ class Prefix:
     columns: Tensor
     remembered: DeltaStates
 
-    def of(self, sequences: Tensor) -> Prefix:
+    def of(self, sequences: Tensor) -> PrefixCache:
         """Copies of those of ``sequences``."""
-        return Prefix(self.columns.index_select(1, sequences), self.remembered.of(sequences))
+        return PrefixCache(self.columns.index_select(1, sequences), self.remembered.of(sequences))
 
 
 class KVCache(Context):
@@ -108,7 +108,7 @@ class KVCache(Context):
     def remember(self, layer: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:  # noqa: D102
         return self._remembered.step(self._places[layer], x, taps, decay, beta)
 
-    def insert(self, start: int, clock: int, prefix: Prefix, lengths: Tensor) -> None:
+    def insert(self, start: int, clock: int, prefix: PrefixCache, lengths: Tensor) -> None:
         """Write the prefixes, of ``lengths`` [rows] tokens, of the rows from ``start`` on, as if they were decoded in
         the steps before ``clock``."""
         columns = prefix.columns

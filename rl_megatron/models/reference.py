@@ -1,8 +1,8 @@
 """A plain-torch decoder of any family for inference: the in-process rollout engine's model and a numerical oracle.
 
-The storage is fused for speed; `ReferenceModel.tensors` names every Hugging Face tensor as a view of it. No
+The storage is fused for speed; `DecoderModel.tensors` names every Hugging Face tensor as a view of it. No
 autograd, no process group. The caller chooses the attention: `hidden` runs the layers on a flat list of tokens
-with what they have before them, a `Context` (`WholeSequences`, or `kv_cache.KVCache` for one new token a sequence).
+with what they have before them, a `Context` (`FullAttention`, or `kv_cache.KVCache` for one new token a sequence).
 Architectures: transformers/models/*/modeling_*.py.
 
 Letters: N tokens, H hidden, V vocabulary, Q query heads, K key-value heads, D a head's numbers
@@ -29,7 +29,7 @@ from rl_megatron.models.attention import (
 )
 from rl_megatron.models.delta import DeltaLayer, DeltaStates, remember_whole
 from rl_megatron.models.experts import ClampedExperts, DenseMlp, ExpertMlp, GatedExperts
-from rl_megatron.models.kv_cache import Prefix
+from rl_megatron.models.kv_cache import PrefixCache
 from rl_megatron.models.operations import Norm, linear
 from rl_megatron.models.rotary import RotaryTables
 from rl_megatron.models.shape import DecoderNames, ExpertNames, ModelShape
@@ -56,7 +56,7 @@ class DecoderLayer:
         }
 
 
-class ReferenceModel:
+class DecoderModel:
     """Weights and forward pass of one decoder. The weights start as zeros: fill ``tensors`` in place before a run.
 
     ``tensors`` has the names, shapes and values of transformers' `save_pretrained`, by ``names`` and ``decoder``; views
@@ -139,7 +139,7 @@ class ReferenceModel:
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits [B, L, V] float32 of whole sequences [B, L] int64, by a plain causal forward without a cache."""
         rows, length = input_ids.shape
-        whole = WholeSequences([length] * rows, shape=self.shape, device=self.device)
+        whole = FullAttention([length] * rows, shape=self.shape, device=self.device)
         hidden = self.hidden(input_ids.reshape(-1), whole.positions, whole)
         return self.project(hidden).view(rows, length, -1)
 
@@ -182,7 +182,7 @@ class ReferenceModel:
         return named
 
 
-class WholeSequences(Context):
+class FullAttention(Context):
     """Causal attention inside each of P whole sequences, given as one flat list of N tokens without padding.
 
     ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), ``prefix`` gets what they leave behind.
@@ -202,7 +202,7 @@ class WholeSequences(Context):
         self._places = shape.places_of_layers
         attending = len(shape.attention_layers) if keep else 0
         size = (2 * attending, self._num, self._longest, shape.num_kv_heads, shape.widest_head)
-        self.prefix = Prefix(
+        self.prefix = PrefixCache(
             torch.zeros(size, dtype=keep, device=device), DeltaStates.zeros(shape, self._num, keep, device)
         )
 

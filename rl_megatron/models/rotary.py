@@ -38,11 +38,11 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
 def _yarn(plain: Tensor, theta: float, dim: int, rope: Rope) -> Tensor:
     """Scales as llama3's, with a linear ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
 
-    def turning(rotations: float) -> float:
+    def correction_dim(rotations: float) -> float:
         """The dimension that makes so many rotations over the original context."""
         return dim * math.log(rope.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = turning(rope.beta_fast), turning(rope.beta_slow)
+    low, high = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.files import naming, publish_folder
+from rl_megatron.files import add_path_to_errors, publish_folder
 from rl_megatron.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def make_tiny_model(spec: TinySizes, folder: Path, seed: int, *, vocab_size: int
     folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=folder))
     try:
-        with naming(target):
+        with add_path_to_errors(target):
             _save_model(spec, work, seed, vocab_size)
             byte_tokenizer().save_pretrained(work)
         _publish(work, target)

@@ -17,7 +17,7 @@ from typing import IO, Any
 from pydantic_core import from_json
 
 from rl_megatron.errors import DataError
-from rl_megatron.files import naming, parse, write_atomically
+from rl_megatron.files import add_path_to_errors, parse, write_atomically
 
 JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]
@@ -54,7 +54,7 @@ class JsonlFile:
         data = b"".join(json.dumps(dict(row), allow_nan=False).encode("ascii") + b"\n" for row in rows)
         if not data:
             return
-        with naming(self.path):
+        with add_path_to_errors(self.path):
             if self._file is None:
                 self._file = self.path.open("ab")
             self._file.write(data)
@@ -96,7 +96,7 @@ class JsonlFile:
             with self.path.open("rb") as file:
                 write_atomically(self.path, file.read(cut) + b"".join(line + b"\n" for line in reversed(moved)))
         else:
-            with naming(self.path), self.path.open("r+b") as file:
+            with add_path_to_errors(self.path), self.path.open("r+b") as file:
                 file.truncate(cut)
                 os.fsync(file.fileno())
         return removed
@@ -105,7 +105,7 @@ class JsonlFile:
         """Remove a torn last line alone, whatever the lines before it hold."""
         self.close()
         if self.path.exists():
-            with naming(self.path), self.path.open("r+b") as file:
+            with add_path_to_errors(self.path), self.path.open("r+b") as file:
                 file.truncate(next((place + len(line) + 1 for place, line in _lines_from_the_end(self.path)), 0))
                 os.fsync(file.fileno())
 
@@ -114,7 +114,7 @@ class JsonlFile:
         back to an earlier ``end`` is what it was."""
         if not self.path.exists():
             return ""
-        with naming(self.path), self.path.open("rb") as file:
+        with add_path_to_errors(self.path), self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _BLOCK))
             return f"{size} {hashlib.sha256(file.read()).hexdigest()}"
@@ -123,7 +123,7 @@ class JsonlFile:
         """Release the file handle; a later append opens it again."""
         file, self._file = self._file, None
         if file is not None:
-            with naming(self.path):
+            with add_path_to_errors(self.path):
                 file.close()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_megatron.files import naming
+from rl_megatron.files import add_path_to_errors
 from rl_megatron.observability.files import text_at_end
 
 OURS = ("rl_megatron", "launcher")
@@ -83,7 +83,7 @@ class _File(logging.FileHandler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         """It may wait for a thread that writes to the file, too."""
-        with naming(Path(self.baseFilename)):
+        with add_path_to_errors(Path(self.baseFilename)):
             return super().handle(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name

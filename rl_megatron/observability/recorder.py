@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.files import naming, write_atomically
+from rl_megatron.files import add_path_to_errors, write_atomically
 from rl_megatron.observability import timeline
 from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue, from_the_end
 from rl_megatron.observability.history import SampleRow, SamplesWriter, SampleTurn
@@ -160,7 +160,7 @@ class _TensorBoard:
     @contextlib.contextmanager
     def _trying(self, path: Path) -> Iterator[None]:
         try:
-            with naming(path):
+            with add_path_to_errors(path):
                 yield
         except OSError as error:
             if self._works:

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from rl_megatron.errors import DataError
-from rl_megatron.files import naming, parse, write_atomically
+from rl_megatron.files import add_path_to_errors, parse, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -425,7 +425,7 @@ class TraceFile:
         """Write spans, and how far clocks may be off; readers see them when this returns."""
         self._open()
         flows, ends = self._flows_of(kept := list(kept)), dict(self._ends)
-        with naming(self._path):
+        with add_path_to_errors(self._path):
             # of equal begins the longer one is the outer
             for span, flow in sorted(zip(kept, flows, strict=True), key=lambda one: (one[0][2], -one[0][3])):
                 file = self._with_room()
@@ -442,7 +442,7 @@ class TraceFile:
         """End the file, if it is open."""
         file, self._file = self._file, None
         if file is not None:
-            with naming(self._path), file:
+            with add_path_to_errors(self._path), file:
                 file.write(self._lines.end().encode("ascii"))
 
     def _with_room(self) -> IO[bytes]:
@@ -458,7 +458,7 @@ class TraceFile:
             self._path.replace(self._before)
         self._lines = _Lines()
         self._flows.clear()
-        with naming(self._path):
+        with add_path_to_errors(self._path):
             self._file = self._path.open("wb")
             self._size = self._file.write(b"[\n")
         return self._file

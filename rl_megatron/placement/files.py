@@ -9,11 +9,11 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.http.urls import is_loopback
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import made_up_nodes
-from rl_megatron.placement.seats import seats_of
+from rl_megatron.placement.ranks import placeholder_nodes
+from rl_megatron.placement.seats import server_placements
 
 
-def engines_apart(config: RunConfig) -> bool:
+def engines_on_own_nodes(config: RunConfig) -> bool:
     """Whether servers are on nodes that no learner rank is on: a run starts them there, or an address is not of this
     machine. Raises ConfigError if they do not fit."""
     elsewhere = any(not is_loopback(host) for host in hosts_of(config.rollout.server.addresses or ""))
@@ -27,10 +27,10 @@ def hosts_of(addresses: str) -> list[str]:
 
 def weights_folder(config: RunConfig) -> Path | None:
     """The folder in which servers find weights: a path in each node's memory, or of one folder; None: the run's."""
-    return config.weights.folder or (None if engines_apart(config) else NODE_MEMORY)
+    return config.weights.folder or (None if engines_on_own_nodes(config) else NODE_MEMORY)
 
 
-def writers_of_files(config: RunConfig) -> list[range]:
+def file_writer_ranks(config: RunConfig) -> list[range]:
     """The learner ranks that write a whole copy of the weights for servers together, one group for each file.
 
     In the nodes' memory each node of the learner that has servers has a file, and so has the first, where the
@@ -50,6 +50,6 @@ def _nodes_of_servers(config: RunConfig) -> list[int | None]:
     """The number among the learner's nodes of each server's nodes; None: it is none of them."""
     if config.run.launcher == "local":
         return []
-    nodes = made_up_nodes(config)
+    nodes = placeholder_nodes(config)
     numbers = {node: number for number, node in enumerate(nodes[LEARNER])}
-    return [numbers.get(seat.node) for seat in seats_of(config, nodes[LEARNER], nodes.get("engines", ()))]
+    return [numbers.get(seat.node) for seat in server_placements(config, nodes[LEARNER], nodes.get("engines", ()))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 LEARNER = "learner"
 
 
-def called(role: str, rank: int | str) -> str:
+def rank_label(role: str, rank: int | str) -> str:
     """The rank's name in a sentence: "rank 3" for the learner, "critic rank 3" for another role."""
     return f"rank {rank}" if role == LEARNER else f"{role} rank {rank}"
 

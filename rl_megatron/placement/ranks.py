@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rl_megatron.config.beside import in_words_of, nodes_of_role, separate
+from rl_megatron.config.beside import num_role_nodes, separate, with_role_keys
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
@@ -22,7 +22,7 @@ from rl_megatron.types import ParallelDims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class RankPlacement:
     """The node of every rank, ``ranks_per_node`` on each node, in the order of the nodes."""
 
     dims: ParallelDims
@@ -62,9 +62,9 @@ class Placement:
         return "\n".join(lines)
 
 
-def place(
+def place_ranks(
     dims: ParallelDims, nodes: Sequence[str], ranks_per_node: int, *, domain: int = 1, role: str = LEARNER
-) -> Placement:
+) -> RankPlacement:
     """Ranks on nodes. Raises ConfigError if their numbers do not match or a tensor-parallel group would leave NVLink.
 
     ``domain``: neighboring nodes that NVLink joins.
@@ -95,17 +95,17 @@ def place(
             )
     if problems:
         raise ConfigError("\n".join(problems))
-    return Placement(dims=dims, nodes=tuple(nodes), ranks_per_node=ranks_per_node, domain=domain, role=role)
+    return RankPlacement(dims=dims, nodes=tuple(nodes), ranks_per_node=ranks_per_node, domain=domain, role=role)
 
 
-def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -> Placement:
-    """The ranks of the learner, or of a separate role, on its nodes. Raises as `place` does."""
+def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -> RankPlacement:
+    """The ranks of the learner, or of a separate role, on its nodes. Raises as `place_ranks` does."""
     dims, slurm = config.learner_of(role).dims, config.slurm
     each = slurm.tasks_per_node(dims.world_size) if role == LEARNER else -(-dims.world_size // max(1, len(nodes)))
     try:
-        placement = place(dims, nodes, each, domain=slurm.nvlink_nodes, role=role)
+        placement = place_ranks(dims, nodes, each, domain=slurm.nvlink_nodes, role=role)
     except ConfigError as error:
-        raise ConfigError(in_words_of(config, role, str(error))) from error
+        raise ConfigError(with_role_keys(config, role, str(error))) from error
     on_gpus = config.learner.device != "cpu" and slurm.gpus_per_node > 0
     if role == LEARNER and on_gpus and slurm.gpus_per_node < each:
         raise ConfigError(
@@ -162,9 +162,9 @@ def shares_of_cores(cpus: Mapping[int, tuple[int, int]], ranks: int) -> list[lis
     return [[cpu for core in ordered[a:b] for cpu in core] for a, b in pairwise(cuts)]
 
 
-def beside(config: RunConfig) -> dict[str, int]:
+def extra_role_nodes(config: RunConfig) -> dict[str, int]:
     """The number of nodes of each role that has nodes of its own besides the learner's, in the order of the job."""
-    slurm, counts = config.slurm, {role: nodes_of_role(config, role) for role in separate(config)}
+    slurm, counts = config.slurm, {role: num_role_nodes(config, role) for role in separate(config)}
     return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
 
 
@@ -178,9 +178,9 @@ def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str,
     return found
 
 
-def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
+def placeholder_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Invented names for the nodes of a job that does not exist yet, by role."""
-    others = beside(config)
+    others = extra_role_nodes(config)
     return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
 
 
@@ -195,4 +195,4 @@ def gpus_by_role(config: RunConfig) -> dict[str, int]:
         own = config.rollout.served and server.addresses is None
         apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
         return ranks | ({"engines": server.count * server.ranks} if apart else {})
-    return {role: slurm.gpus_per_node * len(nodes) for role, nodes in made_up_nodes(config).items()}
+    return {role: slurm.gpus_per_node * len(nodes) for role, nodes in placeholder_nodes(config).items()}

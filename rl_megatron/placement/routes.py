@@ -9,10 +9,10 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.feature import pushes_of
 from rl_megatron.http.urls import is_loopback
-from rl_megatron.placement.files import hosts_of, weights_folder, writers_of_files
+from rl_megatron.placement.files import file_writer_ranks, hosts_of, weights_folder
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import made_up_nodes
-from rl_megatron.placement.seats import seats_of
+from rl_megatron.placement.ranks import placeholder_nodes
+from rl_megatron.placement.seats import server_placements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def route_of(config: RunConfig) -> Route:
         return Route(transport=kind.name, over=over + last)
     if served:
         file, shared = _served_file(config)
-        alone = len(writers_of_files(config)[0]) == config.learner.dims.world_size  # they hold all that they write
+        alone = len(file_writer_ranks(config)[0]) == config.learner.dims.world_size  # they hold all that they write
         over = "" if alone else _over(config, learner_apart)
         return Route(transport=kind.name, over=over, file=file, shared=shared)
     return Route(transport=kind.name, over=_over(config, learner_apart))
@@ -69,9 +69,9 @@ def engine_nodes(config: RunConfig) -> list[int]:
         return [0 if is_loopback(host) else config.slurm.nodes + i for i, host in enumerate(hosts)]
     if config.run.launcher == "local":
         return [0] * (section.count * section.ranks)
-    by_role = made_up_nodes(config)
+    by_role = placeholder_nodes(config)
     order = [node for nodes in by_role.values() for node in nodes]
-    seats = seats_of(config, by_role[LEARNER], by_role.get("engines", ()))
+    seats = server_placements(config, by_role[LEARNER], by_role.get("engines", ()))
     each = section.count * section.ranks // max(1, len(seats))
     return [order.index(seat.node) for seat in seats for _ in range(each)]
 
@@ -88,7 +88,7 @@ def _served_file(config: RunConfig) -> tuple[str, bool]:
     if any(node >= config.slurm.nodes for node in nodes):
         return _file(config.weights.folder or "the run's folder", shared=True), True
     if folder is not None and folder.is_relative_to(NODE_MEMORY) and any(nodes):
-        return f"a file in {folder} on each of {len(writers_of_files(config))} nodes", False
+        return f"a file in {folder} on each of {len(file_writer_ranks(config))} nodes", False
     return _file(folder or "the run's folder", shared=any(nodes)), any(nodes)
 
 

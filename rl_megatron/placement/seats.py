@@ -9,11 +9,11 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import made_up_nodes, ranks_by_role
+from rl_megatron.placement.ranks import placeholder_nodes, ranks_by_role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class ServerPlacement:
     """A node of an engine server and its GPUs there; without GPUs it runs on the node's CPUs."""
 
     node: str
@@ -23,14 +23,16 @@ class Seat:
     shared: bool = False  # whether ranks may have its GPUs too
 
 
-def describe_seats(seats: Sequence[Seat]) -> str:
+def describe_placements(seats: Sequence[ServerPlacement]) -> str:
     """One line per node of each server: the node and the GPUs."""
     return "\n".join(
         f"engine {s.server}: {s.node}" + (f", GPUs {s.gpus[0]}-{s.gpus[-1]}" if s.gpus else "") for s in seats
     )
 
 
-def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool) -> tuple[Seat, ...]:
+def place_servers(
+    section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool
+) -> tuple[ServerPlacement, ...]:
     """Seats of the servers, spread evenly over the nodes in order; a server on several nodes has neighboring ones.
 
     If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if there
@@ -52,7 +54,7 @@ def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, sh
     slots = max(1, gpus_per_node // own)
     firsts = [i % each % slots * own for i in range(count)]
     return tuple(
-        Seat(
+        ServerPlacement(
             node=node,
             gpus=tuple(range(firsts[i], firsts[i] + own)) if gpus_per_node else (),
             server=i,
@@ -93,33 +95,36 @@ def _degrees(section: ServerSection) -> str:
     return f"rollout.server.tp={section.tp}{others}"
 
 
-def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str]) -> tuple[Seat, ...]:
-    """The seats of the servers that a run starts; empty if it starts none. Raises as `seat` does."""
+def server_placements(
+    config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str]
+) -> tuple[ServerPlacement, ...]:
+    """The seats of the servers that a run starts; empty if it starts none. Raises as `place_servers` does."""
     section, slurm = config.rollout.server, config.slurm
     if not config.rollout.served or section.addresses:
         return ()
     gpus = slurm.gpus_per_node if config.learner.device != "cpu" else 0
-    return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes)
+    return place_servers(section, engine_nodes or nodes, gpus, shared=not engine_nodes)
 
 
-def beside_ranks(config: RunConfig, here: int | None = None) -> list[list[int]]:
+def gpus_on_learner_nodes(config: RunConfig, here: int | None = None) -> list[list[int]]:
     """The GPUs of each server that a run starts on the learner's nodes, numbered as ranks are that have them, and
-    after them those without a rank; empty if servers are elsewhere. Raises as `seat` does, or `seats_here`.
+    after them those without a rank; empty if servers are elsewhere. Raises as `place_servers` does, or
+    `local_server_placements`.
 
     ``here``: GPUs of the one machine that the run is on; None: it is a job's, or not known, and servers have GPUs of
     their own there if slurm.gpus_per_node are enough.
     """
-    by_role, each = made_up_nodes(config), config.slurm.gpus_per_node
+    by_role, each = placeholder_nodes(config), config.slurm.gpus_per_node
     wanted = sum(ranks_by_role(config).values()) + config.rollout.server.count * config.rollout.server.ranks
     if here is None and config.run.launcher == "local" and wanted <= each:
         here = each
     if here is not None:
-        number, seats = {"here": 0}, seats_here(config, here)
+        number, seats = {"here": 0}, local_server_placements(config, here)
     elif "engines" in by_role:
         return []
     else:
         number = {node: i for i, node in enumerate(by_role[LEARNER])}
-        seats = seats_of(config, by_role[LEARNER], ())
+        seats = server_placements(config, by_role[LEARNER], ())
     world = config.learner.dims.world_size
     tasks = config.slurm.tasks_per_node(world) if here is None else here
     servers: dict[int, list[int]] = {}
@@ -130,7 +135,7 @@ def beside_ranks(config: RunConfig, here: int | None = None) -> list[list[int]]:
     return list(servers.values())
 
 
-def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
+def local_server_placements(config: RunConfig, gpus: int) -> tuple[ServerPlacement, ...]:
     """The seats of the servers that a run starts on one machine with ``gpus`` GPUs: those after the ranks' GPUs.
 
     If there are too few, servers share the ranks' GPUs, provided that the configuration allows it: in turns, or with a
@@ -145,7 +150,7 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
             "submit), or leave the key out"
         )
     if config.learner.device == "cpu":
-        return tuple(Seat(node="here", gpus=(), server=i) for i in range(section.count))
+        return tuple(ServerPlacement(node="here", gpus=(), server=i) for i in range(section.count))
     own = section.ranks
     wanted = section.count * own
     apart = not section.colocated and ranks + wanted <= gpus
@@ -159,7 +164,7 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     return _in_turn(section.count, own, gpus, first=ranks if apart else 0, shared=not apart)
 
 
-def seats_alone(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
+def standalone_placements(config: RunConfig, gpus: int) -> tuple[ServerPlacement, ...]:
     """The seats of ``rollout.server.replicas`` on one machine with ``gpus`` GPUs that no rank has; one alone sees all.
 
     If there are too few, several share a GPU, provided that rollout.server.memory_fraction has room for them. Raises
@@ -169,7 +174,7 @@ def seats_alone(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     if not config.rollout.served or section.addresses:
         return ()
     if config.learner.device == "cpu" or section.count == 1:
-        return tuple(Seat(node="here", gpus=(), server=i) for i in range(section.count))
+        return tuple(ServerPlacement(node="here", gpus=(), server=i) for i in range(section.count))
     own, wanted, share = section.ranks, section.count * section.ranks, section.memory_fraction or 1
     each = -(-wanted // max(1, gpus))
     if own > gpus or each * share > 1:
@@ -181,10 +186,10 @@ def seats_alone(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     return _in_turn(section.count, own, gpus)
 
 
-def _in_turn(servers: int, own: int, gpus: int, *, first: int = 0, shared: bool = False) -> tuple[Seat, ...]:
+def _in_turn(servers: int, own: int, gpus: int, *, first: int = 0, shared: bool = False) -> tuple[ServerPlacement, ...]:
     """The next ``own`` GPUs for each server, from the ``first`` on, and round again."""
     starts = (first + i * own for i in range(servers))
     return tuple(
-        Seat(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i, shared=shared)
+        ServerPlacement(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i, shared=shared)
         for i, start in enumerate(starts)
     )

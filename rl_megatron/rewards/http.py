@@ -10,8 +10,8 @@ from rl_megatron.config.sections.reward import HttpSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
 from rl_megatron.http.urls import split_url
-from rl_megatron.rewards.scoring import ABSTAINS, turn_of
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.rewards.scoring import ABSTAINS, queued_slot
+from rl_megatron.types import Completion, Prompt, RewardResult
 
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -32,7 +32,9 @@ class HttpReward:
         _check(url, key)
         self._slots = asyncio.Semaphore(_SLOTS)
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[RewardResult]:
         """Raises RewardError that names the URL, the prompt and the answer."""
         body, about = _request(prompt, completions, texts), f"{self._url}, prompt {prompt.id!r}"
         try:
@@ -43,7 +45,7 @@ class HttpReward:
 
     async def _attempt(self, body: bytes) -> bytes:
         seconds = self._section.timeout_seconds
-        async with turn_of(self._slots):
+        async with queued_slot(self._slots):
             headers, limit = {"Accept": "application/json"}, f"reward.http.timeout_seconds={seconds}"
             status, answer = await post_json(
                 self._url, body, headers, most=MAX_ANSWER_BYTES, seconds=seconds, limit=limit
@@ -73,7 +75,7 @@ def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[
     return json.dumps(asked).encode()
 
 
-def _rewards(answer: bytes, count: int) -> list[Scored]:
+def _rewards(answer: bytes, count: int) -> list[RewardResult]:
     """The rewards of ``{"rewards": [...]}``; a null abstains. Raises ValueError that shows the answer."""
     if len(answer) > MAX_ANSWER_BYTES:
         raise ValueError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
@@ -89,4 +91,4 @@ def _rewards(answer: bytes, count: int) -> list[Scored]:
     for i, reward in enumerate(rewards):
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise ValueError(f"rewards[{i}] is {reward!r:.80}; it must be a number or null")
-    return [ABSTAINS if reward is None else Scored(total=float(reward)) for reward in rewards]
+    return [ABSTAINS if reward is None else RewardResult(total=float(reward)) for reward in rewards]

@@ -29,7 +29,7 @@ _LETTER = re.compile(r"\(?[A-J]\)?")  # the answer to a multiple choice
 _CHOICE = re.compile(r"(?:(?i:\b(?:answer|option|choice)(?: is)?)|^)[ :*_(]*([A-J])\b[)*_.]* *$", re.MULTILINE)
 
 
-def _told(answer: str, text: str | None) -> dict[str, Any]:
+def _score(answer: str, text: str | None) -> dict[str, Any]:
     """What ``text`` is worth and what was read in it, or without one whether the answer is an expression.
 
     math-verify's own limits are off. They are handlers of Python's, which do not run within the power of two integers.
@@ -103,4 +103,4 @@ if __name__ == "__main__":
     keeper.prctl(keeper.PDEATHSIG, signal.SIGKILL)  # kills this process even while it computes
     with contextlib.suppress(ImportError):
         import math_verify  # noqa: F401  its seconds are of no call
-    answer_calls(_told, MEMORY_BYTES)
+    answer_calls(_score, MEMORY_BYTES)

@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rl_megatron.config.sections.reward import RANKS, RewardPart, RewardSection, SandboxSection, reward_key
-from rl_megatron.errors import ConfigError, RewardError, together
+from rl_megatron.errors import ConfigError, RewardError, task_group
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.rewards.classifiers.on_ranks import RankedReward, RewardModels
 from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.rules import exact_match, final_number, format_reward, length_reward, math_verify
-from rl_megatron.rewards.scoring import queued, running
+from rl_megatron.rewards.scoring import counted_call, paused_while_queued
 from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.threads import Async, Plain, as_trl, is_trl
 from rl_megatron.sandbox.executors import Sandbox
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Completion, Prompt, RewardResult
 from rl_megatron.user_code import describe_error, load_named
 
 
@@ -35,10 +35,12 @@ class WeightedSum:
         """Both by the parts' names."""
         self._functions, self._parts = functions, parts
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[RewardResult]:
         """Raises RewardError that names the part."""
-        with queued():
-            async with together() as tasks:
+        with paused_while_queued():
+            async with task_group() as tasks:
                 parts = [
                     tasks.create_task(_part(name, function, prompt, completions, texts))
                     for name, function in self._functions.items()
@@ -46,17 +48,17 @@ class WeightedSum:
         by_completion = zip(*(task.result() for task in parts), strict=True)
         return [self._sum(dict(zip(self._functions, totals, strict=True))) for totals in by_completion]
 
-    def _sum(self, answers: Mapping[str, float | None]) -> Scored:
+    def _sum(self, answers: Mapping[str, float | None]) -> RewardResult:
         """Sums the parts that do not abstain; abstains if all with a weight do. NaN if a term is not finite: ``fsum``
         raises on inf - inf, and on a finite sum that overflows."""
         given = {name: value for name, value in answers.items() if value is not None}
         weighted = {name for name in answers if self._parts[name].weight}
         if weighted and weighted.isdisjoint(given):
-            return Scored(total=math.nan, parts=given, abstains=True)
+            return RewardResult(total=math.nan, parts=given, abstains=True)
         parts = {name: value if self._counts(name, given) else 0.0 for name, value in given.items()}
         terms = [self._parts[name].weight * value for name, value in parts.items()]
         finite = all(map(math.isfinite, terms)) and abs(sum(terms)) < math.inf
-        return Scored(total=math.fsum(terms) if finite else math.nan, parts=parts)
+        return RewardResult(total=math.fsum(terms) if finite else math.nan, parts=parts)
 
     def _counts(self, name: str, given: Mapping[str, float]) -> bool:
         """True if all that the part's ``when`` names are enough, or if its value is not finite, which is shown."""
@@ -68,13 +70,13 @@ async def _part(
     name: str, function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
 ) -> list[float | None]:
     try:
-        with running():
+        with counted_call():
             return [None if one.abstains else one.total for one in await function(prompt, completions, texts)]
     except Exception as error:
         raise RewardError(f"part {name!r} {describe_error(error)}") from error
 
 
-class BySource:
+class SourceReward:
     """A source that is not in ``own`` has the reward ``otherwise``."""
 
     def __init__(self, otherwise: RewardFunction, own: Mapping[str, RewardFunction]) -> None:
@@ -82,7 +84,7 @@ class BySource:
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[Scored]:
+    ) -> Sequence[RewardResult]:
         """Raises what that reward raises."""
         return await self._own.get(prompt.source, self._otherwise)(prompt, completions, texts)
 
@@ -105,7 +107,7 @@ def resolve_rewards(
     shared = Sandbox(sandbox or SandboxSection())
     own = {name: resolve_reward(one, reward_key(name), shared, models) for name, one in of_sources.items()}
     run = resolve_reward(reward, "reward", shared, models)
-    return BySource(run, own) if own else run
+    return SourceReward(run, own) if own else run
 
 
 def resolve_reward(
@@ -140,7 +142,7 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, mod
     if name.startswith("hf:"):
         return ClassifierReward(Path(name.removeprefix("hf:")).expanduser(), section.model, key=key)
     if ":" in name:
-        return _own(name, key, section)
+        return _load_custom(name, key, section)
     if name in CONFIGURED:
         return CONFIGURED[name](section)
     if name not in REWARDS:
@@ -154,7 +156,7 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, mod
     return REWARDS[name]
 
 
-def _own(path: str, key: str, section: RewardSection) -> RewardFunction:
+def _load_custom(path: str, key: str, section: RewardSection) -> RewardFunction:
     function = load_named(path, key, "function", callable)
     waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     return (Async if waits else Plain)(as_trl(function) if is_trl(function) else function, steps=section.steps)

@@ -19,16 +19,16 @@ from typing import Any
 from rl_megatron.bounded import BoundedProcess, LimitExceeded, ProcessFailed
 from rl_megatron.config.sections.reward import LengthSection, RewardSection
 from rl_megatron.errors import ConfigError, RewardError
-from rl_megatron.rewards.scoring import queued
+from rl_megatron.rewards.scoring import paused_while_queued
 from rl_megatron.rewards.symbols import number_of, to_ascii, to_latex, without_reasons
 from rl_megatron.rewards.threads import in_daemon_thread
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Completion, Prompt, RewardResult
 
 
-async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[RewardResult]:
     """1.0 if a text equals ``prompt.answer``, else 0.0."""
     answer = prompt.answer.strip()
-    return [Scored(total=float(text.strip() == answer), answer=text.strip()) for text in texts]
+    return [RewardResult(total=float(text.strip() == answer), answer=text.strip()) for text in texts]
 
 
 MAX_DIGITS = 1000  # a sampled number with more equals no answer; Python refuses to parse 4300 and more
@@ -43,7 +43,7 @@ _NUMBER = re.compile(
 _FORMULA = re.compile(r"\\[dtc]?frac|\\sqrt|\\pi\b|\^")
 
 
-async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[RewardResult]:
     """1.0 if the numbers are equal as exact fractions, else 0.0: ``0.5``, ``1/2``, ``½``, ``.50``, ``5e-1`` and
     ``$0.50`` are equal.
 
@@ -55,8 +55,8 @@ async def final_number(prompt: Prompt, completions: Sequence[Completion], texts:
     return await in_daemon_thread(lambda: [_judged(last_number(text), wanted) for text in texts])
 
 
-def _judged(number: Fraction | None, wanted: Fraction) -> Scored:
-    return Scored(total=float(number == wanted), answer="" if number is None else str(number))
+def _judged(number: Fraction | None, wanted: Fraction) -> RewardResult:
+    return RewardResult(total=float(number == wanted), answer="" if number is None else str(number))
 
 
 def is_formula(answer: str) -> bool:
@@ -102,9 +102,11 @@ class FormatReward:
     def __init__(self, pattern: str) -> None:
         self._pattern, self._process = pattern, BoundedProcess("rl_megatron.rewards.format_worker")
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[RewardResult]:
         """1.0 or 0.0 for each text. Raises RewardError for a process that does not start, is killed or stands still."""
-        return await in_daemon_thread(lambda: [Scored(total=float(self._matches(text))) for text in texts])
+        return await in_daemon_thread(lambda: [RewardResult(total=float(self._matches(text))) for text in texts])
 
     def _matches(self, text: str) -> bool:
         try:
@@ -134,9 +136,11 @@ class LengthReward:
     def __init__(self, section: LengthSection) -> None:
         self._section = section
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[RewardResult]:
         """A reward for each completion, from its number of tokens alone."""
-        return [Scored(total=self._of(len(completion.token_ids))) for completion in completions]
+        return [RewardResult(total=self._of(len(completion.token_ids))) for completion in completions]
 
     def _of(self, tokens: int) -> float:
         least, most = self._section.min_tokens, self._section.max_tokens
@@ -156,7 +160,7 @@ def length_reward(section: RewardSection) -> LengthReward:
 _PROCESSES = min(4, len(os.sched_getaffinity(0)))
 
 
-async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[RewardResult]:
     """1.0 if math-verify finds the two equal, else 0.0, also for a text that it cannot parse or not in 3 s of a
     processor.
 
@@ -164,11 +168,11 @@ async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: 
     Raises RewardError for an answer that is not an expression, ConfigError if the library is missing.
     """
     answer = prompt.answer.rsplit("####", 1)[-1].strip()
-    with queued() as begun:
+    with paused_while_queued() as begun:
         if not (await _asked(answer, None)).get("known"):
             raise RewardError(f"prompt {prompt.id!r}: math-verify finds no expression in its answer {answer!r:.80}")
         told = await asyncio.gather(*(_asked(answer, text, begun) for text in texts))
-    return [Scored(total=one.get("total", 0.0), answer=one.get("answer", "")) for one in told]
+    return [RewardResult(total=one.get("total", 0.0), answer=one.get("answer", "")) for one in told]
 
 
 async def _asked(answer: str, text: str | None, begun: Callable[[], None] | None = None) -> dict[str, Any]:

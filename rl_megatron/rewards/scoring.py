@@ -1,6 +1,6 @@
 """Calls a reward function within a time limit, and returns its failures as results instead of raising.
 
-The limit does not run while all parts of the call wait behind other groups for what they share (`queued`).
+The limit does not run while all parts of the call wait behind other groups for what they share (`paused_while_queued`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from types import TracebackType
 from typing import Self
 
 from rl_megatron.interfaces import LARGEST_REWARD, RewardFunction
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Completion, Prompt, RewardResult
 from rl_megatron.user_code import describe_error
 
-ABSTAINS = Scored(total=math.nan, abstains=True)
+ABSTAINS = RewardResult(total=math.nan, abstains=True)
 _MOST_NAMED = 3  # completions without a finite reward that a message names
 
 
 async def score(
     function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str], *, limit: float
-) -> tuple[Scored, ...]:
-    """Call ``function``, and wait at most ``limit`` seconds (reward.timeout_seconds), beside those in `queued`.
+) -> tuple[RewardResult, ...]:
+    """Call ``function``, and wait at most ``limit`` seconds (reward.timeout_seconds), beside those in
+    `paused_while_queued`.
 
     A completion without a finite reward gets the total NaN and an ``error`` that says why. If ``function`` raises or is
     ``late``, all completions get the same error.
@@ -37,17 +38,17 @@ async def score(
     except Exception as error:  # noqa: BLE001  any exception is named and counted
         late = isinstance(error, TimeoutError) and time.expired()
         problem = f"no answer within reward.timeout_seconds={limit:g}" if late else describe_error(error)
-        return (Scored(total=math.nan, error=problem, late=late),) * len(completions)
+        return (RewardResult(total=math.nan, error=problem, late=late),) * len(completions)
 
 
-def errors_of(scored: Sequence[Scored]) -> list[str]:
+def errors_of(scored: Sequence[RewardResult]) -> list[str]:
     """The distinct errors of one prompt's completions, and how many more there are than are shown."""
     named = list(dict.fromkeys(one.error for one in scored if one.error is not None))
     more = [f"so did {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
     return named[:_MOST_NAMED] + more
 
 
-def _finite(index: int, one: Scored) -> Scored:
+def _finite(index: int, one: RewardResult) -> RewardResult:
     """Add an error if the total of completion ``index`` is not finite, or too large; it names the parts that are not
     finite."""
     if abs(one.total) <= LARGEST_REWARD:
@@ -66,7 +67,7 @@ def _finite(index: int, one: Scored) -> Scored:
 
 class CallLimit:
     """``asyncio.timeout(seconds)`` of a reward's call that runs while any part of the call does: not while all of them
-    are `queued`. Of one event loop."""
+    are `paused_while_queued`. Of one event loop."""
 
     def __init__(self, seconds: float) -> None:
         self._timeout = asyncio.timeout(seconds)
@@ -112,15 +113,15 @@ _limit: ContextVar[CallLimit | None] = ContextVar("limit of the reward that is b
 
 
 @contextlib.contextmanager
-def queued() -> Iterator[Callable[[], None]]:
+def paused_while_queued() -> Iterator[Callable[[], None]]:
     """The caller, a part of a reward's call, waits for others until it calls what it gets, or leaves."""
     with _counted(-1) as begun:
         yield begun
 
 
 @contextlib.contextmanager
-def running() -> Iterator[None]:
-    """Makes the caller one more part of a reward's call, which may wait for it as `queued`."""
+def counted_call() -> Iterator[None]:
+    """Makes the caller one more part of a reward's call, which may wait for it as `paused_while_queued`."""
     with _counted(1):
         yield
 
@@ -134,20 +135,20 @@ def _counted(parts: int) -> Iterator[Callable[[], None]]:
     limit.count(parts)
     counted = [limit]
 
-    def back() -> None:
+    def back_from_queue() -> None:
         if counted:
             counted.pop().count(-parts)
 
     try:
-        yield back
+        yield back_from_queue
     finally:
-        back()
+        back_from_queue()
 
 
 @contextlib.asynccontextmanager
-async def turn_of(slots: asyncio.Semaphore | asyncio.Lock) -> AsyncIterator[None]:
-    """``async with slots``, which it waits for as `queued`."""
-    with queued() as begun:
+async def queued_slot(slots: asyncio.Semaphore | asyncio.Lock) -> AsyncIterator[None]:
+    """``async with slots``, which it waits for as `paused_while_queued`."""
+    with paused_while_queued() as begun:
         async with slots:
             begun()
             yield

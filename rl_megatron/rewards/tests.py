@@ -16,11 +16,11 @@ from io import StringIO
 from typing import Any
 
 from rl_megatron.config.sections.reward import TestsSection
-from rl_megatron.errors import RewardError, together
+from rl_megatron.errors import RewardError, task_group
 from rl_megatron.files import parse, value_at
-from rl_megatron.rewards.scoring import queued
+from rl_megatron.rewards.scoring import paused_while_queued
 from rl_megatron.sandbox.executors import Sandbox
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Completion, Prompt, RewardResult
 
 _FENCE = re.compile(r"( *)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, itself, what is said after it
 _PYTHON = ("python", "py", "python3")
@@ -53,13 +53,15 @@ class PassedTests:
     def __init__(self, section: TestsSection, sandbox: Sandbox) -> None:
         self._section, self._sandbox = section, sandbox
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[RewardResult]:
         """Raises RewardError for a problem without usable tests, SandboxError where programs cannot run."""
         tests, place = _tests(prompt, self._section.field), self._sandbox.place()
-        with queued() as begun:
-            async with together() as group:
+        with paused_while_queued() as begun:
+            async with task_group() as group:
                 running = [group.create_task(self._passed(code_of(text), tests, place, begun)) for text in texts]
-        return [Scored(total=task.result()) for task in running]
+        return [RewardResult(total=task.result()) for task in running]
 
     async def _passed(self, code: str, tests: Sequence[_Test], place: int, begun: Callable[[], None]) -> float:
         if not code.strip():

@@ -25,13 +25,13 @@ from weakref import WeakKeyDictionary
 
 from rl_megatron.errors import RewardError
 from rl_megatron.files import parse
-from rl_megatron.rewards.scoring import ABSTAINS, queued
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.rewards.scoring import ABSTAINS, paused_while_queued
+from rl_megatron.types import Completion, Prompt, RewardResult
 from rl_megatron.user_code import describe_error
 
 T = TypeVar("T")
 
-MOST_COMPUTING = 2  # threads: one that computes without Python's lock leaves a place to one with it
+MAX_COMPUTING_THREADS = 2  # threads: one that computes without Python's lock leaves a place to one with it
 _LOOK_SECONDS = 0.02
 _COMPUTES = 0.1  # the share of a processor that a thread takes, or wants
 _IDLE_LOOKS = 10  # after which a thread counts as waiting although another computes
@@ -39,8 +39,8 @@ _MOST_AT_ONCE = 64  # threads that are started between two looks, once all were 
 
 
 async def in_daemon_thread(call: Callable[[], T]) -> T:
-    """Run ``call`` in its own thread, once fewer than ``MOST_COMPUTING`` others compute. Exceptions that would end an
-    event loop become a RewardError.
+    """Run ``call`` in its own thread, once fewer than ``MAX_COMPUTING_THREADS`` others compute. Exceptions that would
+    end an event loop become a RewardError.
 
     Cancelling stops the waiting, not the thread, which no longer counts. It is a daemon, unlike the threads of
     ``asyncio.to_thread``: a reward that never returns must not keep the process alive.
@@ -67,7 +67,7 @@ async def in_daemon_thread(call: Callable[[], T]) -> T:
     thread = threading.Thread(target=work, name="reward", daemon=True)
     places = _places.setdefault(loop, _Places())
     try:
-        with queued():
+        with paused_while_queued():
             await places.enter(thread)
         return await future
     finally:
@@ -81,7 +81,7 @@ class _Places:
         self._running: dict[threading.Thread, _Use] = {}
         self._waiting: deque[tuple[threading.Thread, asyncio.Future[None]]] = deque()
         self._look: asyncio.TimerHandle | None = None
-        self._places, self._enough = MOST_COMPUTING, 1
+        self._places, self._enough = MAX_COMPUTING_THREADS, 1
 
     async def enter(self, thread: threading.Thread) -> None:
         """Start the thread, after those that came before it."""
@@ -114,7 +114,7 @@ class _Places:
             use.look()
         active = any(not use.idle for use in self._running.values())
         self._enough = _IDLE_LOOKS if active else 1
-        self._places = MOST_COMPUTING if active else min(2 * self._places, _MOST_AT_ONCE)
+        self._places = MAX_COMPUTING_THREADS if active else min(2 * self._places, _MOST_AT_ONCE)
         self._admit()
 
 
@@ -144,7 +144,7 @@ class _Use:
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, _Places] = WeakKeyDictionary()
 
 
-async def on_loop_apart(call: Callable[[], Coroutine[None, None, T]]) -> T:
+async def on_reward_loop(call: Callable[[], Coroutine[None, None, T]]) -> T:
     """Run the coroutine of ``call`` on the event loop of a daemon thread that all ``async`` rewards share.
 
     Cancelling stops the waiting at once and cancels the coroutine without waiting for its end. A coroutine that blocks
@@ -157,7 +157,7 @@ async def on_loop_apart(call: Callable[[], Coroutine[None, None, T]]) -> T:
         except BaseException as error:  # noqa: BLE001  raised again where it is awaited
             return None, _passable(error)
 
-    running = asyncio.run_coroutine_threadsafe(outcome(), _loop_apart())
+    running = asyncio.run_coroutine_threadsafe(outcome(), _reward_loop())
     result, error = await asyncio.wrap_future(running)
     if error is not None:
         raise error
@@ -172,7 +172,7 @@ def _passable(error: BaseException) -> Exception:
 
 
 @cache
-def _loop_apart() -> asyncio.AbstractEventLoop:
+def _reward_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def turn() -> None:
@@ -194,10 +194,10 @@ class Plain:
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[Scored]:
+    ) -> Sequence[RewardResult]:
         """Calls the function in a daemon thread."""
 
-        def call() -> Sequence[Scored]:
+        def call() -> Sequence[RewardResult]:
             try:
                 return scored(self._function(prompt, completions, texts), texts, steps=self._steps)
             except BaseException as error:
@@ -219,19 +219,19 @@ class Async:
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[Scored]:
+    ) -> Sequence[RewardResult]:
         """Awaits the function on the separate event loop."""
 
-        async def call() -> Sequence[Scored]:
+        async def call() -> Sequence[RewardResult]:
             try:
                 return scored(await self._function(prompt, completions, texts), texts, steps=self._steps)
             except BaseException as error:
                 raise RewardError(describe_error(error)) from error
 
-        return await on_loop_apart(call)
+        return await on_reward_loop(call)
 
 
-def scored(given: object, texts: Sequence[str], *, steps: bool = False) -> tuple[Scored, ...]:
+def scored(given: object, texts: Sequence[str], *, steps: bool = False) -> tuple[RewardResult, ...]:
     """Check that a function returned a number for each text (NaN and infinity count), or None to abstain, reading at
     most one more; with ``steps``, instead of any of them, the (end, reward) of each of its steps, whose sum is it.
 
@@ -246,9 +246,9 @@ def scored(given: object, texts: Sequence[str], *, steps: bool = False) -> tuple
         if isinstance(value, str | bytes):
             raise RewardError(f"returned {_a(value)} for completion {i}; {wanted}")
         if not isinstance(value, list | tuple):
-            rewards.append(ABSTAINS if value is None else Scored(total=float(value)))
+            rewards.append(ABSTAINS if value is None else RewardResult(total=float(value)))
         elif steps:
-            rewards.append(_of_steps(value, i, texts))
+            rewards.append(_step_results(value, i, texts))
         else:
             raise RewardError(
                 f"returned {_a(value)} for completion {i}; {wanted}. Steps are read with reward.steps=true"
@@ -259,7 +259,7 @@ def scored(given: object, texts: Sequence[str], *, steps: bool = False) -> tuple
     return tuple(rewards)
 
 
-def _of_steps(given: Sequence[object], index: int, texts: Sequence[str]) -> Scored:
+def _step_results(given: Sequence[object], index: int, texts: Sequence[str]) -> RewardResult:
     found = []
     for step in given:
         if not isinstance(step, list | tuple) or len(step) != 2 or not isinstance(step[0], SupportsIndex):
@@ -272,7 +272,7 @@ def _of_steps(given: Sequence[object], index: int, texts: Sequence[str]) -> Scor
             f"returned steps of completion {index} that end at {ends[1:]!s:.80}; there must be one at least, and ends "
             f"must ascend, from 1 to the {length} characters of its text"
         )
-    return Scored(total=fsum(reward for _, reward in found), steps=tuple(found))
+    return RewardResult(total=fsum(reward for _, reward in found), steps=tuple(found))
 
 
 def _a(value: object) -> str:

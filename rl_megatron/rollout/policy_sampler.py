@@ -17,7 +17,7 @@ from typing_extensions import override
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.stream import POISON_SHARE, Answered, GroupSource
+from rl_megatron.rollout.stream import POISON_SHARE, GroupResult, GroupSource
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 Tell = Callable[[int], None]
@@ -25,7 +25,7 @@ Tell = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
+class EvalRequest:
     """``samples`` of each of a set's prompts. ``purpose`` names the set; seeds depend on it."""
 
     prompts: Sequence[Prompt]
@@ -74,7 +74,7 @@ class PolicySampler(GroupSource):
         return replace(self, engine=engine)
 
     @abstractmethod
-    async def held_out(self, asked: HeldOut) -> list[Answered]:
+    async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples not to train on: log-probs may be of another distribution.
 
         What is poison is not asked again. Raises EngineError if more than 1 % of the prompts, and more than one, are,
@@ -84,12 +84,14 @@ class PolicySampler(GroupSource):
     async def closed(self) -> None:
         """Wait for what it still releases of samples that failed. Runs and evaluations call it at their end."""
 
-    def askable(self, asked: HeldOut) -> list[int]:
+    def askable(self, asked: EvalRequest) -> list[int]:
         """The places of the prompts that are not known as poison."""
         known = self.poison
         return [i for i, prompt in enumerate(asked.prompts) if f"{asked.purpose}: {prompt.id}" not in known]
 
-    def among_poison(self, asked: HeldOut, places: Sequence[int], answered: Sequence[Answered]) -> list[Answered]:
+    def among_poison(
+        self, asked: EvalRequest, places: Sequence[int], answered: Sequence[GroupResult]
+    ) -> list[GroupResult]:
         """The answers of the prompts at ``places``, and for the others that they are poison. Raises EngineError."""
         prompts, purpose = asked.prompts, asked.purpose
         found = dict(zip(places, answered, strict=True))
@@ -102,14 +104,14 @@ class PolicySampler(GroupSource):
                 f"{len(poison)} of {len(prompts)} held-out prompts ended servers or were refused, so an accuracy "
                 f"would say nothing of the weights: read the servers' logs; the last one's error: {poison[-1]}"
             )
-        return [found.get(place, Answered(group=None, reason="poison")) for place in range(len(prompts))]
+        return [found.get(place, GroupResult(group=None, reason="poison")) for place in range(len(prompts))]
 
 
-LAST: Final = 1 << 30
+LOWEST_PRIORITY: Final = 1 << 30
 """A ``birth`` after those of all versions that a run can have."""
 
 
-class BesideTraining(RolloutEngine):
+class LowPriorityEngine(RolloutEngine):
     """Sends requests on as the youngest, which engines with priorities take last, and at most ``most`` of them at once;
     the others wait here, where they take no slot of a server. None: all."""
 
@@ -120,7 +122,7 @@ class BesideTraining(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """Generates by the engine, once fewer requests are pending."""
         async with self._free:
-            return await self._engine.generate(replace(request, birth=LAST))
+            return await self._engine.generate(replace(request, birth=LOWEST_PRIORITY))
 
     @override
     def so_far(self, request_id: str) -> Completion | None:

@@ -18,14 +18,14 @@ from typing import Self
 from typing_extensions import override
 
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.data.samples import in_steps, single_turns
-from rl_megatron.errors import PoisonPrompt, RewardError, together
+from rl_megatron.data.samples import single_turns, split_into_steps
+from rl_megatron.errors import PoisonPrompt, RewardError, task_group
 from rl_megatron.feature import SamplerHooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
-from rl_megatron.rollout.stream import Answered, Draw, reason_of, sampled_tokens
+from rl_megatron.rollout.policy_sampler import EvalRequest, PolicySampler, Tell
+from rl_megatron.rollout.stream import Draw, GroupResult, drop_reason, sampled_tokens
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _IN_FLIGHT = FreeLanes("sampling", "request")
 
 
-async def sampled_by(
+async def traced_generate(
     engine: RolloutEngine, request: GenerationRequest, decode: Callable[[Sequence[int]], str]
 ) -> tuple[Completion, ...]:
     """Returns completions by ``engine``, each cut at its first stop text, as engines do except where they continue a
@@ -103,7 +103,7 @@ class RolloutSampler(PolicySampler):
     sampled: dict[str, Completion] = field(default_factory=dict)  # unscored groups' completions, by their requests
 
     @override
-    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
         """``group_size`` completions of each prompt, scored, and after them the greedy ones, and demonstrations.
 
         Raises RewardError that names the prompt if a reward fails and ``reward.on_error`` is ``fail``.
@@ -119,14 +119,16 @@ class RolloutSampler(PolicySampler):
             named = [(drawn[i].prompt, drawn[i].name(", greedy")) for i in asked]
             params = self.params(temperature=0.0)
             for i, greedy in zip(asked, await self._run(named, 1, params, max_seconds=limit), strict=True):
-                answered[i] = _with_greedy(answered[i], greedy)
+                answered[i] = _attach_greedy(answered[i], greedy)
         if self.demonstrate is not None:
-            async with together() as tasks:
+            async with task_group() as tasks:
                 running = [tasks.create_task(self._with_demonstration(one, self.demonstrate)) for one in answered]
             answered = [task.result() for task in running]
         return [one if one.group is None else await self._in_steps(one, one.group) for one in answered]
 
-    async def _with_demonstration(self, sampled: Answered, demonstrate: Callable[[Prompt], Completion]) -> Answered:
+    async def _with_demonstration(
+        self, sampled: GroupResult, demonstrate: Callable[[Prompt], Completion]
+    ) -> GroupResult:
         """The sampled group with the demonstration, scored; without a group if the latter was dropped."""
         if sampled.group is None:
             return sampled
@@ -137,11 +139,11 @@ class RolloutSampler(PolicySampler):
             return replace(sampled, group=None, reason=shown.reason, demonstrated=shown.scored, left_out_tokens=tokens)
         return replace(sampled, group=replace(sampled.group, demonstration=shown.group), demonstrated=shown.scored)
 
-    async def _in_steps(self, answered: Answered, group: RolloutGroup) -> Answered:
+    async def _in_steps(self, answered: GroupResult, group: RolloutGroup) -> GroupResult:
         """The answer with the turns that the reward told apart."""
         if not any(one.steps for one in answered.scored):
             return answered
-        return replace(answered, group=await asyncio.to_thread(in_steps, group, answered.scored, self.decode))
+        return replace(answered, group=await asyncio.to_thread(split_into_steps, group, answered.scored, self.decode))
 
     @override
     async def interrupt(self) -> None:
@@ -159,9 +161,9 @@ class RolloutSampler(PolicySampler):
         return tuple(known) if any(one is not None for one in known) else ()
 
     @override
-    async def held_out(self, asked: HeldOut) -> list[Answered]:
+    async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples as `PolicySampler.held_out`, and scores the completions."""
-        places, names = self.askable(asked), list(_told_apart(asked.purpose, asked.prompts))
+        places, names = self.askable(asked), list(_distinct_purposes(asked.purpose, asked.prompts))
         named = [(asked.prompts[place], names[place]) for place in places]
         answered = await self._run(
             named, asked.samples, asked.params, ahead=True, exact_logprobs=False, tell=asked.tell
@@ -180,10 +182,10 @@ class RolloutSampler(PolicySampler):
         ahead: bool = False,
         max_seconds: float | None = None,
         tell: Tell | None = None,
-    ) -> list[Answered]:
+    ) -> list[GroupResult]:
         """A group of each prompt, whose request has the name beside it; ``begun``: by the requests' ids, if they may be
         apart."""
-        async with together() as tasks:
+        async with task_group() as tasks:
             running = []
             for prompt, name in named:
                 request = replace(
@@ -211,22 +213,22 @@ class RolloutSampler(PolicySampler):
 
     async def _group(
         self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
-    ) -> Answered:
+    ) -> GroupResult:
         try:
             return await self._sampled(prompt, request, begun)
         except PoisonPrompt as error:
             logger.error("prompt %r is dropped: %s", prompt.id, error)
-            return Answered(group=None, reason="poison", problem=str(error))
+            return GroupResult(group=None, reason="poison", problem=str(error))
 
     async def _sampled(
         self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
-    ) -> Answered:
+    ) -> GroupResult:
         if begun is None or not (self.apart or (self.rollout.served and begun[request.id])):
             return await self._scored(prompt, await self._generated(request), request)
         before = begun[request.id] or (None,) * request.num_completions
-        parts = [_alone(request, i, one) for i, one in enumerate(before)]
+        parts = [_single_request(request, i, one) for i, one in enumerate(before)]
         try:
-            async with together() as tasks:
+            async with task_group() as tasks:
                 running = [tasks.create_task(self._completion(part)) for part in parts]
             return await self._scored(prompt, tuple(task.result() for task in running), request)
         finally:
@@ -243,7 +245,7 @@ class RolloutSampler(PolicySampler):
             if request.group is not None:
                 self.sampled[request.id] = completion
 
-        generate = partial(sampled_by, self.engine, decode=self.decode)
+        generate = partial(traced_generate, self.engine, decode=self.decode)
         for hooks in self.hooks:
             if (found := await hooks.generated(request, generate, keep)) is not None:
                 return found
@@ -251,7 +253,7 @@ class RolloutSampler(PolicySampler):
 
     async def _scored(
         self, prompt: Prompt, completions: tuple[Completion, ...], request: GenerationRequest | None
-    ) -> Answered:
+    ) -> GroupResult:
         """``request``: of the completions; None of a demonstration."""
         section = self.own_rewards.get(prompt.source, self.reward)
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
@@ -266,7 +268,7 @@ class RolloutSampler(PolicySampler):
             logger.warning("%s", message)
             if on_error == "drop":
                 tokens = sum(len(one.logprobs) for one in completions)
-                return Answered(group=None, reason="reward_error", scored=scored, left_out_tokens=tokens)
+                return GroupResult(group=None, reason="reward_error", scored=scored, left_out_tokens=tokens)
         rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
         parts = [
             {name: (value, section.parts[name].weight) for name, value in one.parts.items() if one.error is None}
@@ -276,14 +278,14 @@ class RolloutSampler(PolicySampler):
         if request is not None:
             for hooks in self.hooks:
                 group = await hooks.grouped(request, group, completions)
-        return Answered(group=group, rewards=rewards, scored=scored)
+        return GroupResult(group=group, rewards=rewards, scored=scored)
 
 
 def _part(name: str, place: int) -> str:
     return f"{name}, completion {place}"
 
 
-def _alone(request: GenerationRequest, place: int, begun: Completion | None) -> GenerationRequest:
+def _single_request(request: GenerationRequest, place: int, begun: Completion | None) -> GenerationRequest:
     """The request for the completion at ``place`` in its group, with a seed of its own."""
     return replace(
         request,
@@ -295,14 +297,14 @@ def _alone(request: GenerationRequest, place: int, begun: Completion | None) -> 
     )
 
 
-def _with_greedy(sampled: Answered, greedy: Answered) -> Answered:
+def _attach_greedy(sampled: GroupResult, greedy: GroupResult) -> GroupResult:
     """The sampled group with the greedy completion; without a group if either was dropped."""
     if sampled.group is None or greedy.group is None:
-        reason, problem = reason_of((one.reason, one.problem) for one in (sampled, greedy))
+        reason, problem = drop_reason((one.reason, one.problem) for one in (sampled, greedy))
         tokens = sum(
             one.left_out_tokens if one.group is None else sampled_tokens(one.group) for one in (sampled, greedy)
         )
-        return Answered(
+        return GroupResult(
             group=None,
             reason=reason,
             problem=problem,
@@ -313,7 +315,7 @@ def _with_greedy(sampled: Answered, greedy: Answered) -> Answered:
     return replace(sampled, group=replace(sampled.group, greedy=greedy.group), greedy=greedy.scored)
 
 
-def _told_apart(purpose: str, prompts: Sequence[Prompt]) -> Iterator[str]:
+def _distinct_purposes(purpose: str, prompts: Sequence[Prompt]) -> Iterator[str]:
     """The purpose for each prompt, another each time that a prompt comes again: equal seeds give equal completions."""
     seen = Counter[str]()
     for prompt in prompts:
@@ -322,7 +324,7 @@ def _told_apart(purpose: str, prompts: Sequence[Prompt]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerBySource(PolicySampler):
+class SourceSampler(PolicySampler):
     """Has each source's own sampler, or the ``usual`` one, sample its prompts. Of several prompts at once it asks one
     source after the other, as an engine in the learner's processes samples one batch at a time; for a run with servers
     each prompt is asked by itself."""
@@ -336,8 +338,8 @@ class SamplerBySource(PolicySampler):
         return replace(self, engine=engine, usual=self.usual.over(engine), own=own)
 
     @override
-    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
-        found = dict[int, Answered]()
+    async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
+        found = dict[int, GroupResult]()
         for sampler, places in self._parts([one.prompt for one in drawn]):
             part = await sampler.groups([drawn[place] for place in places])
             found |= dict(zip(places, part, strict=True))
@@ -353,9 +355,9 @@ class SamplerBySource(PolicySampler):
         return self._of(drawn.prompt).so_far(drawn)
 
     @override
-    async def held_out(self, asked: HeldOut) -> list[Answered]:
+    async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples as `PolicySampler.held_out`; the share that may be poison is that of each source's prompts."""
-        found = dict[int, Answered]()
+        found = dict[int, GroupResult]()
         for sampler, places in self._parts(asked.prompts):
             part = await sampler.held_out(replace(asked, prompts=[asked.prompts[place] for place in places]))
             found |= dict(zip(places, part, strict=True))

@@ -39,7 +39,7 @@ from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import CheckpointError, EngineError
 from rl_megatron.files import ForeignText
 from rl_megatron.observability.files import JsonlFile, JsonRow, rows_from
-from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored, Trajectory
+from rl_megatron.types import Completion, Prompt, RewardResult, RolloutGroup, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ Reason = Literal[
     "nothing_sampled",
 ]
 """Why a prompt that was drawn is not trained on."""
-UNTAUGHT: Collection[Reason] = ("equal_rewards", "zero_advantages")
+NO_GRADIENT_REASONS: Collection[Reason] = ("equal_rewards", "zero_advantages")
 """Of a group that would give no gradient: its rewards, or the advantages that the user's own function gives it."""
 
 POISON_SHARE = 0.01
 """More poison than this share of prompts, and than one, is an engine's fault or that of the data, and ends the run."""
 
 
-def reason_of(parts: Iterable[tuple[Reason | None, ForeignText]]) -> tuple[Reason, ForeignText]:
+def drop_reason(parts: Iterable[tuple[Reason | None, ForeignText]]) -> tuple[Reason, ForeignText]:
     """Why a group is left out, with the problem, of those of its parts: poison if one of them is, since the prompt must
     not be asked again; else the first reason."""
     reasons = [(reason, problem) for reason, problem in parts if reason is not None]
@@ -89,16 +89,16 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class GroupResult:
     """One prompt's group, and what was scored of it."""
 
     group: RolloutGroup | None  # None: it is left out, for ``reason``
     reason: Reason | None = None
     problem: ForeignText = ""  # the engine's words on a prompt that is poison
     rewards: tuple[float, ...] = ()  # the completions', also if the group is left out; empty if one of them failed
-    scored: tuple[Scored, ...] = ()
-    greedy: tuple[Scored, ...] = ()  # the greedy completion's, if there is one
-    demonstrated: tuple[Scored, ...] = ()  # the demonstration's, if there is one
+    scored: tuple[RewardResult, ...] = ()
+    greedy: tuple[RewardResult, ...] = ()  # the greedy completion's, if there is one
+    demonstrated: tuple[RewardResult, ...] = ()  # the demonstration's, if there is one
     left_out_tokens: int = 0  # sampled tokens that are in no group: it, or some of its trajectories, is left out
 
 
@@ -109,7 +109,7 @@ class PendingPrompt:
     drawn: Draw
     birth: int  # the version served when it was drawn
     due: int  # the last step that may train on it
-    answered: Answered | None = None  # once its group is scored
+    answered: GroupResult | None = None  # once its group is scored
 
     @property
     def kept(self) -> bool:
@@ -139,13 +139,13 @@ class RolloutBatch:
     places: tuple[PendingPrompt, ...] = ()  # the places of all these in the stream, if they were drawn
 
     @classmethod
-    def of(cls, answered: Sequence[Answered]) -> RolloutBatch:
+    def of(cls, answered: Sequence[GroupResult]) -> RolloutBatch:
         """The batch of these answers; its groups are in their order."""
         rewards = [reward for one in answered for reward in one.rewards]
         scored = [scored for one in answered for scored in (*one.scored, *one.greedy, *one.demonstrated)]
         parts = [s.parts for one in answered if one.rewards for s in one.scored if s.error is None and s.parts]
         names = dict.fromkeys(name for one in parts for name in one)  # sources have their own rewards
-        filtered = sum(one.reason in UNTAUGHT for one in answered)
+        filtered = sum(one.reason in NO_GRADIENT_REASONS for one in answered)
         return cls(
             groups=(groups := tuple(one.group for one in answered if one.group is not None)),
             num_completions=len(rewards),
@@ -173,7 +173,7 @@ def sampled_tokens(group: RolloutGroup) -> int:
 class GroupSource(Protocol):
     """Samples and scores the completions that a job trains on."""
 
-    async def groups(self, drawn: Sequence[Draw]) -> Sequence[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> Sequence[GroupResult]:
         """A group of each prompt, in their order, all requested together; it goes on from what was ``begun``."""
         ...
 
@@ -203,7 +203,7 @@ class StreamState:
     poison: tuple[int, ...] = ()  # ordinals of the prompts dropped so among those drawn last
 
 
-class Stream:
+class RolloutStream:
     """The groups that a run trains on, sampled ahead by the rule above. Controller process only.
 
     ``teaches`` says of groups whether to train on them; ``rollout.dynamic_sampling`` leaves others out, for the
@@ -267,7 +267,7 @@ class Stream:
             chosen = await self._next(step)
         dropped = [*(one for one in chosen if not one.kept), *self._left_out]
         self._left_out = []
-        lines = await asyncio.to_thread(lines_of, step, places := (*kept, *dropped))
+        lines = await asyncio.to_thread(ledger_lines, step, places := (*kept, *dropped))
         batch = await asyncio.to_thread(RolloutBatch.of, [one.answered for one in places if one.answered is not None])
         self._ledger.end(kept, dropped, lines)
         self._ledger.check(self._drawn)
@@ -418,7 +418,7 @@ class Stream:
             self._failure = self._failure or failure
         self._changed.set()
 
-    def _answer(self, place: PendingPrompt, answered: Answered) -> None:
+    def _answer(self, place: PendingPrompt, answered: GroupResult) -> None:
         """Buffer the group; or leave it out, and open its place where ``dynamic_sampling`` says so."""
         section, group = self._section, answered.group
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
@@ -558,7 +558,7 @@ class Ledger:
 
     def end(self, trained: Sequence[PendingPrompt], dropped: Sequence[PendingPrompt], lines: Sequence[JsonRow]) -> None:
         """Note the prompts that a step trains on, and those that were dropped since the one before; ``lines`` are their
-        `lines_of`, which `write` writes."""
+        `ledger_lines`, which `write` writes."""
         for one in trained:
             assert self._open.pop(one.drawn.ordinal) == "buffered", one.drawn
         for one in dropped:
@@ -598,7 +598,7 @@ class Ledger:
 
         Raises CheckpointError if the lines up to ``step`` are not those of the checkpoint.
         """
-        self._open = {one.drawn.ordinal: _whereabouts(one) for one in places}
+        self._open = {one.drawn.ordinal: _ledger_state(one) for one in places}
         self._trained, self._dropped, self._digest = state.trained, Counter(state.dropped), int(state.digest, 16)
         self._whole = state.whole
         if self._file is not None:
@@ -632,13 +632,13 @@ class Ledger:
                 self._dropped[row["reason"]] += 1  # type: ignore[index]
 
 
-def _whereabouts(one: PendingPrompt) -> Whereabouts:
+def _ledger_state(one: PendingPrompt) -> Whereabouts:
     if one.answered is None:
         return "queued"
     return "buffered" if one.answered.group is not None else "left_out"
 
 
-def lines_of(step: int, places: Sequence[PendingPrompt]) -> list[JsonRow]:
+def ledger_lines(step: int, places: Sequence[PendingPrompt]) -> list[JsonRow]:
     """The lines of prompts that end with ``step``; visits every turn."""
     return [_line(step, one) for one in places]
 

@@ -24,10 +24,10 @@ from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.pool import TableState
-from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
+from rl_megatron.digests import KIND, Digest, digest_of, digests, mismatches
 from rl_megatron.errors import CheckpointError
-from rl_megatron.files import REMOVING, naming, publish_folder, remove_folder, write_atomically
-from rl_megatron.interfaces import Learner, Saving
+from rl_megatron.files import REMOVING, add_path_to_errors, publish_folder, remove_folder, write_atomically
+from rl_megatron.interfaces import Learner, SaveHandle
 from rl_megatron.observability import timeline
 from rl_megatron.observability.recorder import Row
 from rl_megatron.rollout.stream import StreamState
@@ -74,7 +74,7 @@ _MANIFEST = TypeAdapter(_Manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedShards:
     """What ranks wrote into a checkpoint's folder; seconds of the slowest, those of one model after the other."""
 
     folder: Path
@@ -104,7 +104,7 @@ class CheckpointStore:
 
     async def save(
         self, state: TrainerState, learners: Mapping[str, Learner], accuracy: float | None = None
-    ) -> Unfinished:
+    ) -> PendingCheckpoint:
         """Begin a checkpoint of this moment, with a folder for each of ``learners``; the one before must be finished.
 
         ``accuracy``: of these weights, held-out, where it was measured. Returns once training may go on. A kill at any
@@ -121,7 +121,7 @@ class CheckpointStore:
             asyncio.gather(*(learner.save(temporary / name) for name, learner in learners.items())),
         )
         publish = partial(self._publish, temporary, final, (text, columns), accuracy)
-        return Unfinished(final, dict(zip(learners, savings, strict=True)), publish, began)
+        return PendingCheckpoint(final, dict(zip(learners, savings, strict=True)), publish, began)
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
         self.claimed()
@@ -143,7 +143,7 @@ class CheckpointStore:
         files: dict[str, Digest],
     ) -> None:
         """Check the ranks' files, add the controller's, rename the folder, and remove old checkpoints."""
-        problems = misfits(temporary, files, read=False)
+        problems = mismatches(temporary, files, read=False)
         there = {path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file()}
         problems += [
             f"{temporary / name}: no rank reported that it wrote this file" for name in sorted(there - files.keys())
@@ -152,15 +152,15 @@ class CheckpointStore:
             title = f"{temporary} does not hold what the ranks wrote; run.dir must be one shared folder on all nodes"
             raise CheckpointError(_listed([title, *problems]))
         text, columns = state
-        with naming(temporary / _STATE_FILE):
+        with add_path_to_errors(temporary / _STATE_FILE):
             (temporary / _STATE_FILE).write_bytes(text)
-        with naming(temporary / _COLUMNS):
+        with add_path_to_errors(temporary / _COLUMNS):
             written = [f"{_COLUMNS}/{name}" for name in columns.write(temporary / _COLUMNS)]
         everything = {**files, _STATE_FILE: digest_of(text), **digests(temporary, written)}
         manifest = _Manifest(
             checksum=KIND, config=self._config, files=everything, accuracy=accuracy, measured_by=self._measured_by
         )
-        with naming(temporary / _MANIFEST_FILE):
+        with add_path_to_errors(temporary / _MANIFEST_FILE):
             (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
         with _warning(final):
             remove_folder(final)  # a resumed run reached the same step again: both checkpoints are equal
@@ -197,11 +197,11 @@ class CheckpointStore:
         return [path for path in found if path not in kept]
 
 
-class Unfinished:
+class PendingCheckpoint:
     """A checkpoint that is written and gets its name while training goes on, in a task of its own."""
 
     def __init__(
-        self, folder: Path, savings: Mapping[str, Saving], publish: Callable[[dict[str, Digest]], None], began: int
+        self, folder: Path, savings: Mapping[str, SaveHandle], publish: Callable[[dict[str, Digest]], None], began: int
     ) -> None:
         """``began``: when, by ``timeline.now``."""
         self.folder, self._savings, self._publish, self._began = folder, savings, publish, began
@@ -216,14 +216,14 @@ class Unfinished:
         return not self._saved.done() and not self._saved.cancelling()
 
     @property
-    def saved(self) -> Saved | None:
+    def saved(self) -> SavedShards | None:
         """What ranks wrote, once the checkpoint has its final name; else None.
 
-        Raises WorkerDied, CheckpointError or OSError if it cannot have it.
+        Raises WorkerFailure, CheckpointError or OSError if it cannot have it.
         """
         return self._saved.result() if self._saved.done() else None
 
-    async def finish(self) -> Saved:
+    async def finish(self) -> SavedShards:
         """Wait until the checkpoint has its final name. Raises as ``saved``."""
         self._hurry.set()
         return await asyncio.shield(self._saved)
@@ -233,7 +233,7 @@ class Unfinished:
         self._saved.cancel()
         await asyncio.wait({self._saved, self._thread or self._saved})
 
-    async def _complete(self) -> Saved:
+    async def _complete(self) -> SavedShards:
         """Publish in a thread what ranks wrote, which takes long, or remove it there: a full disk would stay full.
 
         No rank enters a collective while another still writes any model: its time limit may be shorter than a write.
@@ -247,14 +247,14 @@ class Unfinished:
             await asyncio.shield(self._thread)
             raise
 
-    async def _published(self) -> Saved:
+    async def _published(self) -> SavedShards:
         written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
         named = zip(self._savings, written, strict=True)
         files = {f"{name}/{file}": digest for name, one in named for file, digest in one.files.items()}
         self._thread = asyncio.create_task(asyncio.to_thread(self._publish, files))
         await asyncio.shield(self._thread)
         num_bytes, seconds = sum(digest.bytes for digest in files.values()), sum(one.seconds for one in written)
-        return Saved(folder=self.folder, num_bytes=num_bytes, write_seconds=seconds)
+        return SavedShards(folder=self.folder, num_bytes=num_bytes, write_seconds=seconds)
 
     async def _until_written(self) -> None:
         """Ranks answer between their passes; each is asked again after a quarter of the time that it writes already."""
@@ -266,7 +266,7 @@ class Unfinished:
         for saving in self._savings.values():
             await saving.written(wait=True)
 
-    def _seen(self, task: asyncio.Task[Saved]) -> None:
+    def _seen(self, task: asyncio.Task[SavedShards]) -> None:
         """Record the ended save, and take its error: of a run that failed before, asyncio would warn of it."""
         timeline.keep(timeline.SAVES, self.folder.name, self._began, timeline.now())
         if not task.cancelled():
@@ -317,8 +317,8 @@ def read(folder: Path) -> Checkpoint:
         raise unsound(folder, [f"{folder / _MANIFEST_FILE} lists no {_STATE_FILE} or no file of learner/"])
     columns = _inside(_COLUMNS, files)
     own = {_STATE_FILE, *(f"{_COLUMNS}/{name}" for name in columns)}
-    problems = misfits(folder, {name: wanted for name, wanted in files.items() if name not in own}, read=False)
-    problems += misfits(folder, {name: wanted for name, wanted in files.items() if name in own}, read=True)
+    problems = mismatches(folder, {name: wanted for name, wanted in files.items() if name not in own}, read=False)
+    problems += mismatches(folder, {name: wanted for name, wanted in files.items() if name in own}, read=True)
     if problems:
         raise unsound(folder, problems)
     return Checkpoint(folder=folder, state=_state(folder, columns), files=files, config=manifest.config)

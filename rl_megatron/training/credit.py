@@ -23,9 +23,9 @@ from torch import Tensor
 from rl_megatron.algorithms.advantages import (
     LEVELS,
     ROUNDING,
-    bests_differ,
+    best_subsets_differ,
+    custom_has_advantage,
     moving_baseline,
-    own_gives,
     remax_advantages,
     row_advantages,
     turn_advantages,
@@ -39,13 +39,13 @@ from rl_megatron.algorithms.returns import (
     length_adaptive_lambda,
     less_optimal_baseline,
     overlong_penalty,
-    score_finished,
+    set_unfinished_rewards,
     whiten,
 )
 from rl_megatron.algorithms.segments import dense, differ, difference, discounted_sum, segment_sum, sequence_ids
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.samples import tokens_behind_prompt, with_demonstrations
+from rl_megatron.data.samples import tokens_after_prompt, with_demonstrations
 from rl_megatron.errors import DataError
 from rl_megatron.observability.recorder import Row
 from rl_megatron.types import RolloutGroup, Samples, Trajectory
@@ -147,7 +147,7 @@ def _parts_of(groups: Sequence[RolloutGroup]) -> Iterator[_Part]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewards:
+class ShapedRewards:
     """Shaped rewards [K] float32 in the order of trajectories, and the algorithm's state of the last step."""
 
     values: Tensor
@@ -158,28 +158,30 @@ class Rewards:
 
 def shape_rewards(
     groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
-) -> Rewards:
+) -> ShapedRewards:
     """Applies unfinished and overlong rewards, in this order, where set; to greedy completions, too."""
     judged = _judged(groups, section, max_new_tokens)
     greedy = [g.greedy for g in groups if g.greedy is not None]
     baseline = _judged(greedy, section, max_new_tokens) if greedy else None
-    return Rewards(values=judged, state=state, greedy=baseline)
+    return ShapedRewards(values=judged, state=state, greedy=baseline)
 
 
 def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_tokens: int) -> Tensor:
     """Rewards [K] after the rules that look at one completion alone."""
     rewards = torch.tensor([r for g in groups for r in g.rewards])
     if section.unfinished_reward is not None:
-        rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
+        rewards = set_unfinished_rewards(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
     if section.overlong_buffer:
-        lengths = torch.tensor([tokens_behind_prompt(one) for g in groups for one in g.trajectories])
+        lengths = torch.tensor([tokens_after_prompt(one) for g in groups for one in g.trajectories])
         rewards = rewards + overlong_penalty(
             lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
         )
     return rewards
 
 
-def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
+def groups_with_gradient(
+    groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int
+) -> list[bool]:
     """Whether each group has two different shaped rewards, or bests of ``best_of`` of them, and so a gradient.
 
     With credit=turn, whether two of its turns that have one baseline differ, or with a ``turn_weight`` two of its
@@ -190,37 +192,37 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
         return []
     groups = with_demonstrations(groups)
     if section.advantage_of == "parts":
-        return parts_differ(groups, group_ids(groups), nums_sampled(groups), section).tolist()
+        return parts_differ(groups, group_ids(groups), sampled_counts(groups), section).tolist()
     judged = _judged(groups, section, max_new_tokens)
     ids = group_ids(groups)
     if section.credit == "turn":
-        turns = turns_of(groups, judged, section)
+        turns = rewarded_turns(groups, judged, section)
         alike = dense(turns.baseline_of)
         some = _teaching(turns.compared, alike, turns.lengths, section)[alike]
         teach = segment_sum(some.int(), ids[turns.trajectory_of], len(groups)) > 0
         if section.turn_weight is not None:
-            teach |= _teaching(judged, ids, nums_sampled(groups), section)
+            teach |= _teaching(judged, ids, sampled_counts(groups), section)
         return teach.tolist()
-    return _teaching(judged, ids, nums_sampled(groups), section).tolist()
+    return _teaching(judged, ids, sampled_counts(groups), section).tolist()
 
 
-def groups_to_train_on(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
-    """Which groups dynamic sampling keeps (DAPO): `groups_that_differ`, before the overlong penalty too."""
-    found = groups_that_differ(groups, section, max_new_tokens=max_new_tokens)
+def trainable_groups(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
+    """Which groups dynamic sampling keeps (DAPO): `groups_with_gradient`, before the overlong penalty too."""
+    found = groups_with_gradient(groups, section, max_new_tokens=max_new_tokens)
     if not section.overlong_buffer:
         return found
     unpenalized = section.model_copy(update={"overlong_buffer": 0.0})
-    before = groups_that_differ(groups, unpenalized, max_new_tokens=max_new_tokens)
+    before = groups_with_gradient(groups, unpenalized, max_new_tokens=max_new_tokens)
     return [one and other for one, other in zip(found, before, strict=True)]
 
 
 def _teaching(rewards: Tensor, ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
     """Which rewards differ from others with their baseline, and so give a gradient, [K] bool."""
     if section.best_of > 1:
-        return bests_differ(rewards, ids, section.best_of, leave_one_out=section.leave_one_out)
+        return best_subsets_differ(rewards, ids, section.best_of, leave_one_out=section.leave_one_out)
     if not section.own_decides:
         return differ(rewards, ids)
-    own = own_gives(section.advantage_mean, rewards, ids, lengths)
+    own = custom_has_advantage(section.advantage_mean, rewards, ids, lengths)
     return own & differ(rewards, ids) if section.levels_equal else own
 
 
@@ -236,7 +238,7 @@ class RewardedTurns:
     each: Tensor  # [K] turns of each trajectory
 
 
-def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> RewardedTurns:
+def rewarded_turns(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> RewardedTurns:
     """The last turn of a trajectory has what earlier turns leave of its reward, and of what shaping made of that.
 
     Sums are in float64, so that equal rewards and returns stay equal in float32; ``judged`` [K] is taken where shaping
@@ -267,7 +269,7 @@ def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmS
     )
 
 
-def states_of(groups: Sequence[RolloutGroup]) -> Tensor:
+def turn_states(groups: Sequence[RolloutGroup]) -> Tensor:
     """The number of the state that each turn began from, [n] int64: turns of a group with an equal one are compared by
     ``turn_baseline=state``, and turns of two groups have none in common."""
     numbers: dict[tuple[int, str | bytes], int] = {}
@@ -322,7 +324,7 @@ def _by_index(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
 _BASELINES: Mapping[str, Callable[[Sequence[RolloutGroup], Tensor], Tensor]] = {
     "all": _by_group,
     "index": _by_index,
-    "state": lambda groups, _: states_of(groups),
+    "state": lambda groups, _: turn_states(groups),
 }
 
 
@@ -331,7 +333,7 @@ def group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.rewards) for g in groups]))
 
 
-def nums_sampled(groups: Sequence[RolloutGroup]) -> Tensor:
+def sampled_counts(groups: Sequence[RolloutGroup]) -> Tensor:
     """Sampled tokens of each trajectory, [K]."""
     return torch.tensor([one.num_sampled for g in groups for one in g.trajectories])
 
@@ -344,7 +346,7 @@ def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
 def assign_credit(
     samples: Samples,
     groups: Sequence[RolloutGroup],
-    rewards: Rewards,
+    rewards: ShapedRewards,
     section: AlgorithmSection,
     *,
     success_reward: float,
@@ -372,7 +374,7 @@ def assign_credit(
         whole = None
         if section.turn_weight is not None:
             whole = _completion_advantages(groups, replace(rewards, values=values), section)
-        samples = _by_turn(samples, turns_of(groups, values, section), whole, section)
+        samples = _by_turn(samples, rewarded_turns(groups, values, section), whole, section)
     else:
         advantages = _completion_advantages(groups, replace(rewards, values=values), section)
         if section.whiten and section.whiten_of == "completions":
@@ -487,8 +489,8 @@ _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] 
 }
 
 
-def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, section: AlgorithmSection) -> Tensor:
-    ids, lengths = group_ids(groups), nums_sampled(groups)
+def _completion_advantages(groups: Sequence[RolloutGroup], rewards: ShapedRewards, section: AlgorithmSection) -> Tensor:
+    ids, lengths = group_ids(groups), sampled_counts(groups)
     if section.advantage_of == "parts":
         return parts_advantages(groups, ids, lengths, section)
     values, mean, before = rewards.values, section.advantage_mean, rewards.state.baseline

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from rl_megatron.config.sections.eval import EvalSection
-from rl_megatron.errors import Stopped, unless_stopped
-from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
+from rl_megatron.errors import StopRequested, wait_or_stop
+from rl_megatron.evaluation.sets import EvalSet, measure, row_of
 from rl_megatron.observability.recorder import Recorder, Row
-from rl_megatron.rollout.policy_sampler import BesideTraining, PolicySampler
+from rl_megatron.rollout.policy_sampler import LowPriorityEngine, PolicySampler
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluator:
     """Measures ``sets`` with the weights that were pushed last, one after the other. The first gives eval/accuracy."""
 
     sampler: PolicySampler
     own: Mapping[str, PolicySampler] = field(default_factory=dict)  # of the sets that have one, by name
-    sets: Sequence[ProblemSet]
+    sets: Sequence[EvalSet]
     section: EvalSection
     last_step: int  # after which all sets are due that have no steps of their own
 
@@ -57,28 +57,28 @@ class Evaluation:
         for one in (self.sampler, *self.own.values()):
             await one.closed()
 
-    def _due(self, step: int) -> list[ProblemSet]:
+    def _due(self, step: int) -> list[EvalSet]:
         last = step == self.last_step
         return [one for one in self.sets if one.section.due(step, every=self.section.every, last=last)]
 
 
 @dataclass(slots=True, kw_only=True)
-class EvaluationBeside:
+class BackgroundEvaluator:
     """One evaluation at a time; its row of metrics, of phase ``eval``, is written when it ends.
 
     Engines with priorities take its requests after those of training.
     """
 
-    evaluation: Evaluation
+    evaluation: Evaluator
     recorder: Recorder
     at_once: int | None = None  # the most requests that servers have at once; None: all
     step: int = 0  # of the last one that began
-    _measures: Evaluation = field(init=False)
+    _measures: Evaluator = field(init=False)
     _running: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         given = self.evaluation
-        engine = BesideTraining(given.sampler.engine, self.at_once)
+        engine = LowPriorityEngine(given.sampler.engine, self.at_once)
         own = {name: sampler.over(engine) for name, sampler in given.own.items()}
         self._measures = replace(given, sampler=given.sampler.over(engine), own=own)
 
@@ -112,8 +112,8 @@ class EvaluationBeside:
         """
         if self._running is not None and self.step < before:
             try:
-                await unless_stopped(stop or asyncio.Event(), asyncio.wait({self._running}))
-            except Stopped:
+                await wait_or_stop(stop or asyncio.Event(), asyncio.wait({self._running}))
+            except StopRequested:
                 logger.warning("step %d is not evaluated: its evaluation was under way when the run stopped", self.step)
                 await self.close()
         self.check()

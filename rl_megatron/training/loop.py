@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rl_megatron.errors import RLMegatronError, Stopped, WorkerDied, unless_stopped
+from rl_megatron.errors import RLMegatronError, StopRequested, WorkerFailure, wait_or_stop
 from rl_megatron.interfaces import Learner, WeightSync
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, Saved, TrainerState, Unfinished
+from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, PendingCheckpoint, SavedShards, TrainerState
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class Intervals:
     """Intervals, in steps, between rows of metrics, evaluations and checkpoints.
 
     The last step always counts, and with an interval of 0 it alone does.
@@ -97,7 +97,7 @@ class Loop:
     """
 
     job: Job
-    pace: Pace
+    pace: Intervals
     checkpoints: CheckpointStore
     recorder: Recorder
     stop: asyncio.Event
@@ -105,16 +105,15 @@ class Loop:
     async_save: bool = True  # steps go on while a checkpoint is written
     done: int = 0  # steps
     saved: int | None = None  # the step of the newest checkpoint, which may be in hand; None before the first
-    in_hand: Unfinished | None = None
+    in_hand: PendingCheckpoint | None = None
     put_off: Row | None = None  # the row of step ``done``, where a stop put off its evaluation
     resumed: Path | None = None  # the checkpoint
 
     async def run(self) -> bool:
         """Make all steps. Returns False if a stop ended the job early; a checkpoint is then written.
 
-        Raises Stopped if a stop is requested before the first step. An error that is not the ranks' own leaves the
-        checkpoint in hand too, whole, as does a cancellation of this task alone.
-        """
+        Raises StopRequested if a stop is requested before the first step. An error that is not the ranks' own leaves
+        the checkpoint in hand too, whole, as does a cancellation of this task alone."""
         try:
             return await self._run()
         except (Exception, asyncio.CancelledError) as error:
@@ -163,12 +162,12 @@ class Loop:
             await self.save(watch, (row or {}).get("eval/accuracy"))
             await self._finish_save(watch)  # else a failure of the first steps would lose them, too
         elif fresh:
-            enough = await unless_stopped(self.stop, self._first_row(watch))
+            enough = await wait_or_stop(self.stop, self._first_row(watch))
             self.saved = self.done
         else:
-            enough = await unless_stopped(self.stop, self._make_up())
+            enough = await wait_or_stop(self.stop, self._make_up())
         if self.stop.is_set():
-            raise Stopped(f"stopped before the first step ({self.job.name})")
+            raise StopRequested(f"stopped before the first step ({self.job.name})")
         return enough or self.done >= self.pace.steps
 
     async def _first_row(self, watch: Stopwatch) -> bool:
@@ -203,8 +202,8 @@ class Loop:
         if self.stop.is_set():
             return None
         try:
-            return await unless_stopped(self.stop, self.job.evaluate(watch))
-        except Stopped:
+            return await wait_or_stop(self.stop, self.job.evaluate(watch))
+        except StopRequested:
             return None
 
     def _due(self, every: int) -> bool:
@@ -242,7 +241,7 @@ class Loop:
                 saved = await self.in_hand.finish()
             self._note(watch, saved)
 
-    def _note(self, watch: Stopwatch, saved: Saved) -> None:
+    def _note(self, watch: Stopwatch, saved: SavedShards) -> None:
         watch.note("checkpoint/bytes", saved.num_bytes)
         watch.note("checkpoint/write_seconds", saved.write_seconds)
         watch.note("checkpoint/step", self.saved or 0)
@@ -250,7 +249,7 @@ class Loop:
 
     async def _keep_in_hand(self, error: BaseException) -> None:
         """Finish the checkpoint in hand, although ``error`` ends the run, unless it is of the ranks that write it."""
-        if self.in_hand is None or isinstance(error, WorkerDied):
+        if self.in_hand is None or isinstance(error, WorkerFailure):
             return
         if self.in_hand.goes_on:
             what = type(error).__name__

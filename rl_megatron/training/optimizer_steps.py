@@ -25,7 +25,7 @@ _SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CompletedStep:
     """An optimizer step that was made: ``loss``, its metrics, and the step's result."""
 
     of_loss: Mapping[str, Metric[float]]
@@ -37,7 +37,7 @@ class Made:
         return self.of_loss["loss"].value
 
 
-def policy_row(steps: Sequence[Made]) -> Row:
+def policy_row(steps: Sequence[CompletedStep]) -> Row:
     """Metrics over the policy's optimizer steps: loss, gradient norm, metrics of the loss and of the observers."""
     if not steps:
         return {}
@@ -64,7 +64,7 @@ def _of_either(row: Row) -> Row:
     return row | {name: float(kept[name] or 0) / share for name, share in means.items() if share}
 
 
-def critic_row(steps: Sequence[Made]) -> Row:
+def critic_row(steps: Sequence[CompletedStep]) -> Row:
     """Metrics over the critic's optimizer steps, without observers, as these would overwrite the policy's."""
     if not steps:
         return {}
@@ -72,7 +72,7 @@ def critic_row(steps: Sequence[Made]) -> Row:
     return {"critic/loss": row.pop("loss"), "critic/grad_norm": _grad_norm(steps), **row}
 
 
-def _grad_norm(steps: Sequence[Made]) -> float:
+def _grad_norm(steps: Sequence[CompletedStep]) -> float:
     return math.fsum(made.step.grad_norm for made in steps) / len(steps)
 
 
@@ -102,7 +102,7 @@ _OVER: Mapping[Over, Callable[[Sequence[Metric[Any]]], float]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TooFar:
+class KLLimitReached:
     """No step was made: the policy is ``kl`` nats from the old one."""
 
     kl: float
@@ -121,7 +121,7 @@ class OptimizerSteps:
 
     async def step(
         self, learner: Learner, batch: Batch, loss: Loss, learning_rate: float, prompts: Iterable[Prompt]
-    ) -> Made | None:
+    ) -> CompletedStep | None:
         """Make one optimizer step of ``learner`` on the whole batch; ``prompts`` name sequences in messages.
 
         Logs a skipped step and returns None. Raises RLMegatronError if more than three in a row were.
@@ -138,7 +138,7 @@ class OptimizerSteps:
         prompts: Iterable[Prompt],
         *,
         most_kl: float | None,
-    ) -> Made | TooFar | None:
+    ) -> CompletedStep | KLLimitReached | None:
         """Make a step as `step` does, or drop the gradients if ``kl/old_policy`` of the batch, of the model before the
         step, is above ``most_kl``."""
         said = await learner.backward(batch, loss)
@@ -147,7 +147,7 @@ class OptimizerSteps:
             assert isinstance(kl, float)
             if kl > most_kl:
                 await learner.drop()
-                return TooFar(kl)
+                return KLLimitReached(kl)
         return self._judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
 
     def _judge(
@@ -156,11 +156,11 @@ class OptimizerSteps:
         of_loss: Mapping[str, Metric[float]],
         micro_batches: Sequence[Sequence[Samples]],
         prompts: Iterable[Prompt],
-    ) -> Made | None:
+    ) -> CompletedStep | None:
         """What `step` returns, logs and raises of the ``result`` of a step on all ``micro_batches`` [D][M]."""
         if isinstance(result, StepResult):
             self.in_a_row = 0
-            return Made(of_loss, result)
+            return CompletedStep(of_loss, result)
         self.in_a_row += 1
         told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, micro_batches, prompts)}"
         if self.in_a_row > _MOST:
@@ -233,6 +233,6 @@ def critic_learning_rate(config: RunConfig, step: int) -> float:
     return (config.train.learning_rate if rate is None else rate) * schedule(config, step)
 
 
-def steps_of(epochs: float, rows: int, batch_size: int) -> int:
+def steps_for_epochs(epochs: float, rows: int, batch_size: int) -> int:
     """The steps of so many passes over ``rows``, of ``epochs`` as it is written: as a float 1.1 is more."""
     return math.ceil(Fraction(str(epochs)) * rows / batch_size)

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from rl_megatron import feature
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import Packer, packer_of, unpack
-from rl_megatron.data.samples import check_tokens, scored_row, seen_by, with_last_tokens, written_samples
+from rl_megatron.data.packing import Packer, make_packer, unpack
+from rl_megatron.data.samples import append_last_targets, check_tokens, for_pass, scored_row, supervised_samples
 from rl_megatron.feature import Judge, Judges
-from rl_megatron.interfaces import Pass, PassScores, Roles, Scorer, Together
+from rl_megatron.interfaces import ForwardPass, PassResult, RunComponents, Scorer, SharedRanks
 from rl_megatron.observability import timeline
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.rewards.scoring import turn_of
+from rl_megatron.rewards.scoring import queued_slot
 from rl_megatron.seeds import seed_of
 from rl_megatron.types import Batch, Samples, Want
 
@@ -40,7 +40,7 @@ _VALUES: frozenset[Want] = frozenset({"values"})
 LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
-def wanted_of_policy(config: RunConfig) -> frozenset[Want]:
+def policy_score_kinds(config: RunConfig) -> frozenset[Want]:
     """Nothing, or log-probs; what features need; the entropy if it chooses tokens; the norms that weigh an optimal
     baseline."""
     wanted = feature.wanted(config)
@@ -53,7 +53,7 @@ def wanted_of_policy(config: RunConfig) -> frozenset[Want]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ScoredSamples:
     """A batch's samples with all scores that the algorithm needs."""
 
     samples: Samples
@@ -116,7 +116,7 @@ class Packers:
 
     def __post_init__(self) -> None:
         whole = self.config.train.whole_groups
-        make = partial(packer_of, attention_cost=self.attention_cost, unit=self.unit, whole_groups=whole)
+        make = partial(make_packer, attention_cost=self.attention_cost, unit=self.unit, whole_groups=whole)
         self.own = make(self.config.learner)
         self.others = {role: make(self.config.learner_of(role)) for role in self.config.roles.layouts}
 
@@ -155,10 +155,10 @@ class _Request:
     """Passes over one batch, with the phase that each is counted for, and who says it; ``ranks`` make them all. The
     first is of ``judge``, if it is of one."""
 
-    ranks: Together | None
+    ranks: SharedRanks | None
     judge: Judge | None = None
     phases: list[str] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[ForwardPass] = field(default_factory=list)
     told_by: list[str] = field(default_factory=list)
     batch: Batch | None = None
 
@@ -167,7 +167,7 @@ class _Request:
         """The sequences, where they are not the step's samples."""
         return None if self.judge is None else self.judge.read
 
-    def seconds(self, said: Sequence[PassScores]) -> dict[str, float]:
+    def seconds(self, said: Sequence[PassResult]) -> dict[str, float]:
         """Seconds that the answered passes took, added up by phase."""
         found = dict.fromkeys(self.phases, 0.0)
         for phase, one in zip(self.phases, said, strict=True):
@@ -175,19 +175,19 @@ class _Request:
         return found
 
 
-async def measured(
+async def score_batch(
     config: RunConfig,
-    roles: Roles,
+    roles: RunComponents,
     packers: Packers,
     samples: Samples,
     step: int,
     watch: Stopwatch,
     judges: Judges | None = None,
-) -> Measured:
+) -> ScoredSamples:
     """The samples with all scores that the algorithm needs, and no others; the reference's are those of ``judges``."""
     requests = _requests(config, roles, samples, judges)
     with_room = any(one.last_tokens for request in requests for one in request.passes)
-    longer, is_last = await to_thread(with_last_tokens, samples) if with_room else (samples, None)
+    longer, is_last = await to_thread(append_last_targets, samples) if with_room else (samples, None)
     packed: dict[str, Batch] = {}
     found: dict[tuple[str, Want], Tensor] = {}
     next_values = None
@@ -219,7 +219,7 @@ async def measured(
     return await to_thread(_with_columns, config, samples, found, next_values, judges)
 
 
-def _requests(config: RunConfig, roles: Roles, samples: Samples, judges: Judges | None) -> list[_Request]:
+def _requests(config: RunConfig, roles: RunComponents, samples: Samples, judges: Judges | None) -> list[_Request]:
     """One for each group of ranks, and one for each model that is in none, in the order of their first phases. Before
     them those for other sequences: what ranks hold of the step's they keep until they are trained."""
     found: list[_Request] = []
@@ -236,34 +236,38 @@ def _requests(config: RunConfig, roles: Roles, samples: Samples, judges: Judges 
 
 
 def _passes(
-    config: RunConfig, roles: Roles, samples: Samples, judges: Judges | None
-) -> Iterator[tuple[str, Judge | None, Pass]]:
+    config: RunConfig, roles: RunComponents, samples: Samples, judges: Judges | None
+) -> Iterator[tuple[str, Judge | None, ForwardPass]]:
     """What each model is asked, as which judge, and the phase that it is counted for."""
     section = config.algorithm
-    wanted = wanted_of_policy(config)
+    wanted = policy_score_kinds(config)
     alone = section.is_own_critic and bool(samples.extra)  # which the last targets do not have
     both = section.is_own_critic and not alone
     of_reference: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
-    asked = [(one, Pass(role=one.model, want=of_reference)) for one in (() if judges is None else judges.asked)]
+    asked = [(one, ForwardPass(role=one.model, want=of_reference)) for one in (() if judges is None else judges.asked)]
     yield from (("reference", judge, one) for judge, one in asked if judge.read is not None)
     if wanted or both:
         want = wanted | _VALUES if both else wanted
-        yield "logprobs" if wanted else "values", None, Pass(role="policy", want=want, replays=True, last_tokens=both)
+        yield (
+            "logprobs" if wanted else "values",
+            None,
+            ForwardPass(role="policy", want=want, replays=True, last_tokens=both),
+        )
     yield from (("reference", judge, one) for judge, one in asked if judge.read is None)
     if judges is None and "reference" in roles.models:
-        yield "reference", None, Pass(role="reference", want=of_reference)
+        yield "reference", None, ForwardPass(role="reference", want=of_reference)
     if alone or "critic" in roles.models:
-        yield "values", None, Pass(role="policy" if alone else "critic", want=_VALUES, last_tokens=True)
+        yield "values", None, ForwardPass(role="policy" if alone else "critic", want=_VALUES, last_tokens=True)
 
 
-async def _asked(roles: Roles, request: _Request) -> Sequence[PassScores]:
+async def _asked(roles: RunComponents, request: _Request) -> Sequence[PassResult]:
     assert request.batch is not None
     if request.ranks is not None:
         return await request.ranks.score(request.batch, request.passes)
     (one,), began = request.passes, time.perf_counter()
-    batch = seen_by(request.batch, replays=one.replays, last_tokens=one.last_tokens)
+    batch = for_pass(request.batch, replays=one.replays, last_tokens=one.last_tokens)
     scores = await roles.models[one.role].score(batch, one.want)
-    return [PassScores(scores=scores, seconds=time.perf_counter() - began)]
+    return [PassResult(scores=scores, seconds=time.perf_counter() - began)]
 
 
 def _with_columns(
@@ -272,7 +276,7 @@ def _with_columns(
     found: Mapping[tuple[str, Want], Tensor],
     next_values: Tensor | None,
     judges: Judges | None,
-) -> Measured:
+) -> ScoredSamples:
     section, current = config.algorithm, found.get(("policy", "logprobs"))
     if section.old_logprobs == "learner" and current is not None:
         samples = replace(samples, old_logprobs=current)
@@ -284,7 +288,9 @@ def _with_columns(
     if judges is not None:
         columns |= judges.columns(found)
     samples = replace(samples, **{name: column for name, column in columns.items() if column is not None})
-    return Measured(samples, {what: column for (role, what), column in found.items() if role == "policy"}, next_values)
+    return ScoredSamples(
+        samples, {what: column for (role, what), column in found.items() if role == "policy"}, next_values
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +311,7 @@ class RankedScores:
     async def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Raises DataError for a text that no micro-batch holds, and as `check_tokens` and `Scorer.score`."""
         samples = await to_thread(self._samples, texts)
-        async with turn_of(self.turn):
+        async with queued_slot(self.turn):
             batch = await to_thread(self.packer.pack, samples)
             said = await self.model.score(batch, frozenset({"values"}))
             await self.model.forget()
@@ -315,4 +321,4 @@ class RankedScores:
     def _samples(self, texts: Sequence[Sequence[int]]) -> Samples:
         rows = [scored_row("to score", ids) for ids in texts]
         check_tokens(rows, self.vocab_size)
-        return written_samples(rows)
+        return supervised_samples(rows)

@@ -24,37 +24,39 @@ from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
-from rl_megatron.algorithms.losses import loss_of, token_weight
+from rl_megatron.algorithms.losses import policy_loss, token_weight
 from rl_megatron.algorithms.mismatch import mismatch_metrics
 from rl_megatron.algorithms.objectives import ClipLimits
-from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
+from rl_megatron.algorithms.own import check_custom_advantages, check_custom_objective, check_custom_pair_loss
 from rl_megatron.algorithms.segments import differ
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.packing import tokens_of_part, unpack, with_own_columns
-from rl_megatron.data.samples import computed_lengths, seen_by, to_samples, with_demonstrations
+from rl_megatron.data.packing import finish_minibatch, minibatch_token_mask, unpack
+from rl_megatron.data.samples import computed_lengths, for_pass, to_samples, with_demonstrations
 from rl_megatron.errors import DataError
 from rl_megatron.feature import Judges, StepHooks, step_hooks
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.seeds import seed_of
-from rl_megatron.training.credit import AlgorithmState, Rewards, assign_credit, describe_kl, shape_rewards
+from rl_megatron.training.credit import AlgorithmState, ShapedRewards, assign_credit, describe_kl, shape_rewards
 from rl_megatron.training.optimizer_steps import (
-    Made,
+    CompletedStep,
+    KLLimitReached,
     OptimizerSteps,
-    TooFar,
     critic_learning_rate,
     critic_row,
     learning_rate,
     policy_row,
 )
-from rl_megatron.training.scores import Measured, Packers, RankTasks, measured
+from rl_megatron.training.scores import Packers, RankTasks, ScoredSamples, score_batch
 from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
 
 _TRAINED = ("top_entropy", "second_moment")  # the tokens that are chosen are those that are trained on
 
 
-def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> tuple[Sequence[RolloutGroup], Rewards]:
+def preference_pairs(
+    groups: Sequence[RolloutGroup], rewards: ShapedRewards
+) -> tuple[Sequence[RolloutGroup], ShapedRewards]:
     """Keeps the best and the worst completion, in this order, of every group whose ``rewards`` differ, for DPO."""
     pairs, kept = [], []
     for group, values in zip(groups, rewards.values.split([len(g.rewards) for g in groups]), strict=True):
@@ -79,14 +81,14 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-def drawn_between(values: Tensor, share: float, low: float, high: float, generator: torch.Generator) -> Tensor:
+def random_in_range(values: Tensor, share: float, low: float, high: float, generator: torch.Generator) -> Tensor:
     """``share`` of all tokens, drawn from those whose value is in low .. high, [n] bool: Clip-Cov."""
     (candidates,) = torch.where((values >= low) & (values <= high))
     order = torch.randperm(len(candidates), generator=generator)
     return _at(candidates[order[: _num(share, len(values))]], len(values))
 
 
-def greatest(values: Tensor, share: float) -> Tensor:
+def top_share(values: Tensor, share: float) -> Tensor:
     """Exactly ``share`` of the tokens, those of greatest value, the first of equal ones, [n] bool: KL-Cov."""
     order = values.argsort(descending=True, stable=True)
     return _at(order[: _num(share, len(values))], len(values))
@@ -117,7 +119,7 @@ class TokenChoice:
     def __call__(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
         """The samples for a minibatch of the sequences ``part``: without advantages where no loss shall be, or with
         weights of the KL to the old policy."""
-        (places,) = torch.where(tokens_of_part(samples, part))
+        (places,) = torch.where(minibatch_token_mask(samples, part))
         if not len(places):
             return samples
         chosen = self._chosen(samples, places)
@@ -140,16 +142,16 @@ class TokenChoice:
             return top_entropy(self.entropy[places], section.share)
         values = covariances(self.logprobs[places], samples.advantages[places])
         if section.choose == "kl_cov":
-            return greatest(values, section.share)
+            return top_share(values, section.share)
         between = parameters["covariance_low"], parameters["covariance_high"]
-        return drawn_between(values, section.share, *between, self.generator)
+        return random_in_range(values, section.share, *between, self.generator)
 
     def row(self) -> Row:
         """The share of tokens that were chosen, the mean over minibatches."""
         return {"tokens/chosen_fraction": sum(self.shares) / max(len(self.shares), 1)}
 
 
-def token_choice(row: AlgorithmSection, found: Measured, seed: int) -> TokenChoice | None:
+def token_choice(row: AlgorithmSection, found: ScoredSamples, seed: int) -> TokenChoice | None:
     """The choice of ``row.tokens``, with the scores that were ``found``; None for all tokens."""
     if row.tokens.choose == "all":
         return None
@@ -158,11 +160,11 @@ def token_choice(row: AlgorithmSection, found: Measured, seed: int) -> TokenChoi
 
 
 @dataclass(slots=True, kw_only=True)
-class Update:
+class PolicyUpdate:
     """The optimizer steps on rollout batches."""
 
     config: RunConfig
-    roles: Roles
+    roles: RunComponents
     attention_cost: float
     seconds_at_peak: Callable[[Iterable[int]], float] | None = None
     """Of training the policy on sequences of such lengths; None where its GPUs' peak is not known."""
@@ -179,9 +181,9 @@ class Update:
     critic_steps: OptimizerSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        check_own_objective(self.config.algorithm, cp=self.config.learner.dims.cp)
-        check_own_advantages(self.config.algorithm, self.config.rollout)
-        check_own_pair_loss(self.config.algorithm.preference)
+        check_custom_objective(self.config.algorithm, cp=self.config.learner.dims.cp)
+        check_custom_advantages(self.config.algorithm, self.config.rollout)
+        check_custom_pair_loss(self.config.algorithm.preference)
         self.state = AlgorithmState()
         self.hooks = step_hooks(self.config, self.roles)
         unit = 2 if self.config.algorithm.pairs else 1  # neighboring sequences that are packed together
@@ -228,15 +230,15 @@ class Update:
             await model.forget()
 
     async def _scored(
-        self, groups: Sequence[RolloutGroup], rewards: Rewards, step: int, watch: Stopwatch
-    ) -> tuple[Measured, Samples, AlgorithmState]:
+        self, groups: Sequence[RolloutGroup], rewards: ShapedRewards, step: int, watch: Stopwatch
+    ) -> tuple[ScoredSamples, Samples, AlgorithmState]:
         """All scores of the groups, the samples to train on, and the algorithm's next state."""
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
         judges = await to_thread(self._judges, sampled, groups)
-        said = await measured(self.config, self.roles, self.packers, sampled, step, watch, judges)
+        said = await score_batch(self.config, self.roles, self.packers, sampled, step, watch, judges)
 
-        def credited() -> tuple[Measured, Samples, AlgorithmState]:
+        def add_credit() -> tuple[ScoredSamples, Samples, AlgorithmState]:
             found = said
             for hooks in self.hooks:
                 found = hooks.scored(found)
@@ -252,17 +254,17 @@ class Update:
             samples = self._with_proximal_share(samples, groups, step)
             return found, samples, state
 
-        return await to_thread(credited)
+        return await to_thread(add_credit)
 
-    def _with_tracked(self, rewards: Rewards, groups: Sequence[RolloutGroup]) -> Rewards:
+    def _with_tracked(self, rewards: ShapedRewards, groups: Sequence[RolloutGroup]) -> ShapedRewards:
         if self.tracked is None:
             return rewards
         return replace(rewards, tracked=torch.tensor([self.tracked(group.prompt.id) for group in groups]))
 
-    def _described(self, found: Measured, samples: Samples, batches: Sequence[Batch]) -> Row:
+    def _described(self, found: ScoredSamples, samples: Samples, batches: Sequence[Batch]) -> Row:
         return self._gaps(found) | advantage_row(samples) | self.packers.own.metrics(batches)
 
-    def _gaps(self, found: Measured) -> Row:
+    def _gaps(self, found: ScoredSamples) -> Row:
         """Metrics of the gap between engine and learner, and of features."""
         row = mismatch_row(found)
         for hooks in self.hooks:
@@ -329,10 +331,10 @@ class Update:
         """The policy's loss under a minibatch's ``limits``."""
         own = {} if limits is None else {"clip_low": limits.low, "clip_high": limits.high}
         row = self.config.algorithm.model_copy(update=own)
-        return loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=self.config.most_sampled)
+        return policy_loss(row, kl_coefficient=row.kl.coefficient, max_new_tokens=self.config.most_sampled)
 
     async def _train(
-        self, found: Measured, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]
+        self, found: ScoredSamples, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]
     ) -> Row:
         """Make ``train.epochs`` passes over the batch, each in minibatches of a new order. The metrics of the batch are
         computed beside the first: ranks do not wait for them."""
@@ -376,7 +378,7 @@ class Update:
             return self._weighted(samples if choice is None else choice(samples, part), part)
 
         packed = self.packers.own.minibatches(samples, most=train.minibatches, seeds=seeds)
-        return [batch for batch in packed if batch.num_tokens], partial(with_own_columns, weighted=columns_for)
+        return [batch for batch in packed if batch.num_tokens], partial(finish_minibatch, weighted=columns_for)
 
     async def _steps(
         self,
@@ -386,7 +388,7 @@ class Update:
         watch: Stopwatch,
         prompts: Sequence[Prompt],
         row: Row,
-    ) -> tuple[list[Made | None], list[Made | None]]:
+    ) -> tuple[list[CompletedStep | None], list[CompletedStep | None]]:
         """Make the optimizer steps of policy and critic; of each, None if it was skipped.
 
         The policy makes none from the minibatch on at which it is further from the old one than
@@ -396,8 +398,8 @@ class Update:
         section, roles = self.config.algorithm, self.roles
         rate, critic_rate = learning_rate(self.config, step), critic_learning_rate(self.config, step)
         value_loss, critic = ValueLoss(clip=section.critic.clip), roles.learners.get("critic")
-        policy_steps: list[Made | None] = []
-        critic_steps: list[Made | None] = []
+        policy_steps: list[CompletedStep | None] = []
+        critic_steps: list[CompletedStep | None] = []
         goes_on = critic is None or step > section.critic.only_steps
         for number, planned in enumerate(batches):
             if not goes_on and critic is None:
@@ -412,13 +414,13 @@ class Update:
                     trained = at_once.begin("train", near(roles.policy, batch, loss, rate, prompts))
                 if critic is not None:
                     learned = await to_thread(self.packers.again, "critic", batch)
-                    learned = seen_by(learned, replays=False, last_tokens=False)
+                    learned = for_pass(learned, replays=False, last_tokens=False)
                     asked = self.critic_steps.step(critic, learned, value_loss, critic_rate, prompts)
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
                     made = await at_once.end(trained)
                     self._count_work(batch, row, watch)
-                    if isinstance(made, TooFar):
+                    if isinstance(made, KLLimitReached):
                         goes_on = False
                         row |= {"kl/stopped_at": made.kl, **self.packers.own.metrics(batches[: number + 1])}
                     elif made is None or limits is None:
@@ -442,7 +444,7 @@ def _positions(batch: Batch) -> list[int]:
     return [n for row in computed_lengths(batch) for lengths in row for n in lengths.tolist()]
 
 
-def mismatch_row(found: Measured) -> Row:
+def mismatch_row(found: ScoredSamples) -> Row:
     """Metrics of the gap between engine and learner; empty if the algorithm needs no log-probs before training."""
     samples, current = found.samples, found.current
     if current is None:

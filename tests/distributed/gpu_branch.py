@@ -14,7 +14,7 @@ import torch
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.models.tiny import TinySizes
-from rl_megatron.training.optimizer_steps import Made
+from rl_megatron.training.optimizer_steps import CompletedStep
 from rl_megatron.types import Samples
 from rl_megatron.weights.checks.reports import box_checksums, checksum
 from rl_megatron.weights.layouts.families import read_shape
@@ -51,7 +51,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     from tests.distributed.pretended.waits import WAITS
 
     shape = read_shape(model)
-    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     seen: dict[str, Any] = {"first": CALLS[:1], "device": str(device), "steps": []}
     policy = make_policy(shape, learner, device, temperature=0.7)
     seen["deterministic"] = [torch.are_deterministic_algorithms_enabled(), policy._models[0].config.deterministic_mode]
@@ -68,11 +68,11 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
         before = Counter(WAITS)  # by line
         made = train_step(policy, row, GRPO, 1e-3, **counts)
         seen["waits"] = dict(Counter(WAITS) - before)
-        if isinstance(made, Made):
+        if isinstance(made, CompletedStep):
             seen["steps"].append((made.loss, made.step.grad_norm))
     before = Counter(WAITS)
     seen["sums"] = box_checksums((tensor, tuple(tensor.shape), ()) for tensor in policy.tensors.values())
     seen["waits for sums"] = (Counter(WAITS) - before).total()
     seen["sums on the host"] = [checksum(tensor.cpu(), tuple(tensor.shape)) for tensor in policy.tensors.values()]
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()

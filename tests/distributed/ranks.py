@@ -45,9 +45,11 @@ def worlds(
 
     for name, learner in layouts.items():
         if rank < learner.dims.world_size:
-            device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{name}", seed=1)
+            device = world.init_process_groups(
+                learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{name}", seed=1
+            )
             yield name, learner, device
-            world.leave()
+            world.destroy_process_groups()
 
 
 @contextmanager

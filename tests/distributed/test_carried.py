@@ -24,10 +24,17 @@ from rl_megatron.features.lora import merging
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, volume, whole_box
-from rl_megatron.weights.bytes.parked import Parked
+from rl_megatron.weights.bytes.parked import OffloadedTensors
 from rl_megatron.weights.checks.compare import compare
-from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksum, checksums_of, sealed_by, sources_of
+from rl_megatron.weights.checks.places import ParameterBox, record
+from rl_megatron.weights.checks.reports import (
+    BackgroundChecksums,
+    ChecksumReport,
+    box_checksums_in,
+    checksum,
+    seal_from_reports,
+    sender_boxes,
+)
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
 from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -38,7 +45,7 @@ from rl_megatron.weights.routes import rendezvous as meeting
 from rl_megatron.weights.routes.engine_ends import Receiver, Sender
 from rl_megatron.weights.routes.group import Exchange, ProcessGroupTransport
 from rl_megatron.weights.routes.mirror import Mirror
-from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous
+from rl_megatron.weights.routes.rendezvous import Rendezvous, RendezvousStore
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import LIMIT, run_ranks
 from tests.family_models import save_model
@@ -128,7 +135,7 @@ def learner(rank: int, job: Job) -> dict[str, Any]:
 
     Exchange.start = counting  # type: ignore[method-assign]
     src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(tensors_of(0), rank).items()}
-    sources, dtypes = sources_of(LEARNER, HF)[rank], dict.fromkeys(HF.local_shapes(0), torch.float32)
+    sources, dtypes = sender_boxes(LEARNER, HF)[rank], dict.fromkeys(HF.local_shapes(0), torch.float32)
     sender = Sender(job.rendezvous, rank, (LEARNER, boxes()), src, sources, dtypes=dtypes)
     out: dict[str, Any] = {"reports": [], "staged": staged(sender), "flipped": "", "lost": ""}
     for version in job.versions:
@@ -196,17 +203,17 @@ def engine(rank: int, job: Job) -> dict[str, Any]:
     receiver = Receiver(job.rendezvous, LEARNERS + rank, {one: one.of(params[one.param]) for one in held})
     out: dict[str, Any] = {"reports": [], "bytes": [], "groups": groups(), "lost": ""}
     for version in job.versions:
-        expected, beside, asleep = tensors_of(version), Beside(), Parked(SLAB)
+        expected, beside, asleep = tensors_of(version), BackgroundChecksums(), OffloadedTensors(SLAB)
         asleep.leave("weights", params.values(), kept=False)
         asleep.back()  # elsewhere, with whatever was there
         for param in params.values() if job.device == "cuda" else ():
             param.fill_(torch.nan)
 
-        def coming(turn: int, held: Sequence[Held], version: int = version) -> None:
+        def coming(turn: int, held: Sequence[ParameterBox], version: int = version) -> None:
             if version == LOST and rank == ENGINES - 1:
                 os._exit(0)
 
-        def whole(one: Held, beside: Beside = beside) -> None:
+        def whole(one: ParameterBox, beside: BackgroundChecksums = beside) -> None:
             beside.sent(one, params[one.param])
 
         try:
@@ -232,7 +239,7 @@ def run(
     device: str = "cpu",
     start: Callable[..., None] = run_ranks,
 ) -> list[Any]:
-    keeper = Keeper("127.0.0.1", seconds)
+    keeper = RendezvousStore("127.0.0.1", seconds)
     rendezvous = keeper.rendezvous(
         LEARNERS + ENGINES, learners=LEARNERS, backend="nccl" if device == "cuda" else "gloo"
     )
@@ -256,7 +263,7 @@ def missing(carrier: int, rank: int) -> int:
 def differing(learners: Sequence[Any], engines: Sequence[Any], number: int) -> set[str]:
     """The tensors of a push whose checksums differ."""
     shapes = HF.local_shapes(0)
-    sealed = sealed_by([one["reports"][number] for one in learners], shapes)
+    sealed = seal_from_reports([one["reports"][number] for one in learners], shapes)
     return set(compare(sealed, shapes, [one["reports"][number] for one in engines], frozenset()).differing)
 
 
@@ -441,13 +448,13 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous, lora: Sequence[str]) -
     if rank == 0:
         from launcher.runs.folder import mirror_path
         from launcher.wire import Setup
-        from launcher.worker.learner_rank import Worker
+        from launcher.worker.learner_rank import LearnerRank
 
-        merging.Untrained = Drawn  # type: ignore[misc]
+        merging.UntrainedAdapters = Drawn  # type: ignore[misc]
         keys = ("rollout=vllm", "learner.dtype=bfloat16", "learner.ep=1", "learner.threads=1", f"weights.folder={root}")
         config = load_config("tiny_cpu", [*keys, *lora])
         setup = Setup(config=config, model_folder=root / "model", run_folder=root, rendezvous=f"file://{root}/store")
-        worker = Worker(setup, 0, None)
+        worker = LearnerRank(setup, 0, None)
         worker.stage(1)
         worker.commit(1)
         worker.export(root / "exported")
@@ -455,7 +462,11 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous, lora: Sequence[str]) -
         sent = worker.send(1)
         assert not isinstance(sent, SyncError)
         found = {name: checksum(t, shapes[name]) for name, t in mirror.read(mirror_path(config, root), 1).items()}
-        said = {"file": found, "sums": sealed_by([worker.sums()], shapes), "straight": sealed_by([sent[1]], shapes)}
+        said = {
+            "file": found,
+            "sums": seal_from_reports([worker.sums()], shapes),
+            "straight": seal_from_reports([sent[1]], shapes),
+        }
         torch.save(said, root / "learner.pt")
         worker.close()
     else:
@@ -464,14 +475,17 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous, lora: Sequence[str]) -
         params |= {name: param.float() for name, param in params.items() if name.endswith(WIDER)}
         held = record(lambda tensors: [params[name].copy_(tensor) for name, tensor in tensors], shapes, params, dtypes)
         receiver = Receiver(rendezvous, 1, {one: one.of(params[one.param]) for one in held})
-        beside = Beside()
+        beside = BackgroundChecksums()
 
-        def whole(one: Held) -> None:
+        def whole(one: ParameterBox) -> None:
             beside.sent(one, params[one.param])
 
         receiver.receive(1, whole)
-        came = [Report(rows=[("", *row) for row in beside.report().read], seconds=0.0)]
-        said = {"held": sealed_by([checksums_of(held, params)], shapes), "came": sealed_by(came, shapes)}
+        came = [ChecksumReport(rows=[("", *row) for row in beside.report().read], seconds=0.0)]
+        said = {
+            "held": seal_from_reports([box_checksums_in(held, params)], shapes),
+            "came": seal_from_reports(came, shapes),
+        }
         torch.save(said, root / "engine.pt")
         receiver.close()
 
@@ -486,7 +500,7 @@ def test_what_engines_hold_in_float32_is_not_rounded_in_the_file_and_straight_pu
     The engine holds routers in float32, as vLLM and SGLang do: its checksums are those of the file all the same.
     """
     save_model("deepseek_v32", tmp_path / "model", q_lora_rank=12)
-    keeper = Keeper("127.0.0.1", 240.0)
+    keeper = RendezvousStore("127.0.0.1", 240.0)
     rendezvous = keeper.rendezvous(2, learners=1, backend="gloo")
     run_ranks(pushes, 2, tmp_path, rendezvous, lora)
     wanted = load_file(tmp_path / "model" / "model.safetensors")

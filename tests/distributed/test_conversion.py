@@ -17,7 +17,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.megatron import must_have_config, newest_in
+from rl_megatron.weights.checkpoints.megatron import must_have_config, newest_checkpoint
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 from tests.family_models import MODELS, save_model
@@ -101,12 +101,12 @@ def foreign_main(rank: int, hf: Path, folder: Path) -> None:
     from rl_megatron.learner import world
 
     shape = read_shape(hf)
-    world.join(LearnerSection(), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    world.init_process_groups(LearnerSection(), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     model, other = make_gpt(shape), make_gpt(shape)
     fill(model, hf, shape)
     for kind, metadata in SAVED.items():
         save_as_others(model, folder / kind, metadata)
-        newest = newest_in(folder / kind)
+        newest = newest_checkpoint(folder / kind)
         convert.megatron_to_hf(newest, folder / f"{kind}_hf", config=hf)
         assert list(verify(newest, against=folder / f"{kind}_hf", config=hf)) == []
     convert.hf_to_megatron(folder / "stacked_hf", folder / "back")
@@ -117,7 +117,7 @@ def foreign_main(rank: int, hf: Path, folder: Path) -> None:
     for name, tensor in model.named_parameters():
         rows = shape.vocab_size if "embedding" in name or "output_layer" in name else len(tensor)
         assert torch.equal(other.get_parameter(name)[:rows], tensor[:rows]), name
-    world.leave()
+    world.destroy_process_groups()
 
 
 def test_folders_of_megatron_lm_and_megatron_bridge_convert_to_hugging_face_and_back(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_folders_of_megatron_lm_and_megatron_bridge_convert_to_hugging_face_and_
         assert found.keys() == original.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), kind
     with pytest.raises(ConfigError, match=r"give --config with the Hugging Face folder of Qwen/Qwen3-30B-A3B, as its"):
-        must_have_config(newest_in(tmp_path / "experts_apart"))
+        must_have_config(newest_checkpoint(tmp_path / "experts_apart"))
 
 
 # What mbridge, another converter, loads into a model is what our tables put there, to the bit.
@@ -173,7 +173,7 @@ def bridged_main(rank: int, options: dict[str, int], root: Path) -> None:
     layout.VOCAB_MULTIPLE = 1  # mbridge pads no vocabulary; in this process alone
     sparse = LearnerSection.model_validate(options)
     dense = LearnerSection.model_validate({**options, "ep": 1})
-    world.join(sparse, rank=rank, rendezvous=f"file://{root}/rendezvous{len(options)}", seed=1)
+    world.init_process_groups(sparse, rank=rank, rendezvous=f"file://{root}/rendezvous{len(options)}", seed=1)
     for name in COVERED:
         kind, _ = MODELS[name]
         shape = read_shape(root / name)
@@ -188,7 +188,7 @@ def bridged_main(rank: int, options: dict[str, int], root: Path) -> None:
         assert ours.keys() == theirs.keys()
         differ = [parameter for parameter in ours if not torch.equal(ours[parameter], theirs[parameter])]
         assert not differ, f"{name}: {differ}"
-    world.leave()
+    world.destroy_process_groups()
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,13 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.checks.places import record
-from rl_megatron.weights.checks.reports import checksum, sealed_by, sources_of
+from rl_megatron.weights.checks.reports import checksum, seal_from_reports, sender_boxes
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.layouts.recorded import recorded_layout
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.engine_ends import Receiver, Sender
 from rl_megatron.weights.routes.group import ProcessGroupTransport
-from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous
+from rl_megatron.weights.routes.rendezvous import Rendezvous, RendezvousStore
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engine_ends import HEARD, HF, VERSIONS, tensors_of
@@ -156,7 +156,7 @@ def test_a_file_has_what_an_installed_encoding_writes(package: Path) -> None:
     made.withdraw()
     made.serve(version)
     check(mirror.read(path, version), version)
-    mirror.seal(path, version, sealed_by([made.sums()], mirror.shapes(path)))
+    mirror.seal(path, version, seal_from_reports([made.sums()], mirror.shapes(path)))
     mirror.check(path, version)
     assert json.loads(path.with_name("config.json").read_text())["quantization_config"] == {"quant_method": "flipped"}
     assert encoding_of(load_config("tiny_cpu", ["run.name=other"])) is None
@@ -169,12 +169,12 @@ def straight(rank: int, package: Path, rendezvous: Rendezvous) -> None:
     if rank == 0:
         tensors, reports = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, []
         layouts, encoder = (HF, recorded_layout(HF, [boxes])), mine().encoder(HF, 0, tensors)
-        sources = sources_of(HF, HF)[0]
+        sources = sender_boxes(HF, HF)[0]
         sender = Sender(rendezvous, 0, layouts, tensors, sources, dtypes=dtypes, encoder=encoder)
         for version in VERSIONS:
             for name, tensor in tensors_of(version).items():
                 tensors[name].copy_(tensor)
-            reports.append(sealed_by([sender.send(version)[1]], SHAPES))
+            reports.append(seal_from_reports([sender.send(version)[1]], SHAPES))
         sender.close()
         torch.save(reports, package / "sent.pt")
         return
@@ -189,7 +189,7 @@ def straight(rank: int, package: Path, rendezvous: Rendezvous) -> None:
 
 
 def test_engine_ranks_get_what_an_installed_encoding_packs(package: Path) -> None:
-    keeper = Keeper("127.0.0.1", 2 * HEARD)
+    keeper = RendezvousStore("127.0.0.1", 2 * HEARD)
     run_ranks(straight, 2, package, keeper.rendezvous(2, learners=1, backend="gloo"))
     assert torch.load(package / "sent.pt") == torch.load(package / "received.pt")
 

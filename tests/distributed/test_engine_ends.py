@@ -29,8 +29,14 @@ from rl_megatron.features.quantize.encoding import Quantization, ScaledLayout
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, Shape, volume, whole_box
 from rl_megatron.weights.checks.compare import compare
-from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, sealed_by, sources_of
+from rl_megatron.weights.checks.places import ParameterBox, record
+from rl_megatron.weights.checks.reports import (
+    BackgroundChecksums,
+    ChecksumReport,
+    box_checksums_in,
+    seal_from_reports,
+    sender_boxes,
+)
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout, shared
 from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -38,7 +44,7 @@ from rl_megatron.weights.plans.plan import Place, plan
 from rl_megatron.weights.routes import engine_ends
 from rl_megatron.weights.routes import rendezvous as meeting
 from rl_megatron.weights.routes.engine_ends import Receiver, Sender
-from rl_megatron.weights.routes.rendezvous import JOINING, Keeper, Member, Rendezvous
+from rl_megatron.weights.routes.rendezvous import JOINING, Rendezvous, RendezvousMember, RendezvousStore
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import run_ranks
 from tests.forks import FORKS
@@ -101,7 +107,7 @@ class Engine:
         else:
             self.params[f"{layer}.{what}"].copy_(tensor)
 
-    def record(self) -> list[Held]:
+    def record(self) -> list[ParameterBox]:
         shapes = HF.local_shapes(0)
         return record(self.load, shapes, self.params, dict.fromkeys(shapes, torch.float32))
 
@@ -191,7 +197,7 @@ def process(rank: int, job: Job) -> None:
 
 def learner(rank: int, job: Job) -> list[Any]:
     src = {n: torch.zeros_like(t) for n, t in cut(VERSIONS[0], rank).items()}
-    sender = Sender(job.rendezvous, rank, (LEARNER, recorded()), src, sources_of(LEARNER, HF)[rank], dtypes=DTYPES)
+    sender = Sender(job.rendezvous, rank, (LEARNER, recorded()), src, sender_boxes(LEARNER, HF)[rank], dtypes=DTYPES)
     out = []
     for version in VERSIONS:
         for name, tensor in cut(version, rank).items():
@@ -210,10 +216,15 @@ def engine(rank: int, job: Job) -> list[Any]:
     receiver = Receiver(job.rendezvous, 2 + rank, {one: one.of(mine.params[one.param]) for one in held})
     out = []
     for version in VERSIONS:
-        expected, beside, told = Engine(rank), Beside(), []
+        expected, beside, told = Engine(rank), BackgroundChecksums(), []
         expected.load(tensors_of(version).items())
 
-        def whole(one: Held, expected: Engine = expected, beside: Beside = beside, told: list[Held] = told) -> None:
+        def whole(
+            one: ParameterBox,
+            expected: Engine = expected,
+            beside: BackgroundChecksums = beside,
+            told: list[ParameterBox] = told,
+        ) -> None:
             assert torch.equal(one.of(mine.params[one.param]).cpu(), one.of(expected.params[one.param]))
             beside.held([one], mine.params)
             beside.sent(one, mine.params[one.param])
@@ -222,7 +233,10 @@ def engine(rank: int, job: Job) -> list[Any]:
         turns: list[tuple[int, str]] = []
 
         def coming(
-            turn: int, held: Sequence[Held], turns: list[tuple[int, str]] = turns, told: list[Held] = told
+            turn: int,
+            held: Sequence[ParameterBox],
+            turns: list[tuple[int, str]] = turns,
+            told: list[ParameterBox] = told,
         ) -> None:
             turns += [(turn, layer_of(one)) for one in held]
             assert {turn} == {number for number, layer in turns if layer == layer_of(held[0])}
@@ -236,7 +250,7 @@ def engine(rank: int, job: Job) -> list[Any]:
         for name, tensor in expected.params.items():
             torch.testing.assert_close(mine.params[name].cpu(), tensor, rtol=0, atol=0)
         report = beside.report()
-        assert set(report.rows) == set(checksums_of(held, mine.params).rows)
+        assert set(report.rows) == set(box_checksums_in(held, mine.params).rows)
         out.append((update.num_bytes, report))
     if (
         rank == 0 and job.apart
@@ -249,26 +263,26 @@ def engine(rank: int, job: Job) -> list[Any]:
     return out
 
 
-def layer_of(one: Held) -> str:
+def layer_of(one: ParameterBox) -> str:
     return one.hf.split(".")[2] if "layers" in one.hf else ""
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["members", "beside"])
 def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, apart: bool) -> None:
     """Bit for bit what its own loader makes of the checkpoint; checksums of both sides agree. 8 seconds."""
-    keeper = Keeper("127.0.0.1", 2 * HEARD)
+    keeper = RendezvousStore("127.0.0.1", 2 * HEARD)
     rendezvous = keeper.rendezvous(4, learners=2, backend="gloo")
     with held_ports("127.0.0.1") as port:
         run_ranks(process, 4, Job(rendezvous=rendezvous, folder=tmp_path, port=port, apart=apart))
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     traffic = plan(LEARNER, recorded(), placement={0: 2, 1: 3}).traffic()
     for i, _ in enumerate(VERSIONS):
-        engines: list[Report] = []
+        engines: list[ChecksumReport] = []
         for rank in (2, 3):
             num_bytes, report = said[rank][i]
             assert num_bytes == 4 * sum(n for (_, to), n in traffic.items() if to == rank)
             engines.append(report)
-        sealed = sealed_by([said[0][i], said[1][i]], HF.local_shapes(0))
+        sealed = seal_from_reports([said[0][i], said[1][i]], HF.local_shapes(0))
         found = compare(sealed, HF.local_shapes(0), engines, frozenset())
         assert not found.differing
         assert not found.unseen
@@ -280,9 +294,9 @@ def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, apart: 
 
 
 def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_absent() -> None:
-    keeper = Keeper("127.0.0.1", 60.0)
+    keeper = RendezvousStore("127.0.0.1", 60.0)
     rendezvous = keeper.rendezvous(1, learners=1, backend="gloo")
-    member = Member(rendezvous, 0)
+    member = RendezvousMember(rendezvous, 0)
     member.rendezvous = replace(rendezvous, size=2, seconds=0.2)
     for _ in range(2):  # a rank that comes again is not taken for another
         with pytest.raises(SyncError, match=r"rank 0 waited 0\.2 s for ranks \[1\]"):
@@ -297,14 +311,14 @@ def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_
     rendezvous = keeper.rendezvous(2, learners=1, backend="gloo")
     keeper.cancel(rendezvous, JOINING, "a server died")
     with pytest.raises(SyncError, match="joining the group was cancelled: a server died"):
-        Member(rendezvous, 0)
+        RendezvousMember(rendezvous, 0)
 
 
 def test_a_rank_that_waits_does_not_ask_for_each_of_the_others_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller's store has one thread, which all ranks ask every few milliseconds."""
-    keeper = Keeper("127.0.0.1", 60.0)
+    keeper = RendezvousStore("127.0.0.1", 60.0)
     rendezvous = keeper.rendezvous(1, learners=1, backend="gloo")
-    member, asked = Member(rendezvous, 0), list[int]()
+    member, asked = RendezvousMember(rendezvous, 0), list[int]()
     store, member.rendezvous = member._store, replace(rendezvous, size=768, seconds=0.2)
 
     def check(keys: list[str]) -> bool:
@@ -338,7 +352,7 @@ class Whole:
 def test_a_server_that_joins_again_is_in_no_earlier_group(tmp_path: Path) -> None:
     """Nor in that of a join that failed, the third of four. 3 seconds."""
     save_file(tensors_of(0), tmp_path / "model.safetensors")
-    keeper = Keeper("127.0.0.1", 2 * HEARD)
+    keeper = RendezvousStore("127.0.0.1", 2 * HEARD)
     new = partial(keeper.rendezvous, 2, learners=1, backend="gloo")
     run_ranks(joins_again, 2, [new() for _ in range(4)], tmp_path, FORKS.Barrier(2))
 
@@ -358,11 +372,11 @@ def joins_again(rank: int, meetings: Sequence[Rendezvous], folder: Path, both: A
             assert len(distributed_c10d._world.pg_map) == (version != 2)
         elif version == 2:
             sender = sender and sender.close()
-            member = Member(place, 0)
+            member = RendezvousMember(place, 0)
             member._store.set(f"{place.name}/{JOINING}/cancelled", "the learner is gone")
         else:
             sender = sender and sender.close()
-            layouts, sources = (HF, recorded_layout(HF, [boxes])), sources_of(HF, HF)[0]
+            layouts, sources = (HF, recorded_layout(HF, [boxes])), sender_boxes(HF, HF)[0]
             sender = Sender(place, 0, layouts, tensors_of(version), sources, dtypes=DTYPES)
             sender.send(version)
         both.wait(HEARD)
@@ -391,7 +405,7 @@ def beside(rank: int, rendezvous: Rendezvous, device: str) -> None:
     held = {name: torch.zeros(shape, device=device) for name, shape in HF.local_shapes(0).items()}
     if rank == 0:
         layouts = HF, recorded_layout(HF, [boxes])
-        sender = Sender(rendezvous, 0, layouts, held, sources_of(HF, HF)[0], dtypes=DTYPES)
+        sender = Sender(rendezvous, 0, layouts, held, sender_boxes(HF, HF)[0], dtypes=DTYPES)
         for version in VERSIONS:
             for name, tensor in tensors_of(version).items():
                 held[name].copy_(tensor)
@@ -411,7 +425,7 @@ def beside(rank: int, rendezvous: Rendezvous, device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_an_engine_rank_beside_the_only_learner_rank_is_in_no_group(device: str) -> None:
     """Nor is the learner's; on a GPU, both on one, through CUDA IPC."""
-    keeper = Keeper("127.0.0.1", 2 * HEARD)
+    keeper = RendezvousStore("127.0.0.1", 2 * HEARD)
     run_ranks(beside, 2, keeper.rendezvous(2, learners=1, backend="gloo" if device == "cpu" else "nccl"), device)
 
 
@@ -442,7 +456,7 @@ def test_each_scale_has_one_owner_and_shared_blocks_are_known(kind: str, layout:
         for one, name, _ in mine.held(rank):
             boxes.setdefault(name, set()).add(one.hf_box)
     owned: dict[str, list[Box]] = {}
-    for sources in sources_of(mine, in_files):
+    for sources in sender_boxes(mine, in_files):
         for source in sources:
             owned.setdefault(source.hf, []).append(source.box)
     assert grids.keys() == owned.keys()

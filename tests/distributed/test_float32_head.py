@@ -130,7 +130,7 @@ def routes_main(rank: int, model: Path, folder: Path) -> None:
     from rl_megatron.learner.megatron import make_policy
 
     shape, learner = read_shape(model), LearnerSection()
-    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     policy = make_policy(shape, learner, device, temperature=1.0)
     fill(policy, learner, rank, model)
     g = torch.Generator().manual_seed(5)
@@ -147,7 +147,7 @@ def routes_main(rank: int, model: Path, folder: Path) -> None:
         said: Any = policy.score([sampled], frozenset({"logprobs"}))
         found.append((said["logprobs"][0] - sampled.rollout_logprobs)[sampled.mask].abs())
     torch.save(found, folder / "found.pt")
-    world.leave()
+    world.destroy_process_groups()
 
 
 def rollouts(shape: ModelShape, model: Path) -> Samples:

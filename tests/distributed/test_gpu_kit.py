@@ -137,4 +137,4 @@ def test_a_rank_that_sees_a_gpu_none_the_less_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="sees a GPU"):
-        world.join(LearnerSection(), rank=0, rendezvous="file:///nowhere", seed=1)
+        world.init_process_groups(LearnerSection(), rank=0, rendezvous="file:///nowhere", seed=1)

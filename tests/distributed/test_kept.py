@@ -206,14 +206,14 @@ def rank_main(rank: int, folder: Path, cases: Sequence[Case], plain: int) -> Non
     from tests.recipes.meter import Meter
 
     learners = [LearnerSection.model_validate(keys) for _, keys in cases]
-    world.join(learners[0], rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
+    world.init_process_groups(learners[0], rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     seen = []
     for number, ((name, _), learner) in enumerate(zip(cases, learners, strict=True)):
         kernel = sdpa_kernel(SDPBackend.MATH) if number >= len(cases) - plain else contextlib.nullcontext()
         with kernel, Meter() as meter:
             seen.append(passed(SHAPES[name], learner, meter))
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def run(folder: Path, cases: Sequence[Case], plain: int = 0) -> Iterator[Seen]:
@@ -316,7 +316,7 @@ def real(rank: int, layout: str, folder: Path) -> None:
 
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):  # those of GPUs
         setattr(buffers, name, getattr(buffers, name).upstream)
-    world.join(learner, rank=rank, rendezvous=f"file://{folder}/{layout}", seed=1)
+    world.init_process_groups(learner, rank=rank, rendezvous=f"file://{folder}/{layout}", seed=1)
     heads.CPU_CHUNK_BYTES = 1 << 62
     packed = micro_batch(learner, SEQUENCE)
     even = torch.arange(len(packed.source) * SHAPE.experts_per_token) % SHAPE.num_experts
@@ -332,7 +332,7 @@ def real(rank: int, layout: str, folder: Path) -> None:
             counted.append(made.counted(meter, learner.pp, rank))
     found = min(counted, key=lambda one: one.passes)  # gloo's thread may release what it has sent late
     (folder / f"{layout} real {rank}.json").write_text(json.dumps(asdict(found)))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def dry(_: int, layout: str, rank: int, folder: Path) -> None:

@@ -26,13 +26,13 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.features.lora import merging
 from rl_megatron.features.lora.files import adapters_to_peft
-from rl_megatron.features.lora.merging import Untrained, merge_adapters
+from rl_megatron.features.lora.merging import UntrainedAdapters, merge_adapters
 from rl_megatron.features.lora.push import ADAPTERS, adapters_folder
 from rl_megatron.features.lora.rows import LoraLayouts
-from rl_megatron.training.optimizer_steps import Made
+from rl_megatron.training.optimizer_steps import CompletedStep
 from rl_megatron.types import LossOutput
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, RandomWeights, read_boxes
 from rl_megatron.weights.formats.hf_folder import PREFIX
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -83,7 +83,7 @@ def merged_alive() -> int:
     return sum(ref() is not None for ref in _MERGED)
 
 
-class Drawn(MadeUp):
+class Drawn(RandomWeights):
     """Adapters as after training: no B is 0."""
 
     @override
@@ -111,7 +111,7 @@ def layouts_of(folder: Path, learner: LearnerSection) -> tuple[Layout, Layout, L
     return ranks, hf, LoraLayouts(lora).on_ranks(ranks), LoraLayouts(lora).in_files(ranks, hf)
 
 
-def fill(policy: MegatronLearner, folder: Path, learner: LearnerSection, rank: int, kind: type[MadeUp]) -> None:
+def fill(policy: MegatronLearner, folder: Path, learner: LearnerSection, rank: int, kind: type[RandomWeights]) -> None:
     ranks, hf, adapters, hf_of = layouts_of(folder, learner)
     read_boxes(HFFolder(folder), hf, ranks, rank, dict(policy.tensors))
     read_boxes(kind(folder, hf_of.local_shapes(0), 3), hf_of, adapters, rank, policy.adapters)
@@ -123,7 +123,7 @@ def check(folder: Path, learner: LearnerSection, rank: int, device: torch.device
     from rl_megatron.learner.megatron import make_policy
 
     policy = make_policy(read_shape(folder), learner, device, temperature=1.0)
-    fill(policy, folder, learner, rank, Untrained)
+    fill(policy, folder, learner, rank, UntrainedAdapters)
     first = logprobs(policy)
     with policy.without_adapters():
         same = all(map(torch.equal, first, logprobs(policy)))
@@ -268,13 +268,13 @@ def config_of(root: Path) -> RunConfig:
 
 def folders_main(rank: int, root: Path) -> None:
     from launcher.wire import Setup
-    from launcher.worker.learner_rank import Worker
+    from launcher.worker.learner_rank import LearnerRank
 
-    merging.Untrained = Drawn  # type: ignore[misc]
+    merging.UntrainedAdapters = Drawn  # type: ignore[misc]
     setup = Setup(
         config=config_of(root), model_folder=root / "model", run_folder=root, rendezvous=f"file://{root}/rendezvous"
     )
-    worker = Worker(setup, rank, None)
+    worker = LearnerRank(setup, rank, None)
     for version, name in enumerate(("run-v0", "run-v1", "run-v2")):
         worker.prepare(name, ("run-v1",))
         assert not isinstance(worker.stage(version, True), Exception)
@@ -335,8 +335,8 @@ def drafts_main(rank: int, root: Path) -> None:
         for _ in range(STEPS):
             step = partial(train_step, num_tokens=sum(TWO), num_sequences=2)
             one, other = (step(policy, [two_sequences()], CrossEntropy(), 3e-3) for policy in (without, beside))
-            assert isinstance(one, Made)
-            assert isinstance(other, Made)
+            assert isinstance(one, CompletedStep)
+            assert isinstance(other, CompletedStep)
             assert (one.loss, one.step.grad_norm) == (other.loss, other.step.grad_norm)
             losses.append(other.of_loss["draft/loss"].value)
         assert losses == sorted(losses, reverse=True), "the draft layer does not learn"

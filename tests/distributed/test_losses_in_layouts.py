@@ -16,14 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_megatron.algorithms.auxiliary import KtoLoss
-from rl_megatron.algorithms.losses import loss_of, token_weight
+from rl_megatron.algorithms.losses import policy_loss as loss_of
+from rl_megatron.algorithms.losses import token_weight
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.training.optimizer_steps import Made
+from rl_megatron.training.optimizer_steps import CompletedStep
 from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
@@ -120,7 +121,7 @@ def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
     return {"turns": (of(level), 1, by_turn), "prompts": (of(mean), 1, by_prompt)}
 
 
-def numbers_of(result: Made) -> dict[str, object]:
+def numbers_of(result: CompletedStep) -> dict[str, object]:
     """The metrics of a step's loss by name."""
     return {name: metric.value for name, metric in result.of_loss.items()}
 
@@ -141,7 +142,7 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
     from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape, learner = read_shape(model), LearnerSection.model_validate(LAYOUTS[layout_name])
-    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
     dp = learner.dims.dp_rank(rank)
@@ -169,7 +170,7 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
     batch = Packer(dims=learner.dims, max_tokens=max_tokens).pack(samples)
     seen |= scores(policy, batch, dp, samples)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def scores(policy: Any, batch: Batch, dp: int, samples: Samples) -> dict[str, object]:

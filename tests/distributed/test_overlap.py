@@ -75,7 +75,7 @@ def pushes_main(rank: int, root: Path) -> None:
     which weights are gathered."""
     torch.set_num_threads(1)
     from launcher.wire import Setup
-    from launcher.worker.learner_rank import Worker
+    from launcher.worker.learner_rank import LearnerRank
     from rl_megatron.learner import trained
 
     learner = LearnerSection.model_validate({"dp": 2, "overlap": {"gradients": True, "parameters": True}})
@@ -84,7 +84,7 @@ def pushes_main(rank: int, root: Path) -> None:
     setup = Setup(config=config, model_folder=root / "experts", run_folder=root / "run", rendezvous=rendezvous)
     small = partial(trained.DistributedDataParallelConfig, bucket_size=BUCKET)
     with patch.object(trained, "DistributedDataParallelConfig", small):
-        worker, batch = Worker(setup, rank, None), make_batch(learner)
+        worker, batch = LearnerRank(setup, rank, None), make_batch(learner)
     row, seen = batch.micro_batches[learner.dims.dp_rank(rank)], [worker.checksums()]
     share = share_of(row, learner.dims, rank, to_score=False)
     worker.backward("policy", share, LOSS, batch.num_tokens, batch.num_sequences)
@@ -162,7 +162,7 @@ def dispatch_main(rank: int, root: Path) -> None:
 
     degrees = {"ep": 2}
     learner = LearnerSection.model_validate(degrees)
-    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous", seed=1)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=f"file://{root}/rendezvous", seed=1)
     found = {"alltoall": steps(root / "experts", learner, rank, device)}
     install_deep_ep()
     original, shape = megatron.make_config, read_shape(root / "experts")
@@ -179,7 +179,7 @@ def dispatch_main(rank: int, root: Path) -> None:
 
         megatron.make_config = with_kernels
         found[name] = steps(root / "experts", LearnerSection.model_validate({**degrees, **more}), rank, device)
-    world.leave()
+    world.destroy_process_groups()
     (root / f"{rank}.json").write_text(json.dumps(found))
 
 

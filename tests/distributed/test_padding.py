@@ -77,7 +77,7 @@ def graphs_main(rank: int, root: Path) -> None:
     build.refuse = lambda *_: None  # device=cpu
     found: dict[str, Any] = {}
     learner = LearnerSection.model_validate({**KEYS, "cuda_graphs": True})
-    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous", seed=1)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=f"file://{root}/rendezvous", seed=1)
     batch = make_batch(learner)
     row = batch.micro_batches[0]
     for name in ("without", "with"):
@@ -88,7 +88,7 @@ def graphs_main(rank: int, root: Path) -> None:
     many = make_batch(LearnerSection()).micro_batches[0]
     found["fits"] = [policy._hooks[0].fit(row), policy._hooks[0].fit([*row, many[0].__class__(**wide(many[0]))])]
     torch.save(found, root / "found.pt")
-    world.leave()
+    world.destroy_process_groups()
 
 
 def wide(samples: Any) -> dict[str, Any]:

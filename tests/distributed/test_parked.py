@@ -19,11 +19,11 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
-from rl_megatron.interfaces import Pass
+from rl_megatron.interfaces import ForwardPass
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import Samples, Want
-from rl_megatron.weights.bytes.parked import Parked
+from rl_megatron.weights.bytes.parked import OffloadedTensors
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.pretended import te
 from tests.distributed.pretended.ranks import World, run_worlds
@@ -37,7 +37,7 @@ from tools.planner import memory
 from tools.planner.memory import footprints, host_bytes, pinned
 
 if TYPE_CHECKING:
-    from launcher.worker.learner_rank import Worker
+    from launcher.worker.learner_rank import LearnerRank
 
 TINY = TinySizes(num_layers=1)
 GRPO = policy_loss(objective="cispo", aggregation="token_mean")
@@ -66,14 +66,14 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
     from launcher.wire import Setup
     from launcher.worker import models
-    from launcher.worker.learner_rank import Worker
+    from launcher.worker.learner_rank import LearnerRank
     from rl_megatron.learner import trained
 
     trained.SLAB = models.SLAB = SLAB
     folder, resumed = root / name, name == "resumed"
     config = config_of(RUNS[name], folder, *keys)
     setup = Setup(config=config, model_folder=model, run_folder=folder, rendezvous=f"file://{folder}/rendezvous")
-    worker = Worker(setup, rank, None)
+    worker = LearnerRank(setup, rank, None)
     for _ in range(2):  # the first push of a run comes before both, and leaves the GPUs
         worker.release()
         worker.start_from("reference", model)
@@ -100,7 +100,7 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
     worker.close()
 
 
-def saved(worker: Worker, folder: Path) -> int:
+def saved(worker: LearnerRank, folder: Path) -> int:
     """Bytes that are alive after a checkpoint."""
     for role in ("policy", "critic"):
         (folder / role).mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def saved(worker: Worker, folder: Path) -> int:
     return alive()
 
 
-def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> dict[str, Any]:
+def step(worker: LearnerRank, config: RunConfig, rank: int, *, interrupted: bool) -> dict[str, Any]:
     """Scores of reference and critic, loss and gradient norm of both that are trained, and bytes that are alive.
 
     ``interrupted``: GPUs are left between backward and step too.
@@ -121,7 +121,7 @@ def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> 
     row, counts = batch.micro_batches[dims.dp_rank(rank)], (batch.num_tokens, batch.num_sequences)
     share = share_of(row, dims, rank, to_score=True)
     asked: dict[str, frozenset[Want]] = {"reference": frozenset({"logprobs"}), "critic": frozenset({"values"})}
-    answers = worker.score([Pass(role=role, want=want) for role, want in asked.items()], share)
+    answers = worker.score([ForwardPass(role=role, want=want) for role, want in asked.items()], share)
     reference, values = (scores for scores, _ in answers)
     said: dict[str, Any] = {"reference": [x.tolist() for x in reference["logprobs"]]}
     said["values"] = [x.tolist() for x in values["values"]]
@@ -143,7 +143,7 @@ def with_scores(samples: Samples, reference: torch.Tensor, values: torch.Tensor)
 
 def pieces() -> list[int]:
     """Bytes of each piece of the host's memory that this process has pinned for what left the GPU."""
-    parked = [one for one in gc.get_objects() if type(one) is Parked]
+    parked = [one for one in gc.get_objects() if type(one) is OffloadedTensors]
     return [slab.numel() for one in parked for kind in one._slabs.values() for slab in kind.slabs]
 
 
@@ -248,7 +248,7 @@ def moments_main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     from rl_megatron.learner import optimizer, world
 
-    device = world.join(learner("float32"), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
+    device = world.init_process_groups(learner("float32"), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     seen: dict[str, Any] = {"adopted": adopted(device)}
     for moments in KEPT:
         policy = started(device, learner(moments))
@@ -276,7 +276,7 @@ def moments_main(rank: int, folder: Path) -> None:
     groups = policy._optimizer.param_groups
     seen["settings"] = sorted({(group["weight_decay"], group["betas"][0]) for group in groups if group["params"]})
     (folder / "rank0.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def two_ranks_main(rank: int, folder: Path) -> None:
@@ -285,7 +285,7 @@ def two_ranks_main(rank: int, folder: Path) -> None:
     from rl_megatron.learner import world
 
     section = learner("bfloat16", dp=2)
-    device = world.join(section, rank=rank, rendezvous=f"file://{folder}/rendezvous of two", seed=0)
+    device = world.init_process_groups(section, rank=rank, rendezvous=f"file://{folder}/rendezvous of two", seed=0)
     policy = started(device, section, CUT)
     for _ in range(MOMENT_STEPS):
         one_step(policy)
@@ -295,7 +295,7 @@ def two_ranks_main(rank: int, folder: Path) -> None:
     policy = made(device, section, CUT)
     policy.load(folder / "by two")
     assert [one_step(policy), one_step(policy)] == followed
-    world.leave()
+    world.destroy_process_groups()
 
 
 def parked(device: torch.device, moments: str, folder: Path) -> list[tuple[float, float]]:
@@ -406,20 +406,20 @@ def adopted(device: torch.device) -> list[bool]:
 
 def held(policy: Any) -> dict[str, int]:
     """Bytes of the optimizer's state, by dtype."""
-    from rl_megatron.learner.optimizer import state_of
+    from rl_megatron.learner.optimizer import optimizer_state
 
     weights = {p.untyped_storage().data_ptr() for chunk in policy._trained for p in chunk.parameters()}
     out: dict[str, int] = {}
-    for tensor in state_of(policy._optimizer):
+    for tensor in optimizer_state(policy._optimizer):
         if tensor.untyped_storage().data_ptr() not in weights:
             out[str(tensor.dtype)] = out.get(str(tensor.dtype), 0) + tensor.nbytes
     return out
 
 
 def places(policy: Any) -> list[int]:
-    from rl_megatron.learner.optimizer import state_of
+    from rl_megatron.learner.optimizer import optimizer_state
 
-    return [tensor.data_ptr() for tensor in state_of(policy._optimizer)]
+    return [tensor.data_ptr() for tensor in optimizer_state(policy._optimizer)]
 
 
 @pytest.fixture(scope="module")

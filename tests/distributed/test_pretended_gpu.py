@@ -24,8 +24,8 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from rl_megatron.weights.boxes import whole_box
-from rl_megatron.weights.bytes.parked import Extent, Pinned
-from rl_megatron.weights.checks.reports import Beside, checksum
+from rl_megatron.weights.bytes.parked import Extent, PinnedPool
+from rl_megatron.weights.checks.reports import BackgroundChecksums, checksum
 from tests.distributed import gpu_branch
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks
@@ -47,7 +47,7 @@ MOVED_STEPS = 3
 SLAB = 2**18
 
 
-class Watched(Pinned):
+class Watched(PinnedPool):
     """Pinned memory that knows how much of it is taken, and the most that ever was."""
 
     most = 0
@@ -95,7 +95,7 @@ def moved_main(rank: int, folder: Path, layout: str) -> None:
     offload.LEAST = 1  # this model's tensors are small
     # it keeps what a GPU's kernel does
     kernels.F.rms_norm = lambda x, _, weight, eps: kernels._RMSNorm.apply(x, weight, eps)
-    device = world.join(moving(layout), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
+    device = world.init_process_groups(moving(layout), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     seen: dict[str, Any] = {}
     for parts in MOVED_PARTS if layout == METERED else MOVED_PARTS[:2]:
         slabs = Watched(SLAB)
@@ -103,7 +103,7 @@ def moved_main(rank: int, folder: Path, layout: str) -> None:
         with Meter() if layout == METERED else contextlib.nullcontext() as meter:
             seen["+".join(parts)] = passed(moving(layout, parts), device, meter, slabs)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def passed(given: LearnerSection, device: torch.device, meter: Meter | None, slabs: Watched) -> dict[str, Any]:
@@ -170,7 +170,9 @@ def offloaded_main(rank: int, folder: Path, name: str) -> None:
     from rl_megatron.learner.megatron import make_policy
 
     run = OFFLOADED[name]
-    device = world.join(offloading(0, run.pp), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
+    device = world.init_process_groups(
+        offloading(0, run.pp), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0
+    )
     seen: dict[str, Any] = {}
     for share in run.shares:
         policy = make_policy(run.shape, offloading(share, run.pp), device, temperature=1.0)
@@ -192,7 +194,7 @@ def offloaded_main(rank: int, folder: Path, name: str) -> None:
     steps(policy, 1)
     said = {"shares": seen, "resumed": resumed, "settings": settings(policy)}
     (folder / f"rank{rank}.json").write_text(json.dumps(said))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def steps(policy: Any, count: int) -> list[tuple[float | None, float]]:
@@ -294,7 +296,7 @@ def in_a_thread(rank: int) -> None:
     weight, ready = torch.arange(6.0, device="cuda").view(2, 3), torch.cuda.current_stream().record_event()
     with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="wait for cuda:3 in a thread that has not"):
         thread.submit(ready.synchronize).result()
-    beside = Beside()
+    beside = BackgroundChecksums()
     beside.read("w", weight)
     assert beside.report().read == [("w", whole_box((2, 3)), checksum(weight.cpu(), (2, 3)))]
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.models.shape import ModelShape, Rope, Router
-from rl_megatron.training.optimizer_steps import Made
+from rl_megatron.training.optimizer_steps import CompletedStep
 from rl_megatron.types import Loss, Samples, SkippedStep
 from tests.distributed.ranks import ragged_samples, run_ranks
 from tests.rows import policy_loss
@@ -89,7 +89,7 @@ def steps(megatron: MegatronLearner, learner: LearnerSection, rank: int, loss: L
     for _ in range(STEPS):
         result = train_step(megatron, batch.micro_batches[learner.dims.dp_rank(rank)], loss, 1e-3, **counts)
         assert not isinstance(result, SkippedStep)
-        if isinstance(result, Made):
+        if isinstance(result, CompletedStep):
             found.append((result.loss, result.step.grad_norm))
     return found
 
@@ -102,7 +102,9 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
 
     shape, layouts = RELAYS[relay]
     learner = LearnerSection.model_validate(layouts[number])
-    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous-{relay}-{number}", seed=1)
+    device = world.init_process_groups(
+        learner, rank=rank, rendezvous=f"file://{folder}/rendezvous-{relay}-{number}", seed=1
+    )
     megatron, loss = make_policy(shape, learner, device, temperature=0.7), policy_loss(objective="cispo")
     if number == 0:
         fill(megatron)
@@ -127,7 +129,7 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
         assert by_hand == (["common.pt"] if plan is not None and rank == 0 else [])
         assert megatron._planned.plan is plan
         assert (plan is None) == (loading.READS_WITHOUT_COMMON or "muon" in relay)
-    world.leave()
+    world.destroy_process_groups()
     return seen
 
 
@@ -143,7 +145,7 @@ def as_older_versions(folder: Path) -> None:
     loss, seen = policy_loss(objective="cispo"), {}
     for name, shape in (("sharded", MOE), ("biases", BIASED)):
         learner = LearnerSection()
-        device = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous-old-{name}", seed=1)
+        device = world.init_process_groups(learner, rank=0, rendezvous=f"file://{folder}/rendezvous-old-{name}", seed=1)
         with pytest.MonkeyPatch.context() as patch:
             if name == "biases":
                 patch.setattr(optimizer, "overrides", get_standard_config_overrides)
@@ -158,7 +160,7 @@ def as_older_versions(folder: Path) -> None:
         new = make_policy(shape, learner, device, temperature=0.7)
         new.load(folder / name)
         seen[name] = [steps(old, learner, 0, loss), steps(new, learner, 0, loss)]
-        world.leave()
+        world.destroy_process_groups()
     (folder / "old.json").write_text(json.dumps(seen))
 
 
@@ -175,7 +177,9 @@ def with_other_settings(folder: Path) -> None:
         if name == "muon":
             then["optimizer"]["muon"] = {"scale": "original"}
         learner = LearnerSection.model_validate(first)
-        device = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous-settings-{name}", seed=1)
+        device = world.init_process_groups(
+            learner, rank=0, rendezvous=f"file://{folder}/rendezvous-settings-{name}", seed=1
+        )
         saving = make_policy(BIASED, learner, device, temperature=0.7)
         fill(saving)
         steps(saving, learner, 0, loss)
@@ -189,7 +193,7 @@ def with_other_settings(folder: Path) -> None:
         steps(resumed, learner, 0, loss)
         groups = [group for part in parts for group in part.optimizer.param_groups if "scale" in group]
         seen[name] = {"apart": apart.worst, "stepped": apart.stepped, "muon": [g["scale"] for g in groups]}
-        world.leave()
+        world.destroy_process_groups()
     (folder / "settings.json").write_text(json.dumps(seen))
 
 

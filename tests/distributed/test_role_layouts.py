@@ -33,17 +33,17 @@ from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import Packer, packer_of, unpack
+from rl_megatron.data.packing import Packer, make_packer, unpack
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.observability.timeline import folder_of, read_kernels
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.training.scores import Measured, Packers, measured
-from rl_megatron.training.update import Update
-from rl_megatron.types import GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Scored
+from rl_megatron.training.scores import Packers, ScoredSamples, score_batch
+from rl_megatron.training.update import PolicyUpdate
+from rl_megatron.types import GenerationRequest, ParallelDims, Prompt, RewardResult, Samples, SamplingParams
 from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion
 from tests.distributed.ranks import ragged_samples
@@ -104,7 +104,7 @@ def by_transformers(model: Path, samples: Samples, row: int) -> Tensor:
     return logits.float().log_softmax(-1).gather(1, samples.targets[first:stop, None]).squeeze(1)
 
 
-async def replayed(roles: Roles, packer: Packer, samples: Samples) -> None:
+async def replayed(roles: RunComponents, packer: Packer, samples: Samples) -> None:
     """Routers that take the experts of a pass before give its log-probs; a stage reads its own layers' alone."""
     assert isinstance(roles.policy, LearnerGroup)
     batch = packer.pack(samples)
@@ -131,9 +131,9 @@ def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> No
     keys = ("learner.threads=1", "learner.ep=1", "learner.dp=2", "learner.pp=2", "rollout.temperature=1.0")
     config = load_config("tiny_cpu", keys)
     model = make_tiny_model(TINY, tmp_path / "cache", seed=3)
-    samples, packer = sampled(), packer_of(config.learner, attention_cost=0.0)
+    samples, packer = sampled(), make_packer(config.learner, attention_cost=0.0)
 
-    async def step(roles: Roles) -> None:
+    async def step(roles: RunComponents) -> None:
         before = written()
         batch = packer.pack(samples, ranks=packer.ranks(samples, most=2, seed=0))
         said = await roles.policy.score(batch, frozenset({"logprobs"}))
@@ -182,25 +182,27 @@ APART = (
 )
 
 
-def learned(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Measured, Measured, list[float]]:
+def learned(
+    folder: Path, model: Path, samples: Samples, *keys: str
+) -> tuple[ScoredSamples, ScoredSamples, list[float]]:
     """What all models say of the samples before and after two minibatches of real ranks, and the critic's gradient
     norms."""
     config = load_config("tiny_cpu", [*GIVEN, *keys])
 
-    async def step(roles: Roles) -> tuple[Measured, Measured, list[float]]:
+    async def step(roles: RunComponents) -> tuple[ScoredSamples, ScoredSamples, list[float]]:
         for role in ("critic", "reference"):
             await roles.models[role].start_from(model)
-        update = Update(config=config, roles=roles, attention_cost=0.0)
-        before = await measured(config, roles, update.packers, samples, 1, Stopwatch())
+        update = PolicyUpdate(config=config, roles=roles, attention_cost=0.0)
+        before = await score_batch(config, roles, update.packers, samples, 1, Stopwatch())
         trained = replace(samples, old_values=before.samples.old_values, ref_logprobs=before.samples.ref_logprobs)
         batches, own_columns = update._minibatches(trained, None, 1)
         _, of_critic = await update._steps(batches, own_columns, 1, Stopwatch(), [], {})
         norms = [made.step.grad_norm for made in of_critic if made is not None]
-        return before, await measured(config, roles, update.packers, samples, 2, Stopwatch()), norms
+        return before, await score_batch(config, roles, update.packers, samples, 2, Stopwatch()), norms
 
     folder.mkdir()
 
-    async def run() -> tuple[Measured, Measured, list[float]]:
+    async def run() -> tuple[ScoredSamples, ScoredSamples, list[float]]:
         async with LocalLauncher(model, folder).start(config) as roles:
             async with roles.record_kernels(folder_of(folder, 1)):
                 found = await step(roles)
@@ -243,13 +245,13 @@ def followed(folder: Path, model: Path, samples: Samples, shards: Path, *keys: s
     """The reference's log-probs after all steps, whose weights are exported; or after those behind the checkpoint."""
     config = load_config("tiny_cpu", [*FOLLOWS, *keys])
 
-    async def steps(roles: Roles) -> Tensor:
+    async def steps(roles: RunComponents) -> Tensor:
         if goes_on:
             await roles.policy.load(shards, {})
         else:
             await roles.models["reference"].start_from(model)
         for number in range(SAVED + 1 if goes_on else 1, STEPS + 1):
-            batch = packer_of(config.learner, attention_cost=0.0).pack(samples)
+            batch = make_packer(config.learner, attention_cost=0.0).pack(samples)
             await roles.policy.backward(batch, CrossEntropy())
             await roles.policy.step(0.02)
             await roles.policy.lead(RATE)
@@ -258,7 +260,7 @@ def followed(folder: Path, model: Path, samples: Samples, shards: Path, *keys: s
             if number == SAVED and not goes_on:
                 await (await roles.policy.save(shards)).durable()
         packers = Packers(config=config, attention_cost=0.0)
-        found = await measured(config, roles, packers, samples, 1, Stopwatch())
+        found = await score_batch(config, roles, packers, samples, 1, Stopwatch())
         assert found.samples.ref_logprobs is not None
         return found.samples.ref_logprobs
 
@@ -331,7 +333,7 @@ def config_of(policy: Path, folders: dict[str, Path], *layouts: str) -> RunConfi
     return load_config("tiny_cpu", [f"model.path={policy}", *learner, *keys])
 
 
-async def scored(config: RunConfig, policy: Path, folder: Path) -> list[list[Scored]]:
+async def scored(config: RunConfig, policy: Path, folder: Path) -> list[list[RewardResult]]:
     """What the run's reward says of all groups, which ask at once."""
     models = RewardModels(config.reward_models)
     reward = resolve_rewards(config.reward, config.own_rewards, config.sandbox, models)
@@ -368,7 +370,7 @@ WARM, MANY_STEPS = 100 + 3 * CYCLE, 500  # with AVX-512 kernels for new shapes t
 MOST_A_STEP = 0.02e6  # bytes a step
 
 
-async def step(roles: Roles, number: int, g: torch.Generator) -> None:
+async def step(roles: RunComponents, number: int, g: torch.Generator) -> None:
     """Sample, train and push, on other lengths each time."""
     params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=4, stop_token_ids=(257,), seed=number)
     prompts = [tuple(torch.randint(0, 256, (length,), generator=g).tolist()) for length in (3, 5, 4 + number % 9)]

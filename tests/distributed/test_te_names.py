@@ -41,7 +41,7 @@ def rank_main(rank: int, layout: str, families: list[str], root: Path) -> None:
         LearnerSection.model_validate({**LAYOUTS[layout], "device": "cuda", "dtype": "bfloat16", "layers": layers})
         for layers in LAYERS
     ]
-    device = world.join(given[0], rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
+    device = world.init_process_groups(given[0], rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
     for family in families:
         shape = read_shape(root / family)
         policies = [make_policy(shape, learner, device, temperature=1.0) for learner in given]
@@ -60,7 +60,7 @@ def rank_main(rank: int, layout: str, families: list[str], root: Path) -> None:
             carried.append(all(torch.equal(tensor, theirs[name]) for name, tensor in source.tensors.items()))
         seen[family]["carried"] = carried
     (root / f"{layout}-{rank}.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def invariant_main(rank: int, root: Path) -> None:
@@ -81,7 +81,7 @@ def invariant_main(rank: int, root: Path) -> None:
     language.__dict__["constexpr"] = int
     keys = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True}
     learner = LearnerSection.model_validate(keys)
-    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-invariant", seed=1)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-invariant", seed=1)
     policy = make_policy(read_shape(root / "qwen2"), learner, device, temperature=1.0)
     attention = policy._models[0].decoder.layers[0].self_attention.core_attention
     linears = [sys.modules[f"transformer_engine.pytorch.module.{name}"] for name in ("linear", "layernorm_linear")]
@@ -91,7 +91,7 @@ def invariant_main(rank: int, root: Path) -> None:
         "kernels": {name: os.environ[f"NVTE_{name}_ATTN"] for name in _KERNELS},
     }
     (root / "invariant.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def fp8_main(rank: int, root: Path) -> None:
@@ -106,7 +106,9 @@ def fp8_main(rank: int, root: Path) -> None:
 
     torch.version.cuda = "12.9"  # type: ignore[assignment]  # a build for CPUs has none
     keys: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
-    device = world.join(LearnerSection.model_validate(keys), rank=rank, rendezvous=f"file://{root}/fp8", seed=1)
+    device = world.init_process_groups(
+        LearnerSection.model_validate(keys), rank=rank, rendezvous=f"file://{root}/fp8", seed=1
+    )
     seen: dict[str, Any] = {}
     shape = replace(read_shape(root / "qwen3_moe"), expert_width=32, head_dim=32)
     for recipe in ("tensorwise", "blockwise", "mxfp8"):
@@ -128,7 +130,7 @@ def fp8_main(rank: int, root: Path) -> None:
         over = len(packed.input_ids) % learner.float8_rows
         seen[recipe] = [type(made).__name__, made.fp8_format.name, over, kept, left]
     (root / "fp8.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def _as_it_is(function: Any) -> Any:
@@ -148,7 +150,9 @@ def counting_main(rank: int, root: Path) -> None:
     for name in ("adamw", "muon"):
         learner = LearnerSection.model_validate({**keys, "optimizer": {"name": name}})
         if device is None:
-            device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-counting", seed=1)
+            device = world.init_process_groups(
+                learner, rank=rank, rendezvous=f"file://{root}/rendezvous-counting", seed=1
+            )
         policy, again = (make_policy(shape, learner, device, temperature=1.0) for _ in range(2))
         create_state(policy._optimizer)
         for one in policy.tensors.values():
@@ -163,7 +167,7 @@ def counting_main(rank: int, root: Path) -> None:
         kinds = sorted({type(part.optimizer).__module__ for part in links})
         said[name] = {"kinds": kinds, "steps": [group.get("step") for group in groups(again)], "links": len(links)}
     (root / f"counting-{rank}.json").write_text(json.dumps(said))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def groups(policy: Any) -> list[dict[str, Any]]:

@@ -30,10 +30,10 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import Plan, plan, plan_into
 from rl_megatron.weights.routes import rendezvous
-from rl_megatron.weights.routes.ends import Parcel
+from rl_megatron.weights.routes.ends import BoundBucket
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging, Transport
 from rl_megatron.weights.routes.last_hop import LearnerEnd, end_beside
-from rl_megatron.weights.routes.rendezvous import Keeper, Member, Rendezvous
+from rl_megatron.weights.routes.rendezvous import Rendezvous, RendezvousMember, RendezvousStore
 from tests.distributed.ranks import run_ranks
 from tests.forks import FORKS
 from tests.small_models import SMALL_MOE
@@ -202,11 +202,11 @@ def test_every_process_hears_of_one_processs_misfits(tmp_path: Path) -> None:
 # Messages between the processes of a group, over gloo.
 def words_main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    assert rendezvous.gather(f"of {rank}", None) == ["of 0", "of 1"]
+    assert rendezvous.gather_json(f"of {rank}", None) == ["of 0", "of 1"]
     if rank == 1:
         os._exit(0)
     with pytest.raises(SyncError, match="a process of the group was lost: "):
-        rendezvous.gather("anybody there?", None)
+        rendezvous.gather_json("anybody there?", None)
     os._exit(0)
 
 
@@ -356,7 +356,7 @@ class Process:
         """Join a new group and make a transport over it. What a process holds stays."""
         self.leave()
         if isinstance(rendezvous, Rendezvous):
-            self.member = Member(rendezvous, self.rank)
+            self.member = RendezvousMember(rendezvous, self.rank)
         else:
             limit, address = timedelta(seconds=TIMEOUT), f"file://{rendezvous}"
             dist.init_process_group("gloo", init_method=address, rank=self.rank, world_size=WORLD, timeout=limit)
@@ -441,7 +441,7 @@ class Process:
         """Flip a bit of the ``at``-th parcel that arrives here, between the wire and the tensors; once."""
         seen = 0
 
-        def unpack(parcel: Parcel, version: int) -> None:
+        def unpack(parcel: BoundBucket, version: int) -> None:
             nonlocal seen
             seen += 1
             if seen == at:
@@ -454,7 +454,7 @@ class Process:
         """Kill this process at the ``at``-th parcel that is packed or unpacked here."""
         seen, do = 0, {"pack": self._pack, "unpack": self._unpack}[end]
 
-        def call(parcel: Parcel, version: int) -> None:
+        def call(parcel: BoundBucket, version: int) -> None:
             nonlocal seen
             seen += 1
             if seen == at:
@@ -478,7 +478,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._joined = folder, 0
-        self._keeper = Keeper("127.0.0.1", TIMEOUT)
+        self._keeper = RendezvousStore("127.0.0.1", TIMEOUT)
         self.processes: list[Any] = [None] * WORLD
         self.connections: list[Connection] = [None] * WORLD  # type: ignore[list-item]
         for rank in range(WORLD):

@@ -24,7 +24,7 @@ from launcher.hosts import local
 from launcher.processes import engine_guard
 from launcher.processes.environment import die_with_parent, variables
 from launcher.wire import Muster
-from launcher.worker.forking import HELD_BACK
+from launcher.worker.forking import BLOCKED_SIGNALS
 from tests.e2e import forked_servers
 from tests.forks import FORKS, be_node
 
@@ -154,7 +154,7 @@ class ForkedNode:
 
 
 def _be_node(asked: socket.socket, parent: int) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED_SIGNALS)
     die_with_parent()
     if os.getppid() != parent:
         return

@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from rl_megatron.engines.answers import Judged
+from rl_megatron.engines.answers import TopLogprobs
 from rl_megatron.engines.http import Server
 from tests.forks import FORKS
 
 
 class Transformers:
-    """What `Teacher` uses of an engine's adapter."""
+    """What `ServedTeacher` uses of an engine's adapter."""
 
     def __init__(self, shape: object) -> None:
         """Of any sizes."""
 
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         said = await server.sampled("/judge", {"text": list(text), "top": top}, json.loads)
-        return Judged(
+        return TopLogprobs(
             logprobs=np.array(said["logprobs"], np.float32),
             top_ids=np.array(said["ids"], np.int32),
             top_logprobs=np.array(said["top"], np.float32),

@@ -14,11 +14,11 @@ from tests.kills.reader import Found, found, lines_of, trained_by_the_learner
 from tests.kills.run import SIZE, STALENESS, Series, points
 from tests.perfetto import check_trace
 
-STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.stream:Ledger"
+STREAM, LEDGER = "rl_megatron.rollout.stream:RolloutStream", "rl_megatron.rollout.stream:Ledger"
 SAVES, PUSHES = "rl_megatron.training.checkpoints", "rl_megatron.engines.local.adapter:EmbeddedAdapter"
 MIXED = 5  # completions of the last start that the run is awaited to continue over a push
 POINTS = (
-    Point(name="a step trains, before the first checkpoint", call="rl_megatron.training.update:Update.__call__"),
+    Point(name="a step trains, before the first checkpoint", call="rl_megatron.training.update:PolicyUpdate.__call__"),
     Point(name="one server of two has loaded the third push", call=f"{PUSHES}.load", nth=7, after=True),
     Point(name="ranks have written a checkpoint", call=f"{SAVES}:CheckpointStore._publish", nth=2),
     Point(name="a checkpoint has its name, the next lines are not written", call=f"{SAVES}:publish_folder", after=True),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.build.trained import hugging_face, trained_model
 from rl_megatron.errors import ConfigError
-from rl_megatron.features.lora.files import held_lora
+from rl_megatron.features.lora.files import stored_lora
 from rl_megatron.features.lora.merging import base_digest, merge_adapters
 from rl_megatron.models.tiny import TOKENIZER_SIZE, TinySizes, make_tiny_model
 from rl_megatron.training.flops import training_flops
@@ -50,7 +50,7 @@ def test_engines_get_merged_weights_and_a_resume_goes_on_to_the_bit(place: Place
         row["mismatch/logprob_abs_max"] < 1e-4 for row in rows
     )  # the engine samples from what the learner trains
     checkpoint = whole.folder / "checkpoints" / "step_000002" / "learner"
-    assert held_lora(checkpoint) is not None
+    assert stored_lora(checkpoint) is not None
     base = load_file(whole.folder / "hf_start" / "model.safetensors")
     merge_adapters(checkpoint, whole.folder / "hf_start", tmp_path / "merged")
     merged, pushed = (

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.build.roles import allocation_of
+from launcher.build.roles import find_allocation
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from tests.e2e.processes import Place, Run, alive, eventually
@@ -43,20 +43,20 @@ import launcher.worker.learner_rank
 def broken(*given):
     raise KeyError("planted")
 
-launcher.worker.learner_rank.Worker.backward = broken
+launcher.worker.learner_rank.LearnerRank.backward = broken
 """
 SERVERS = """
 import asyncio, contextlib, os, signal
 from pathlib import Path
 import psutil
-from launcher.processes.guards import Order
+from launcher.processes.guards import GuardSpec
 from launcher.hosts.ray.cluster import RayCluster
 from rl_megatron.config.io import load_config
 
 def order(what):
     here = Path.cwd()
     said = ["sh", "-c", what]
-    return Order(host="127.0.0.1", command=said, environment=dict(os.environ), folder=here, log=here / "log")
+    return GuardSpec(host="127.0.0.1", command=said, environment=dict(os.environ), folder=here, log=here / "log")
 
 def family():
     return psutil.Process().children(recursive=True)
@@ -225,7 +225,7 @@ def test_connected_ranks_train_alike_save_for_their_job_and_are_named_when_they_
 def test_without_a_job_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match=r"run\.launcher=slurm, but this is not a Slurm job; use rl-megatron submit"):
-        allocation_of(load_config("tiny_cpu", ["run.launcher=slurm"]), tmp_path)
+        find_allocation(load_config("tiny_cpu", ["run.launcher=slurm"]), tmp_path)
 
 
 def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place: Place, local: Run) -> None:

@@ -36,7 +36,9 @@ FOLDER_MADE = Point(name="a checkpoint has its folder", call=f"{SAVES}:Checkpoin
 NAMED = Point(name="the first checkpoint has its name", call=f"{SAVES}:publish_folder", after=True)
 RANKS_WRITE = Point(name="ranks write", call=f"{SAVES}:CheckpointStore.save", after=True)
 IN_THE_WARM_START = Point(name="warm start, step 3", call="rl_megatron.training.jobs.warm_start:WarmStart.step", nth=3)
-IN_STEP_3 = Point(name="step 3, between two checkpoints", call="rl_megatron.training.update:Update.__call__", nth=3)
+IN_STEP_3 = Point(
+    name="step 3, between two checkpoints", call="rl_megatron.training.update:PolicyUpdate.__call__", nth=3
+)
 NOT_EXPORTED = Point(name="the last step is saved, not exported", call="rl_megatron.training.loop:Loop.export")
 ONE = ("learner.ep=1", "reward.function=my_rewards:even")
 REPO, STORED = Path(__file__).parents[2], Path(__file__).with_name("reference.json")

@@ -20,7 +20,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.evaluation.results import read_results
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.metrics import deterministic
-from rl_megatron.weights.checks.reports import checksum, sealed_by
+from rl_megatron.weights.checks.reports import checksum, seal_from_reports
 from rl_megatron.weights.routes.mirror import read, shapes
 from tests.e2e.processes import PORTABLE, Place, Run
 from tests.exposure import check_secrets, check_sockets, family, ports_of
@@ -52,7 +52,7 @@ async def talks(task, model):
     return float(sum(text.encode()) % 2)
 '''
 ENVIRONMENT = '''
-from rl_megatron.environments.protocol import EnvironmentStep, Observed
+from rl_megatron.environments.protocol import EnvironmentStep, Observation
 
 
 class Odd:
@@ -62,10 +62,10 @@ class Odd:
         self.question, self.least = question, least
 
     async def start(self, task, seed):
-        return Observed(said=task.text)
+        return Observation(said=task.text)
 
     async def step(self, reply):
-        return EnvironmentStep(observation=Observed(said=self.question))
+        return EnvironmentStep(observation=Observation(said=self.question))
 
     async def score(self, transcript):
         return float(self.least + sum(transcript.replies[0].text.encode()) % 2)
@@ -177,6 +177,6 @@ async def test_a_bit_that_flips_between_learner_and_file_is_not_sealed(tmp_path:
             (byte,) = file.read(1)
             file.seek(path.stat().st_size - 1)
             file.write(bytes([byte ^ 1]))
-        assert sealed_by(await roles.weights.sums(), shapes(path)) == wanted
+        assert seal_from_reports(await roles.weights.sums(), shapes(path)) == wanted
         found = {name: checksum(t, tuple(t.shape)) for name, t in read(path, 1).items()}
         assert len([name for name in wanted if found[name] != wanted[name]]) == 1

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from launcher.processes.guards import Sites
 from launcher.servers.engines import SERVERS
-from launcher.servers.pool import ServedEngines
+from launcher.servers.pool import ServerPool
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.features.quantize.encoding import ENCODINGS
 from rl_megatron.interfaces import RolloutEngine
@@ -38,11 +38,11 @@ from rl_megatron.types import (
     Want,
     WeightUpdate,
 )
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import ChecksumReport
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
 from rl_megatron.weights.push.sync import ServedWeights
-from rl_megatron.weights.push.trust import Probe, Probed, Trust
+from rl_megatron.weights.push.trust import Probe, Probed, PushVerifier
 from rl_megatron.weights.routes.delivery import FileDelivery
 from rl_megatron.weights.routes.mirror import Mirror
 
@@ -167,7 +167,7 @@ class FolderSync:
     folder: Path = Path()
     change: Change = field(default=lambda tensors: None)
     after: Callable[[], None] = field(default=lambda: None)
-    reports: Sequence[Report] = ()
+    reports: Sequence[ChecksumReport] = ()
 
     async def push(self, version: int) -> WeightUpdate:
         self.mirror.withdraw()
@@ -180,7 +180,7 @@ class FolderSync:
         self.after()
         return WeightUpdate(version=version, num_bytes=self.mirror.num_bytes, seconds=0.0)
 
-    async def sums(self) -> Sequence[Report]:
+    async def sums(self) -> Sequence[ChecksumReport]:
         return self.reports
 
     async def export(self, folder: Path) -> None:
@@ -204,7 +204,7 @@ class ServedBench:
     def __init__(
         self,
         name: str,
-        engine: ServedEngine,
+        engine: ServerEngine,
         sync: FolderSync,
         path: Path,
         runner: asyncio.Runner,
@@ -218,21 +218,21 @@ class ServedBench:
         self.weights = self.weights_of(engine)
         self.refit = self.weights.refit
 
-    def weights_of(self, engine: ServedEngine) -> ServedWeights:
+    def weights_of(self, engine: ServerEngine) -> ServedWeights:
         """A sync into ``engine``, which may be another over the same servers."""
         trust = self.trust_of(engine.weights)
         return ServedWeights(learner=self.sync, delivery=self.file(engine), trust=trust, servers=engine.weights)
 
-    def trust_of(self, servers: Probed) -> Trust:
+    def trust_of(self, servers: Probed) -> PushVerifier:
         """Probes what ``servers`` sample or score."""
         probe = Probe.make(
             vocab_size=self.vocab_size, max_length=MAX_LENGTH, temperature=1.0, tolerance=self._tolerance
         )
-        return Trust(
+        return PushVerifier(
             path=self.path, servers=servers, learner=self.sync, dims=ParallelDims(), probe=probe, probes=self._probes
         )
 
-    def file(self, engine: ServedEngine) -> FileDelivery:
+    def file(self, engine: ServerEngine) -> FileDelivery:
         """Through the mirror."""
         return FileDelivery(learner=self.sync, path=self.path, servers=engine.weights)
 
@@ -326,7 +326,7 @@ def served(
     kind, held = ENCODINGS[quantization], getattr(torch, dtype or "float32")
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        servers = ServedEngines(config, SERVERS[engine](shape), model, folder, shape, sites)
+        servers = ServerPool(config, SERVERS[engine](shape), model, folder, shape, sites)
         try:
             running = runner.run(stack.enter_async_context(servers.running(path)))
             Mirror.make(path, shapes, held, model / "config.json", kind)

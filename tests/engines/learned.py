@@ -19,7 +19,7 @@ import torch
 from launcher.controller.roles import WeightGroup
 from launcher.runs.folder import mirror_path
 from launcher.wire import Setup
-from launcher.worker.learner_rank import Worker
+from launcher.worker.learner_rank import LearnerRank
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.tiny import byte_tokenizer
@@ -219,7 +219,7 @@ def _rank_main(rank: int, setup: Setup, orders: Connection) -> None:
     torch.set_num_threads(1)
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
 
-    worker = Worker(setup, rank, None)
+    worker = LearnerRank(setup, rank, None)
     while True:
         try:
             name, arguments = orders.recv()
@@ -229,13 +229,13 @@ def _rank_main(rank: int, setup: Setup, orders: Connection) -> None:
         orders.send(getattr(worker, name)(*arguments) if own is None else own(worker, *arguments))
 
 
-def _sent(worker: Worker) -> Mapping[int, int]:
+def _sent(worker: LearnerRank) -> Mapping[int, int]:
     """Bytes that this rank sends of a version, by number of the receiver in the group of learner and engines."""
     assert worker._sender is not None
     return worker._sender._transport.ends.bytes_sent
 
 
-def _live_apart(worker: Worker, apart: bool) -> None:
+def _live_apart(worker: LearnerRank, apart: bool) -> None:
     """Have this rank believe, or no more, that it is on another node than engine ranks."""
     from rl_megatron.weights.routes import rendezvous
 

@@ -13,7 +13,7 @@ import torch
 from rl_megatron.errors import SyncError
 from rl_megatron.features.quantize.encoding import ENCODINGS
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.checks.reports import Report, sources_of
+from rl_megatron.weights.checks.reports import ChecksumReport, sender_boxes
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
@@ -21,7 +21,7 @@ from rl_megatron.weights.routes import rendezvous
 from rl_megatron.weights.routes.delivery import DirectDelivery
 from rl_megatron.weights.routes.engine_ends import Sender
 from rl_megatron.weights.routes.mirror import dtypes
-from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous
+from rl_megatron.weights.routes.rendezvous import Rendezvous, RendezvousStore
 from tests.engines.benches import Change, ServedBench, weights_of
 
 
@@ -45,13 +45,13 @@ class FolderSender:
         layout = recorded_layout(self.hf, ranks)
         moves = plan(self.hf, layout, placement={rank: 1 + rank for rank in range(len(ranks))})
         self.least_bytes = 4 * sum(moves.traffic().values())
-        sources, layouts = sources_of(self.hf, self.hf)[0], (self.hf, layout)
+        sources, layouts = sender_boxes(self.hf, self.hf)[0], (self.hf, layout)
         self.before_joining()
         self._sender = await asyncio.to_thread(
             Sender, rendezvous, 0, layouts, self.tensors, sources, dtypes=self.dtypes, encoder=self._encoder
         )
 
-    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
+    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[ChecksumReport]]:
         self.before()
         if self.dies:
             raise SyncError("the learner is gone")
@@ -79,7 +79,7 @@ def direct(server: ServedBench, sender: FolderSender, *, beside: bool = False) -
         file=server.file(server.engine),
         learner=sender,
         servers=server.engine.weights,
-        keeper=Keeper("127.0.0.1", 100.0),
+        keeper=RendezvousStore("127.0.0.1", 100.0),
         learner_ranks=1,
         backend="gloo",
     )

@@ -27,10 +27,10 @@ from rl_megatron.config.io import load_config
 from rl_megatron.errors import SyncError
 from rl_megatron.features.lora.feature import LoraSection
 from rl_megatron.features.lora.merging import merge_adapters
-from rl_megatron.features.lora.push import ADAPTERS, AdapterFolders, AdapterWeights, adapters_folder
+from rl_megatron.features.lora.push import ADAPTERS, AdapterFolders, AdapterSync, adapters_folder
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.types import Batch, Completion, Scores, Want, WeightUpdate
-from rl_megatron.weights.checkpoints.safetensors_io import MadeUp
+from rl_megatron.weights.checkpoints.safetensors_io import RandomWeights
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from tests.completions import completion
 from tests.e2e.processes import REWARDS
@@ -70,7 +70,7 @@ class AdapterFolder(FolderSync):
     def drawn(self, version: int) -> Mapping[str, Tensor]:
         """The adapters of a version, as after training: no B is 0."""
         sizes = {name: tuple(tensor.shape) for name, tensor in self.writer.tensors.items()}
-        source = MadeUp(self.base, sizes, version)
+        source = RandomWeights(self.base, sizes, version)
         return {name: source.read(name, tuple((0, n) for n in size)).mul_(3) for name, size in sizes.items()}
 
     async def push_beside(self, version: int, *given: Any) -> WeightUpdate:
@@ -109,7 +109,7 @@ class AdapterFolder(FolderSync):
 
 
 @contextmanager
-def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFolder, AdapterWeights]]:
+def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFolder, AdapterSync]]:
     sizes = {"intermediate_size": 64, "max_position_embeddings": MAX_LENGTH}  # SGLang pads 48 on CPUs, not the adapters
     model = save_model("qwen2", folder / "model", 1, **sizes)
     (folder / engine).mkdir()
@@ -122,7 +122,7 @@ def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFol
         bench.sync = learner
         file = bench.file(bench.engine)
         given = load_config("tiny_cpu", ("rollout=vllm", *KEYS)), bench.engine, learner, file, file
-        weights = AdapterWeights(*given, bench.trust_of, run="run")
+        weights = AdapterSync(*given, bench.trust_of, run="run")
         bench.refit = weights.refit
         yield bench, learner, weights
 
@@ -134,7 +134,7 @@ def check(one: Completion, learner: AdapterFolder, version: int) -> None:
     torch.testing.assert_close(torch.tensor(one.logprobs), right, atol=1e-4, rtol=0)
 
 
-def pushed_meanwhile(bench: ServedBench, weights: AdapterWeights) -> tuple[int, Completion, Completion]:
+def pushed_meanwhile(bench: ServedBench, weights: AdapterSync) -> tuple[int, Completion, Completion]:
     """The version that was pushed under a request, this, which began before, and one that began behind it."""
 
     async def both(new: int, version: int) -> tuple[Completion, Completion] | None:
@@ -231,7 +231,7 @@ def test_vllm_computes_with_the_adapters_as_transformers_does_with_merged_weight
     model = save_model("qwen2", tmp_path / "model", 1)
     shape = read_shape(model)
     shapes = LoraLayouts(LORA_OF_PROBE).in_files(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
-    drawn = MadeUp(model, shapes, 3)
+    drawn = RandomWeights(model, shapes, 3)
     adapters = {name: drawn.read(name, tuple((0, n) for n in size)).mul_(3) for name, size in shapes.items()}
     folder = tmp_path / "adapters"
     folder.mkdir()

@@ -16,7 +16,7 @@ import pytest
 from launcher.servers import supervisor
 from rl_megatron.data.problems.prompts import split_sums
 from rl_megatron.engines import requests
-from rl_megatron.engines.adapter import Command, StartOptions
+from rl_megatron.engines.adapter import StartCommand, StartOptions
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from tests.e2e.processes import REWARDS, Place, Run
 from tests.kills.reader import lines_of
@@ -40,7 +40,7 @@ class Deadly:
     def __call__(self) -> None:
         real, deadly = EmbeddedAdapter.command, str(Path(__file__).with_name("deadly.py"))
 
-        def command(adapter: EmbeddedAdapter, options: StartOptions) -> Command:
+        def command(adapter: EmbeddedAdapter, options: StartOptions) -> StartCommand:
             given = real(adapter, options)
             python, _, _, _, *rest = given.arguments  # -P -m MODULE
             environment = {**given.environment, "DEADLY": str(self.folder)}

@@ -17,7 +17,7 @@ from rl_megatron.engines.http import Server
 from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores, Want
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.push.sync import ServedWeights
-from rl_megatron.weights.push.trust import Probe, Trust
+from rl_megatron.weights.push.trust import Probe, PushVerifier
 from rl_megatron.weights.routes.mirror import dtypes, shapes
 from tests.engines.benches import Change, ServedBench
 from tools.lab.mismatch.causes import Finding, Setting, TokenizerCheck, WeightCheck, judge
@@ -58,7 +58,7 @@ def looked_at(server: ServedBench) -> Iterator[ServedBench]:
     before, tolerant = server.weights, float("inf")
     probe = Probe.make(vocab_size=259, max_length=512, temperature=1.0, tolerance=tolerant)
     servers = server.engine.weights
-    trust = Trust(path=server.path, servers=servers, learner=server.sync, dims=ParallelDims(), probe=probe)
+    trust = PushVerifier(path=server.path, servers=servers, learner=server.sync, dims=ParallelDims(), probe=probe)
     delivery = server.file(server.engine)
     server.weights = ServedWeights(learner=server.sync, delivery=delivery, trust=trust, servers=servers)
     yield server

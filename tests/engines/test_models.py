@@ -21,7 +21,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.routes.delivery import DirectDelivery
-from rl_megatron.weights.routes.rendezvous import Keeper
+from rl_megatron.weights.routes.rendezvous import RendezvousStore
 from tests.engines.benches import REPO, LocalBench, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
 from tests.engines.learned import KERNELS, LAYOUTS, SHARED, Learners, folder_of, learners_of, mirror_of
@@ -83,7 +83,7 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
                 file=server.file(server.engine),
                 learner=weights,
                 servers=server.engine.weights,
-                keeper=Keeper("127.0.0.1", 300.0),
+                keeper=RendezvousStore("127.0.0.1", 300.0),
                 learner_ranks=first,
                 backend="gloo",
             )

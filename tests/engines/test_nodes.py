@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.processes.guards import Site
+from launcher.processes.guards import ServerSite
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
 from tests.engines.benches import NEW, REPO, ServedBench, request, served, words_of
@@ -22,7 +22,7 @@ from tests.engines.test_models import PROMPTS, bytes_of, samples_from
 from tests.engines.test_restarts import check, until_healthy
 from tests.exposure import check_sockets, family
 
-TWO = [[Site(), Site()]]
+TWO = [[ServerSite(), ServerSite()]]
 
 
 def holds_all_once(server: ServedBench, folder: Path) -> None:

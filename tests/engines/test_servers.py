@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines.adapter import EngineGauges
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.types import Completion
 from tests.engines.benches import MAX_LENGTH, NEW, RETURN_ROUTES, ServedBench, logprobs_of, request, routes_of, served
@@ -164,7 +164,7 @@ def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, model
     routed, prompt = server.name in RETURN_ROUTES, request().token_ids
     section = ServerSection(running_requests="abort")
     engine = server.engine
-    ending = ServedEngine(engine.adapter, engine.servers, section, max_length=MAX_LENGTH, vocab_size=259)
+    ending = ServerEngine(engine.adapter, engine.servers, section, max_length=MAX_LENGTH, vocab_size=259)
 
     async def update_meanwhile(new: int) -> Sequence[Completion]:
         pair = replace(request(n=2, new=new), columns=("routes",) if routed else ())

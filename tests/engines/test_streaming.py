@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.types import Completion, GenerationRequest
 from tests.engines.benches import (
     MAX_LENGTH,
@@ -31,14 +31,14 @@ PROMPTS = [[(13 * i + 5 * j) % 256 for j in range(8 + 5 * i)] for i in range(8)]
 TOLERANCE = 1e-4  # nats, in float32
 
 
-def of_mode(server: ServedBench, mode: RunningRequests) -> ServedEngine:
+def of_mode(server: ServedBench, mode: RunningRequests) -> ServerEngine:
     """Another engine over the same servers."""
     section = ServerSection(running_requests=mode)
-    return ServedEngine(server.engine.adapter, server.engine.servers, section, max_length=MAX_LENGTH, vocab_size=259)
+    return ServerEngine(server.engine.adapter, server.engine.servers, section, max_length=MAX_LENGTH, vocab_size=259)
 
 
 async def interrupted(
-    server: ServedBench, engine: ServedEngine, asked: Sequence[GenerationRequest], running: Sequence[asyncio.Task[Any]]
+    server: ServedBench, engine: ServerEngine, asked: Sequence[GenerationRequest], running: Sequence[asyncio.Task[Any]]
 ) -> list[Completion | None]:
     """What is known of requests that were interrupted: again, where one of them had not begun and none is over."""
     while True:

@@ -20,8 +20,8 @@ from write_tasks import run
 
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.parsers import hermes
-from rl_megatron.agents.source import Waves
-from rl_megatron.errors import ConfigError, EnvironmentFailed
+from rl_megatron.agents.source import RequestBatcher
+from rl_megatron.errors import ConfigError, EnvironmentFailure
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
@@ -48,7 +48,9 @@ def prompt(row: Mapping[str, Any], id: str = "p") -> Prompt:
 
 
 def played(engine: Scripted, url: str, prompts: Sequence[Prompt], **section: Any) -> list[Trajectory]:
-    ours = sampler(Waves(engine), function="nemo_gym_sessions:NemoGym", options={"url": url}, group_size=1, **section)
+    ours = sampler(
+        RequestBatcher(engine), function="nemo_gym_sessions:NemoGym", options={"url": url}, group_size=1, **section
+    )
     rollout = ours.rollout.model_copy(update={"max_new_tokens": 300, "max_prompt_tokens": 200})
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = SHOWS_TOOLS
@@ -183,7 +185,7 @@ def test_a_server_that_fails_or_lies_is_named(answers: Answers, said: str) -> No
     says = Scripted(lambda text: call("add", n=1) if text == "Add. add" else "3")
     with (
         answering({**FINE, **answers}) as (url, _),
-        pytest.raises(EnvironmentFailed, match=f"'nemo_gym_sessions:NemoGym'.*{said}"),
+        pytest.raises(EnvironmentFailure, match=f"'nemo_gym_sessions:NemoGym'.*{said}"),
     ):
         played(says, url, [prompt(ROW)])
 
@@ -192,7 +194,7 @@ def test_a_server_that_fails_or_lies_is_named(answers: Answers, said: str) -> No
 def test_a_server_that_hangs_is_given_up(path: str) -> None:
     says = Scripted(lambda text: call("add", n=1) if text == "Add. add" else "3")
     limit = r"did not end within environment.step_seconds=0\.3"
-    with answering(FINE, lambda asked: asked == path) as (url, _), pytest.raises(EnvironmentFailed, match=limit):
+    with answering(FINE, lambda asked: asked == path) as (url, _), pytest.raises(EnvironmentFailure, match=limit):
         played(says, url, [prompt(ROW)], step_seconds=0.3)
 
 
@@ -214,7 +216,7 @@ def test_rows_that_cannot_be_played_are_refused(given: Mapping[str, Any], said: 
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n{json.dumps(row)}\n")
     with pytest.raises(ConfigError, match=f"rows.jsonl, line 2: .*{said}"):
         example.tasks(path=str(tmp_path / "rows.jsonl"), held_out=1)
-    with pytest.raises(EnvironmentFailed, match=f"prompt 'p': nemo_gym: .*{said}"):
+    with pytest.raises(EnvironmentFailure, match=f"prompt 'p': nemo_gym: .*{said}"):
         played(Scripted(str), "http://127.0.0.1:1", [prompt(row)])
 
 

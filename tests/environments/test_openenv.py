@@ -15,9 +15,9 @@ import openenv_episodes as example
 import pytest
 from write_tasks import run
 
-from rl_megatron.agents.source import EnvironmentSampler, Waves
+from rl_megatron.agents.source import EnvironmentSampler, RequestBatcher
 from rl_megatron.environments.protocol import Reply
-from rl_megatron.errors import ConfigError, DataError, EnvironmentFailed
+from rl_megatron.errors import ConfigError, DataError, EnvironmentFailure
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
 from tests.environments.served import interpreter, serving
@@ -39,7 +39,7 @@ def prompt(text: str, **arguments: Any) -> Prompt:
 def source(engine: Scripted, url: str, *, group_size: int = 2, **section: Any) -> EnvironmentSampler:
     options = {"url": url, "tool": False, **section.pop("options", {})}  # plain texts show none
     return sampler(
-        Waves(engine), function="openenv_episodes:OpenEnv", options=options, group_size=group_size, **section
+        RequestBatcher(engine), function="openenv_episodes:OpenEnv", options=options, group_size=group_size, **section
     )
 
 
@@ -92,7 +92,9 @@ async def test_a_server_that_stays_full_is_named(server: str, monkeypatch: pytes
     await one.open()
     await one.reset({})
     try:
-        with pytest.raises(EnvironmentFailed, match=r"Server at capacity: 1/1 .*, for 0.2 s; give .* a max_concurrent"):
+        with pytest.raises(
+            EnvironmentFailure, match=r"Server at capacity: 1/1 .*, for 0.2 s; give .* a max_concurrent"
+        ):
             await source(Scripted(str), f"{server}/echo").groups(drawn([prompt("say")]))
     finally:
         await one.close()
@@ -120,7 +122,7 @@ def test_what_the_schema_refuses_is_read_and_all_of_an_observation_that_has_no_o
 )
 def test_what_the_server_does_not_do_is_named(server: str, path: str, says: str, task: Prompt, said: str) -> None:
     options = {"observation": "hint"} if path == "guess" else {}
-    with pytest.raises(EnvironmentFailed, match=f"environment 'openenv_episodes:OpenEnv': prompt 'p'.*({said})"):
+    with pytest.raises(EnvironmentFailure, match=f"environment 'openenv_episodes:OpenEnv': prompt 'p'.*({said})"):
         played(source(Scripted(lambda text: says), f"{server}/{path}", options=options), [task])
 
 
@@ -135,7 +137,7 @@ def test_a_tool_that_plain_texts_do_not_show_is_refused_and_may_be_left_out(tool
     with lying(sends(data(reward=0.5, done=True)), shows) as url:
         ours = source(engine, url, group_size=1, options={"tool": tool})
         if tool:
-            with pytest.raises(EnvironmentFailed, match=r"environment.template=plain shows no tools"):
+            with pytest.raises(EnvironmentFailure, match=r"environment.template=plain shows no tools"):
                 played(ours, [prompt("say")])
         else:
             assert [one.reward for one in played(ours, [prompt("say")])] == [0.5]
@@ -283,7 +285,7 @@ def redirects(connection: Any, request: Any) -> Any:
     ],
 )
 def test_a_server_that_hangs_lies_or_leaves_is_named(answers: Any, said: str) -> None:
-    with lying(answers) as url, pytest.raises(EnvironmentFailed, match=said):
+    with lying(answers) as url, pytest.raises(EnvironmentFailure, match=said):
         played(
             source(Scripted(lambda text: "7"), url, group_size=1, step_seconds=0.3 if answers is hangs else 20),
             [prompt("say")],
@@ -303,7 +305,7 @@ def test_a_server_that_hangs_lies_or_leaves_is_named(answers: Any, said: str) ->
     ],
 )
 def test_a_server_that_is_no_openenv_is_named(schema: Any, said: str) -> None:
-    with lying(hangs, schema) as url, pytest.raises(EnvironmentFailed, match=said):
+    with lying(hangs, schema) as url, pytest.raises(EnvironmentFailure, match=said):
         played(source(Scripted(lambda text: "7"), url, group_size=1), [prompt("say")])
 
 

@@ -15,7 +15,7 @@ import pytest
 from reasoning_gym_problems import EXECUTING, ReasoningGym
 from write_tasks import run
 
-from rl_megatron.agents.source import Waves
+from rl_megatron.agents.source import RequestBatcher
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
@@ -77,7 +77,9 @@ def test_a_trajectory_is_the_problem_and_one_turn(tmp_path: Path) -> None:
     train, _ = written(tmp_path, *CHAIN)
     right = train[0]["answer"]
     ours = sampler(
-        Waves(Scripted(lambda text: right)), function="reasoning_gym_problems:ReasoningGym", options={"tag": ""}
+        RequestBatcher(Scripted(lambda text: right)),
+        function="reasoning_gym_problems:ReasoningGym",
+        options={"tag": ""},
     )
     longer = replace(ours, rollout=ours.rollout.model_copy(update={"max_prompt_tokens": 200}))
     (one, *_) = trajectories(asyncio.run(longer.groups(drawn([task(train[0])]))))

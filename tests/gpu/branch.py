@@ -70,7 +70,7 @@ def begin(rank: int, folder: Path, keys: Mapping[str, Any]) -> tuple[LearnerSect
     from rl_megatron.learner import world
 
     learner = LearnerSection.model_validate(keys)
-    return learner, world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    return learner, world.init_process_groups(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
 
 
 def end(folder: Path, seen: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ def end(folder: Path, seen: Mapping[str, Any]) -> None:
     from rl_megatron.learner import world
 
     (folder / "seen.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def policy_main(

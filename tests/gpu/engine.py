@@ -85,7 +85,7 @@ def ipc_main(rank: int, folder: Path, uuid: str) -> None:
     torch.set_num_threads(1)
     from rl_megatron.weights.boxes import whole_box
     from rl_megatron.weights.checks.places import record
-    from rl_megatron.weights.checks.reports import Beside, sources_of
+    from rl_megatron.weights.checks.reports import BackgroundChecksums, sender_boxes
     from rl_megatron.weights.layouts.recorded import recorded_layout
     from rl_megatron.weights.routes.engine_ends import Receiver, Sender
     from tests.distributed.test_engine_ends import HF, tensors_of
@@ -96,7 +96,7 @@ def ipc_main(rank: int, folder: Path, uuid: str) -> None:
         dtypes = dict.fromkeys(shapes, dtype)
         if rank == 0:
             layouts = HF, recorded_layout(HF, [{name: whole_box(shape) for name, shape in shapes.items()}])
-            sender = Sender(rendezvous, 0, layouts, held, sources_of(HF, HF)[0], dtypes=dtypes)
+            sender = Sender(rendezvous, 0, layouts, held, sender_boxes(HF, HF)[0], dtypes=dtypes)
             for version in (1, 2, 3):
                 for name, tensor in tensors_of(version).items():
                     held[name].copy_(tensor)
@@ -115,7 +115,7 @@ def ipc_main(rank: int, folder: Path, uuid: str) -> None:
         places = record(load, shapes, held, dtypes)
         receiver = Receiver(rendezvous, 1, {one: one.of(held[one.param]) for one in places})
         for version in (1, 2, 3):
-            beside = Beside()
+            beside = BackgroundChecksums()
             receiver.receive(version, lambda one, beside=beside, held=held: beside.sent(one, held[one.param]))
             equal = {n: torch.equal(held[n].cpu(), t.to(dtype)) for n, t in tensors_of(version).items()}
             assert list(equal.values()).count(False) == (version == 3)
@@ -127,11 +127,11 @@ def ipc_main(rank: int, folder: Path, uuid: str) -> None:
 
 def _met(rank: int, folder: Path, number: int) -> Any:
     """The rendezvous that rank 0 keeps."""
-    from rl_megatron.weights.routes.rendezvous import Keeper, Rendezvous
+    from rl_megatron.weights.routes.rendezvous import Rendezvous, RendezvousStore
 
     told = folder / f"rendezvous {number}"
     if rank == 0:
-        keeper = Keeper("127.0.0.1", 100.0)
+        keeper = RendezvousStore("127.0.0.1", 100.0)
         KEEPERS.append(keeper)
         rendezvous = keeper.rendezvous(2, learners=1, backend="nccl")
         told.with_suffix(".new").write_text(json.dumps(asdict(rendezvous)))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.rollout.stream import Ledger
-from rl_megatron.training.update import Update
+from rl_megatron.training.update import PolicyUpdate
 
 KILLED, TRAINED = "killed.jsonl", "trained.jsonl"
 
@@ -61,13 +61,13 @@ class Witness:
             at(self.point, functools.partial(self._die, ledgers))
 
     def _note_what_is_trained(self) -> None:
-        trained = Update.__call__
+        trained = PolicyUpdate.__call__
 
-        async def noting(update: Update, groups: Any, step: int, watch: Any) -> Any:
+        async def noting(update: PolicyUpdate, groups: Any, step: int, watch: Any) -> Any:
             _append(self.folder / TRAINED, {"step": step, "prompts": [group.prompt.id for group in groups]})
             return await trained(update, groups, step, watch)
 
-        setattr(Update, "__call__", noting)  # noqa: B010  an assignment is none of mypy's
+        setattr(PolicyUpdate, "__call__", noting)  # noqa: B010  an assignment is none of mypy's
 
     def _ledgers(self) -> list[Ledger]:
         """The run's own ledger, once it is made."""

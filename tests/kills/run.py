@@ -68,22 +68,24 @@ class Series:
 
 DONE = "done.jsonl"
 EACH_STEP = {
-    "rl_megatron.rollout.stream:Stream": ("take", "settled", "pushed", "interrupt", "state"),
+    "rl_megatron.rollout.stream:RolloutStream": ("take", "settled", "pushed", "interrupt", "state"),
     "rl_megatron.rollout.stream:Ledger": ("end", "write", "check", "state"),
     "rl_megatron.engines.weights:ReplicaWeights": ("load", "commit"),
     "rl_megatron.training.checkpoints:CheckpointStore": ("save", "_make_room", "_publish"),
     "rl_megatron.training.checkpoints": ("publish_folder", "digest_of"),
-    "rl_megatron.training.update:Update": ("__call__",),
+    "rl_megatron.training.update:PolicyUpdate": ("__call__",),
     "rl_megatron.observability.recorder:Recorder": ("write", "write_samples"),
 }
 OFTEN = {
     "rl_megatron.engines.local.adapter:EmbeddedAdapter": ("pause", "load", "resume", "relabel", "generate"),
-    "rl_megatron.rollout.stream:Stream": ("_draw", "_answer", "_sample"),
+    "rl_megatron.rollout.stream:RolloutStream": ("_draw", "_answer", "_sample"),
     "rl_megatron.observability.files:JsonlFile": ("append",),
 }
-RESUMES = ("rl_megatron.rollout.stream:Stream.restore", "rl_megatron.rollout.stream:Ledger.restore")
-RESUMES += ("rl_megatron.training.jobs.rl:Reinforcement.restore", "rl_megatron.observability.files:write_atomically")
-FIRST = Point(name="training, once there is a checkpoint", call="rl_megatron.training.update:Update.__call__", nth=4)
+RESUMES = ("rl_megatron.rollout.stream:RolloutStream.restore", "rl_megatron.rollout.stream:Ledger.restore")
+RESUMES += ("rl_megatron.training.jobs.rl:RLJob.restore", "rl_megatron.observability.files:write_atomically")
+FIRST = Point(
+    name="training, once there is a checkpoint", call="rl_megatron.training.update:PolicyUpdate.__call__", nth=4
+)
 
 
 def points(seed: int, count: int) -> list[Point | After]:

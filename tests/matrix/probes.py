@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
-from rl_megatron.algorithms.losses import WithValues
+from rl_megatron.algorithms.losses import PolicyAndValueLoss
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.errors import RLMegatronError
@@ -24,7 +24,7 @@ from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.features.overlap.feature import overlap_of
 from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, MadeUp, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, RandomWeights, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from tests.matrix.cells import MAX_TOKENS, SEQUENCES, Cell, has_values
@@ -55,7 +55,7 @@ def loss_of(features: Sequence[str]) -> Loss:
     value = ValueLoss(clip=CLIP)
     if "critic" in features:
         return value
-    return WithValues(policy=LOSS, value=value, coefficient=COEFFICIENT) if "own critic" in features else LOSS
+    return PolicyAndValueLoss(policy=LOSS, value=value, coefficient=COEFFICIENT) if "own critic" in features else LOSS
 
 
 def first_values(shape: Sequence[int]) -> Tensor:
@@ -100,7 +100,7 @@ def packed(samples: Samples, learner: LearnerSection) -> Batch:
     return Packer(dims=learner.dims, max_tokens=MAX_TOKENS, padding=learner.padding).pack(samples)
 
 
-class Drawn(MadeUp):
+class Drawn(RandomWeights):
     """Adapters as after training: no B is 0."""
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -200,7 +200,7 @@ def pretend_gpu() -> None:
     build.refuse, offload.LEAST = Mock(), 1
     for module in (offload, parked):
         module.torch = cpu._make_torch_proxy()
-    for owner, name in ((offload.Activations, "_pack"), (parked.Parked, "leave")):
+    for owner, name in ((offload.Activations, "_pack"), (parked.OffloadedTensors, "leave")):
         setattr(owner, name, partialmethod(partial(there, getattr(owner, name))))
 
 
@@ -248,7 +248,7 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     from rl_megatron.learner.optimizer import bucket_groups
 
     learner = cell.learner
-    device = world.join(learner, rank=rank, rendezvous=f"file://{to}/rendezvous", seed=1)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=f"file://{to}/rendezvous", seed=1)
     if "offload" in cell.features:
         pretend_gpu()
     one = made(cell, folder, learner, rank, device)
@@ -284,13 +284,13 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
         seen["merged"] = dict(held(policy)) if learner.lora.rank is not None else {}
     if (most := read_shape(folder).indexer) is not None:
         refuses_longer(policy, row[0], most.top_k)
-    world.leave()
+    world.destroy_process_groups()
     return seen
 
 
 def held_bytes(policy: Any) -> dict[str, int]:
     """Of this rank, by what the plan of memory calls them; megatron pads gradients for their reduction."""
-    from rl_megatron.learner.optimizer import state_of
+    from rl_megatron.learner.optimizer import optimizer_state
 
     chunks = policy._chunks
     held_by = [p for chunk in chunks for p in chunk.parameters()]
@@ -298,7 +298,9 @@ def held_bytes(policy: Any) -> dict[str, int]:
     buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     stepped = {p.untyped_storage().data_ptr() for p in held_by}  # the weights themselves in float32
     state = [
-        one for one in state_of(policy._optimizer) if one.untyped_storage().data_ptr() not in stepped and one.dim()
+        one
+        for one in optimizer_state(policy._optimizer)
+        if one.untyped_storage().data_ptr() not in stepped and one.dim()
     ]
     return {
         "parameters": sum(p.nbytes for p in held_by),
@@ -348,11 +350,11 @@ def resumed(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     """The step after the checkpoint, in the layout ``then``."""
     from rl_megatron.learner import world
 
-    device = world.join(cell.resumed, rank=rank, rendezvous=f"file://{to}/rendezvous-then", seed=2)
+    device = world.init_process_groups(cell.resumed, rank=rank, rendezvous=f"file://{to}/rendezvous-then", seed=2)
     one = made(cell, folder, cell.resumed, rank, device)
     one.policy.load(to / "saved")
     seen = {"second": of_step(one.step()), "tensors": held(one.policy)}
-    world.leave()
+    world.destroy_process_groups()
     return seen
 
 

@@ -24,8 +24,8 @@ from rl_megatron.features.sparse.changes import Changes
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, largest_change, sources_of
+from rl_megatron.weights.checks.places import ParameterBox, record
+from rl_megatron.weights.checks.reports import BackgroundChecksums, largest_change, sender_boxes
 from rl_megatron.weights.formats.hf_folder import PREFIX, stored
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.layouts.layout import Layout
@@ -180,7 +180,7 @@ def sent(rank: int, cell: Push, tensors: Mapping[str, Tensor], rendezvous: Rende
         encoder = form.encoder(layout, rank, tensors)
     layouts = layout, recorded_layout(hf, [share(cell, engine) for engine in range(ENGINES)])
     dtypes = {name: tensor.dtype for name, tensor in whole(cell, 0)[0].items()}
-    sources = sources_of(layout, hf)[rank]
+    sources = sender_boxes(layout, hf)[rank]
     sender = Sender(rendezvous, rank, layouts, tensors, sources, dtypes=dtypes, encoder=encoder)
     out: dict[str, Any] = {"reports": [], "refused": ""}
     for version in VERSIONS:
@@ -191,7 +191,7 @@ def sent(rank: int, cell: Push, tensors: Mapping[str, Tensor], rendezvous: Rende
         one, out["name"], param = next(iter(layout.held(rank)))  # type: ignore[attr-defined]
         of(tensors[param], one.box)[0, 0] = torch.nan
         try:
-            encoder.begin(engine_ends.largest_of_all)
+            encoder.begin(engine_ends.all_reduce_max)
         except SyncError as error:
             out["refused"] = str(error)
     return out
@@ -212,9 +212,9 @@ def received(rank: int, cell: Push, rendezvous: Rendezvous) -> dict[str, Any]:
     receiver = Receiver(rendezvous, LEARNERS + rank, {one: one.of(params[one.param]) for one in held})
     out: dict[str, Any] = {"reports": []}
     for version in VERSIONS:
-        beside = Beside()
+        beside = BackgroundChecksums()
 
-        def arrived(one: Held, beside: Beside = beside) -> None:
+        def arrived(one: ParameterBox, beside: BackgroundChecksums = beside) -> None:
             beside.sent(one, params[one.param])
             beside.held([one], params)
 

@@ -19,10 +19,10 @@ from rl_megatron.features.overlap.feature import overlap_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checks.compare import compare
-from rl_megatron.weights.checks.reports import checksum, largest_change, sealed_by
+from rl_megatron.weights.checks.reports import checksum, largest_change, seal_from_reports
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.routes.rendezvous import Keeper
+from rl_megatron.weights.routes.rendezvous import RendezvousStore
 from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.matrix import oracle, probes, pushes
@@ -31,7 +31,7 @@ from tests.matrix.oracle import Wanted
 from tests.matrix.probes import VALUE_LAYER
 from tests.matrix.pushes import ENGINES, LEARNERS, PUSHES, QUICK, VERSIONS, WRITERS, Push
 from tests.matrix.worlds import LIMIT, Worlds
-from tools.convert.inspection import left_out
+from tools.convert.inspection import dropped_tensors
 from tools.planner.memory import footprints
 
 CELLS = [pytest.param(cell, id=str(cell), marks=() if cell in FIRST else pytest.mark.slow) for cell in cover()]
@@ -176,7 +176,7 @@ def test_it_steps_and_resumes_as_transformers_and_torch(
         held = in_files(cell, folder, cell.learner, [rank["saved"] for rank in seen])
         held = {name: tensor for name, tensor in held.items() if name not in VALUE_LAYER}
         assert back.keys() == held.keys()
-        assert ("value_layer" in (left_out(saved, config=folder) or "")) is has_values(cell.features)
+        assert ("value_layer" in (dropped_tensors(saved, config=folder) or "")) is has_values(cell.features)
         assert [name for name, tensor in held.items() if not torch.equal(tensor, back[name])] == []
 
 
@@ -193,7 +193,7 @@ def senders() -> Iterator[Worlds]:
 @pytest.mark.parametrize("cell", PUSHED)
 def test_engines_and_files_get_the_bytes_of_the_whole_tensors(cell: Push, senders: Worlds, tmp_path: Path) -> None:
     """Checksums of both ends and largest errors agree, a sparse push has few bytes, and a NaN is refused."""
-    keeper = Keeper("127.0.0.1", LIMIT / 2)
+    keeper = RendezvousStore("127.0.0.1", LIMIT / 2)
     rendezvous = keeper.rendezvous(LEARNERS + ENGINES, learners=LEARNERS, backend="gloo")
     size = LEARNERS if cell.end == "files" else LEARNERS + ENGINES
     (tmp_path / "config.json").write_text("{}")
@@ -207,13 +207,15 @@ def test_engines_and_files_get_the_bytes_of_the_whole_tensors(cell: Push, sender
         shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         if engines:
             reports = [one["reports"][i] for one in learners]
-            found = compare(sealed_by(reports, shapes), shapes, [one["reports"][i] for one in engines], frozenset())
+            found = compare(
+                seal_from_reports(reports, shapes), shapes, [one["reports"][i] for one in engines], frozenset()
+            )
             assert not found.differing
             assert cell.model != "qwen3_moe" or all("_scale" in name for name in found.unseen)
             size, name = largest_change(one.changes for one in reports) or (0.0, "")
             assert (size, name) == (pytest.approx(error[0], rel=1e-6), error[1])
         for group in WRITERS if not engines and cell.encoding != "adapters" else ():
-            sealed = sealed_by([learners[rank]["sums"][i] for rank in group], shapes)
+            sealed = seal_from_reports([learners[rank]["sums"][i] for rank in group], shapes)
             assert sealed == {name: checksum(tensor, shapes[name]) for name, tensor in wanted.items()}
     for one in learners if engines and cell.form else ():
         assert one["refused"].startswith(f"{one['name']} has values that are NaN")

@@ -50,7 +50,7 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
 
     torch.set_num_threads(1)
     shape = read_shape(model)
-    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous {again}", seed=1)
+    device = world.init_process_groups(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous {again}", seed=1)
     policy = make_policy(shape, learner, device, temperature=0.7)
     row, counts = gpu_branch.batch_of(learner, rank)
     if again:
@@ -76,7 +76,7 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
     request = GenerationRequest(id="a", token_ids=(65, 66, 67), num_completions=4, params=params)
     seen["tokens"] = [list(map(int, c.token_ids)) for c in engine.generate([request])[0]]
     (folder / f"{again}.json").write_text(json.dumps(seen))
-    world.leave()
+    world.destroy_process_groups()
 
 
 def test_process_group_and_changes_write_gpus(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rl_megatron import bounded, chat_templates
-from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.conversation.messages import UnsupportedMessages
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.bounded import BoundedProcess
 from rl_megatron.chat_templates import template_text
@@ -69,7 +69,7 @@ def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
 )
 def test_a_conversation_and_a_row_are_refused_by_a_template_that_takes_too_much(template: str, said: str) -> None:
     tokenizer = tokenizer_with(template)
-    with pytest.raises((MessagesRefused, ConfigError), match=said):
+    with pytest.raises((UnsupportedMessages, ConfigError), match=said):
         ChatTemplate(tokenizer).begin(ASKED, ())
     bad = [Record(texts=("1+1?", "2"), others={})] * 2
     try:

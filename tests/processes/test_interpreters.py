@@ -13,7 +13,7 @@ from pathlib import Path
 
 import certifi
 
-from rl_megatron.digests import misfits
+from rl_megatron.digests import mismatches
 from rl_megatron.training import checkpoints
 from tests.forks import FORKS
 from tests.unit.models.test_reference_model import make_at_once, weights
@@ -157,7 +157,7 @@ def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_stands(tmp_path: Path
         latest = checkpoints.latest(tmp_path)
         assert latest is not None
         checkpoint = checkpoints.read(latest)
-        assert not misfits(latest, checkpoint.files, read=True)
+        assert not mismatches(latest, checkpoint.files, read=True)
         found.append(f"{checkpoint.state.step}")
         if latest.name == "step_000004":  # begin again from the one before
             shutil.rmtree(tmp_path)

@@ -12,7 +12,7 @@ from itertools import product
 
 import pytest
 
-from rl_megatron.agents.conversation.messages import tidied
+from rl_megatron.agents.conversation.messages import normalize_messages
 from rl_megatron.agents.conversation.written import _marked, _parted
 from rl_megatron.agents.parsers import PARSERS
 from rl_megatron.environments.shipped import evaluated
@@ -96,7 +96,7 @@ PIECES = (
 
 def message_of(text: str) -> None:
     call = {"function": {"name": "a", "arguments": text}}
-    (message,) = tidied([{"role": "assistant", "content": text, "tool_calls": [call]}])
+    (message,) = normalize_messages([{"role": "assistant", "content": text, "tool_calls": [call]}])
     _parted(text, _marked(message, False))
 
 

@@ -17,7 +17,7 @@ from rl_megatron.algorithms.kl import k3
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config.sections.algorithm import CorrectionSection
 from rl_megatron.observability.recorder import Row
-from rl_megatron.training.optimizer_steps import Made, policy_row
+from rl_megatron.training.optimizer_steps import CompletedStep, policy_row
 from rl_megatron.types import Loss, LossInputs, Metric, StepResult
 from tests.rows import pair_loss, policy_loss
 from tests.samples import loss_inputs, part_of, values
@@ -114,7 +114,7 @@ def row_of(loss: Loss, *minibatches: LossInputs) -> Row:
         said: dict[str, Metric[float]] = {"loss": Metric(value=0.0)}
         for name, metric in loss(x).metrics.items():
             said[name] = Metric(value=metric.value.item(), over=metric.over, weight=metric.weight)
-        steps.append(Made(said, StepResult(grad_norm=0.0)))
+        steps.append(CompletedStep(said, StepResult(grad_norm=0.0)))
     return policy_row(steps)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rl_megatron.config.sections.learner import LearnerSection, PaddingSection
 from rl_megatron.data import packing
-from rl_megatron.data.packing import Packer, causal_attention_cost, packer_of, plan_packing, unpack
+from rl_megatron.data.packing import Packer, causal_attention_cost, make_packer, plan_packing, unpack
 from rl_megatron.errors import DataError
 from rl_megatron.learner.packed import Slots, pack_micro_batch
 from rl_megatron.types import ParallelDims, Samples
@@ -316,7 +316,7 @@ def test_metrics_are_a_loops_over_micro_batches(several: list[list[int]], dims: 
 @given(LENGTHS, st.integers(1, 2), st.integers(1, 3))
 def test_the_padding_is_what_ranks_compute(fp8: str | None, lengths: list[int], tp: int, cp: int) -> None:
     learner = LearnerSection.model_validate({"fp8": fp8, "tp": tp, "cp": cp, "max_tokens_per_micro_batch": 90})
-    packer = packer_of(learner, attention_cost=0.0)
+    packer = make_packer(learner, attention_cost=0.0)
     batch, computed = packer.pack(ragged(lengths)), 0
     for micro_batch in (one for row in batch.micro_batches for one in row):
         device = torch.device("cpu")

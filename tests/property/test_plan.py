@@ -23,7 +23,7 @@ from rl_megatron.weights.boxes import Box, intersect, shift, volume, whole_box
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.deepseek_v3 import ENGINE_DEEPSEEK_V3, HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
 from rl_megatron.weights.layouts.tables.grouped_query import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.plans.plan import Plan, Transfer, Turns, from_json, plan, to_json
+from rl_megatron.weights.plans.plan import LayerOrder, Plan, Transfer, from_json, plan, to_json
 from rl_megatron.weights.routes.ends import BucketPart, cut_into_buckets
 from tests.property.shards import (
     SMALL,
@@ -236,7 +236,7 @@ def test_both_ends_of_a_pair_list_the_same_transfers(data: st.DataObject, m: Mod
 
 def check_turns(moves: Plan, engines: int) -> None:
     """Every engine rank gets a layer in a turn, in a circle; those with the same layers begin all over it."""
-    turns, firsts = Turns(moves), Counter[tuple[int, ...]]()
+    turns, firsts = LayerOrder(moves), Counter[tuple[int, ...]]()
     first_layers: dict[tuple[int, ...], set[int]] = {}
     for process in range(engines):
         moved = [t for t in moves.receives(process) if t.src_rank != process]

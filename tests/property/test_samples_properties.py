@@ -17,18 +17,18 @@ from pydantic import TypeAdapter
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.mixture import MixtureState, Proportions
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.data.rows import HeldRows, SentRows, Share
-from rl_megatron.data.samples import as_seen, seen_by, select, single_turns, to_samples
+from rl_megatron.data.rows import RankRows, SentRows, Share
+from rl_megatron.data.samples import for_pass, micro_batch_for_pass, select, single_turns, to_samples
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import (
     Batch,
-    Chain,
     Completion,
     ParallelDims,
     Prompt,
     RolloutGroup,
     Samples,
     Span,
+    TokenSequence,
     Trajectory,
     Turn,
 )
@@ -42,7 +42,7 @@ ROW = st.tuples(st.lists(st.tuples(CONTEXT, TURN), min_size=1, max_size=3), st.l
 GROUPS = st.lists(st.lists(st.lists(ROW, min_size=1, max_size=2), min_size=1, max_size=3), min_size=1, max_size=4)
 
 
-def chain(row: Row) -> Chain:
+def chain(row: Row) -> TokenSequence:
     pairs, rest = row
     tokens, turns = list[int](), list[Turn]()
     for context, said in pairs:
@@ -50,7 +50,7 @@ def chain(row: Row) -> Chain:
         logprobs = np.array([logprob for _, logprob in said], np.float32)
         turns.append(Turn(start=len(tokens), logprobs=logprobs, finish_reason="stop", spans=(Span(0, 0),), text=""))
         tokens += [token for token, _ in said]
-    return Chain(token_ids=np.array([*tokens, *(token for token, _ in rest)], np.int32), turns=tuple(turns))
+    return TokenSequence(token_ids=np.array([*tokens, *(token for token, _ in rest)], np.int32), turns=tuple(turns))
 
 
 def group(trajectories: list[list[Row]]) -> RolloutGroup:
@@ -155,7 +155,7 @@ def test_ranks_build_what_the_controller_would_have_sent(
     """A step as the update makes it: a score, a critic's values, and minibatches with columns computed since."""
     sampled = to_samples(rollouts(sizes, seed))
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=20, attention_cost=0.1)
-    sent, held = SentRows(dp), [HeldRows() for _ in range(dp)]
+    sent, held = SentRows(dp), [RankRows() for _ in range(dp)]
 
     def taken(batch: Batch, *, to_score: bool) -> list[tuple[Samples, ...]]:
         shares = sent.shares(batch, to_score=to_score)
@@ -171,10 +171,10 @@ def test_ranks_build_what_the_controller_would_have_sent(
                     replace(whole, rollout_logprobs=found.advantages, old_logprobs=found.advantages)
                 )
     shared = packer.pack(sampled, ranks=ranks, with_room=True)
-    values = seen_by(shared, replays=False, last_tokens=True)
+    values = for_pass(shared, replays=False, last_tokens=True)
     assert values.micro_batches[0][0].cu_seqlens.diff().sum() <= packer.max_tokens
     for row, wanted in zip(taken(shared, to_score=True), values.micro_batches, strict=True):
-        seen = [as_seen(found, replays=False, last_tokens=True) for found in row]
+        seen = [micro_batch_for_pass(found, replays=False, last_tokens=True) for found in row]
         assert [bits(found) for found in seen] == [bits(one) for one in wanted]
     trained = scored(sampled, kinds, seed)
     for minibatch in packer.minibatches(trained, most=most, seeds=[seed + e for e in range(epochs)]):
@@ -226,7 +226,7 @@ def test_a_rank_gets_the_routes_of_its_own_rows_alone_and_once() -> None:
 def test_rows_that_were_not_sent_are_named() -> None:
     samples = of_size(2, 2, 8)
     batch = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).pack(samples)
-    sent, held = SentRows(1), HeldRows()
+    sent, held = SentRows(1), RankRows()
     held.take(sent.shares(batch, to_score=True)[0])
     (again,) = sent.shares(batch, to_score=True)
     held.forget()
@@ -236,7 +236,7 @@ def test_rows_that_were_not_sent_are_named() -> None:
 
 
 def test_the_next_steps_rows_replace_this_ones() -> None:
-    packer, sent, held = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0), SentRows(1), HeldRows()
+    packer, sent, held = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0), SentRows(1), RankRows()
     sizes = []
     for seed in range(3):
         samples = to_samples(rollouts([(4, [8, 8])], seed))

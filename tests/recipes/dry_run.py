@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.processes.environment import die_with, inherited
+from launcher.processes.environment import exit_with_parent, inherited
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import RLMegatronError
@@ -83,7 +83,7 @@ def _answer(rank: int, process: subprocess.Popen[str]) -> DryRun:
 
 def main() -> None:
     """Read what is asked from standard input, make the dry run and print it."""
-    die_with(int(sys.argv[1]))
+    exit_with_parent(int(sys.argv[1]))
     from rl_megatron.weights.layouts.learner import job_shape
     from tests.recipes.fake_step import dry_run
     from tools.convert.layouts import model_shape

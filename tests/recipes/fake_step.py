@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl_megatron.config.activations import multiplies_at_once
+from rl_megatron.config.activations import uses_grouped_gemm
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
@@ -91,7 +91,7 @@ def dry_run(shape: ModelShape, learner: LearnerSection, rank: int, *, sequence: 
     """Build ``rank``'s policy and make one step of ``micro_batches`` full ones, of sequences of ``sequence`` tokens.
     This process is of no use for anything else afterwards. Raises what a real rank would raise for sizes that do not
     divide."""
-    at_once = multiplies_at_once(learner.model_copy(update={"layers": "torch"}), shape)
+    at_once = uses_grouped_gemm(learner.model_copy(update={"layers": "torch"}), shape)
     learner = learner.model_copy(update={"device": "cpu", "layers": "torch", **_WITHOUT})
     _join(learner, rank)
     packed = micro_batch(learner, sequence)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from launcher.__main__ import _COMMANDS, app
 from rl_megatron.config import yaml_text
-from rl_megatron.config.errors import has_gone
+from rl_megatron.config.errors import is_removed_key
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.removed import (
     COMMANDS,
@@ -441,10 +441,10 @@ def loaded_or_refused_by(name: str, choice: str) -> str | None:
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_is_answered_with_what_to_do(key: str) -> None:
     named = key.replace("*", "one")
-    assert has_gone(named)
+    assert is_removed_key(named)
     row = removed_key(named)
     assert row is not None
-    assert row.name is None or not has_gone(row.name)
+    assert row.name is None or not is_removed_key(row.name)
     if row.name is not None and row.entry is None:  # it is read, as the next test says
         return
     mixture = ["data.type=mixture", "data.sources.one.type=arithmetic"] if key.startswith("data.sources.") else []

@@ -38,7 +38,7 @@ from rl_megatron.config.sections.data import (
 )
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.routes import route_of
-from rl_megatron.placement.seats import seats_of
+from rl_megatron.placement.seats import server_placements
 from rl_megatron.section import EntryName, Section
 from tests.documents import blocks
 from tools.convert.layouts import model_shape, parse_layout
@@ -177,7 +177,7 @@ def test_the_script_to_edit_trains_on_two_nodes_by_the_words_for_its_sixth_line(
     assert f" --cpus-per-task={config.slurm.cpus_per_task}\n" in script
     assert list(size_problems(config, NAMED[str(config.model.name)])) == []
     assert check_memory(config, NAMED[str(config.model.name)]) is not None
-    assert [seat.node for seat in seats_of(config, ("a", "b"), ())] == ["a", "b"]
+    assert [seat.node for seat in server_placements(config, ("a", "b"), ())] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ import resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from rl_megatron.files import naming
+from rl_megatron.files import add_path_to_errors
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-with naming(Path("x")):
+with add_path_to_errors(Path("x")):
     save_file({"a": torch.zeros(1000)}, sys.argv[1])
 """
 

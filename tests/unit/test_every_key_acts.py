@@ -29,17 +29,17 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import DpoSection, LogSection
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import DataError, RLMegatronError
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Answered, Draw, Ledger, LedgerState
-from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.training.jobs.rl import Reinforcement, stream_of
-from rl_megatron.training.jobs.written import fitted, made_units
-from rl_megatron.training.update import Update
+from rl_megatron.rollout.stream import Draw, GroupResult, Ledger, LedgerState
+from rl_megatron.training.evaluation import Evaluator
+from rl_megatron.training.jobs.rl import RLJob, make_stream
+from rl_megatron.training.jobs.written import fit_rows, make_units
+from rl_megatron.training.update import PolicyUpdate
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Trajectory
 from tests.completions import completion
 from tests.rows import BESIDE, NAMES, WITH_TURNS
@@ -154,10 +154,10 @@ def with_value(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
 class InTwoTurns(RolloutSampler):
     """Cuts each completion behind its first token: a turn with a reward of its own, and the rest."""
 
-    async def groups(self, drawn: Sequence[Draw]) -> Sequence[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> Sequence[GroupResult]:
         return [one if one.group is None else self._cut(one, one.group) for one in await super().groups(drawn)]
 
-    def _cut(self, answered: Answered, group: RolloutGroup) -> Answered:
+    def _cut(self, answered: GroupResult, group: RolloutGroup) -> GroupResult:
         return replace(answered, group=replace(group, trajectories=tuple(map(self._in_two, group.trajectories))))
 
     def _in_two(self, one: Trajectory) -> Trajectory:
@@ -232,7 +232,7 @@ class Rig:
         reference = Toy(table(VOCABULARY, VOCABULARY, seed=3), heard[2])
         engine = ToyEngine(policy, STARTED, says_one_thing, heard[3])
         weights, needs = ToyWeights(engine), config.algorithm
-        roles: Any = Roles(
+        roles: Any = RunComponents(
             learners={"policy": policy, **({"critic": value} if needs.needs_critic else {})},
             frozen={"reference": reference} if needs.needs_reference else {},
             engine=engine,
@@ -249,7 +249,7 @@ class Rig:
             await trainer.close()
         return [*heard]
 
-    def _trainer(self, config: RunConfig, roles: Roles) -> Reinforcement:
+    def _trainer(self, config: RunConfig, roles: RunComponents) -> RLJob:
         sampler = self.sampler(
             engine=roles.engine,
             reward_function=resolve_reward(config.reward),
@@ -267,16 +267,16 @@ class Rig:
         if prompts.table is not None:
             prompts.table.track([(one.id, (1.0,)) for one in self.prompts[::2]])
         train = config.train.model_copy(update={"steps": STARTED + 2})  # whatever the key is: two steps are made
-        stream = stream_of(config.model_copy(update={"train": train}), prompts, sampler, Ledger())
+        stream = make_stream(config.model_copy(update={"train": train}), prompts, sampler, Ledger())
         started = LedgerState(trained=STARTED * size)
         stream.restore(replace(stream.state(), version=STARTED, drawn=STARTED * size, ledger=started))
-        return Reinforcement(
+        return RLJob(
             config=config,
             roles=roles,
             stream=stream,
             prompts=prompts,
-            evaluation=Evaluation(sampler=sampler, sets=(), section=config.eval, last_step=0),
-            update=Update(
+            evaluation=Evaluator(sampler=sampler, sets=(), section=config.eval, last_step=0),
+            update=PolicyUpdate(
                 config=config,
                 roles=roles,
                 attention_cost=0.0,
@@ -347,8 +347,8 @@ def learned_labels(config: RunConfig) -> list[object]:
     parts, data = cast(Any, SimpleNamespace(config=config, folder=Path())), SimpleNamespace(held_out=prompts[:2])
     try:
         built: Any = jobs._objective(parts, nothing, cast(Any, data), units_of, 0.0, nothing)
-        units, left_out = made_units(prompts, units_of, config)
-        kept = fitted(units, config)
+        units, left_out = make_units(prompts, units_of, config)
+        kept = fit_rows(units, config)
     except DataError as error:
         return [str(error)]
     rows = [(row.id, row.token_ids.tolist(), row.margin) for (row,) in kept.units]

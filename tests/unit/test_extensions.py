@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 from launcher.__main__ import app
 from launcher.preflight.checks import checks, preflight
 from launcher.preflight.engine import module_of
-from launcher.servers.engines import adapter_of
+from launcher.servers.engines import load_adapter
 from rl_megatron.config.io import load_config
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.engines.http import Server
 from rl_megatron.entries import PLANNER, declared, load_entry, load_own
 from rl_megatron.errors import ConfigError
@@ -63,10 +63,10 @@ def test_an_algorithm(tmp_path: Path) -> None:
 async def test_an_engine_that_is_a_server() -> None:
     name = load_config("tiny_cpu", ["rollout.engine=mine_engine:Mine"]).rollout.engine
     assert module_of(name) == "mine_server"
-    adapter = adapter_of(name, SHAPE)
+    adapter = load_adapter(name, SHAPE)
     with running(1) as (fake,):
         server = Server(fake.url, token="t", timeout_seconds=60.0)
-        engine = ServedEngine(adapter, [server], SECTION, max_length=8, vocab_size=10)
+        engine = ServerEngine(adapter, [server], SECTION, max_length=8, vocab_size=10)
         await push(engine, 3)
         (completion,) = await engine.generate(REQUEST)
         await engine.close()
@@ -84,7 +84,7 @@ def test_what_is_neither_known_nor_of_ones_own_is_refused(key: str, given: str, 
 
 def test_an_engine_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"rollout.engine='nowhere:Mine': no module 'nowhere'"):
-        adapter_of("nowhere:Mine", SHAPE)
+        load_adapter("nowhere:Mine", SHAPE)
 
 
 # Commands and checks of installed packages, by their entry points.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.preflight.model_files import check
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import PreflightContext
 from launcher.runs.folder import mirror_path
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
@@ -15,7 +15,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import PROCESS_GROUP
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.placement.ranks import beside, ranks_by_role
+from rl_megatron.placement.ranks import extra_role_nodes, ranks_by_role
 from rl_megatron.weights.checks.libraries import DEFAULTS, FIELDS, HANDLE, OF_A_GROUP
 from tests.unit.launcher.test_memory import DEEPSEEK
 
@@ -331,7 +331,7 @@ def test_ranks_hold_some_in_layouts_of_their_own_and_servers_others() -> None:
     keys = [*held("a"), *held("b", Path("tests"), "weight=2"), *teacher("c"), "roles.layouts.teacher_b.tp=4"]
     config = loaded(*keys, "roles.layouts.teacher_b.ep=2", "learner.dp=2")
     assert ranks_by_role(config) == {"learner": 2, "teacher_a": 2, "teacher_b": 4}
-    assert beside(config) == {"teacher_a": 1, "teacher_b": 2}
+    assert extra_role_nodes(config) == {"teacher_a": 1, "teacher_b": 2}
     loaded(*held("a"), "rollout.temperature=0.5")
 
 
@@ -355,7 +355,7 @@ def test_its_tokens_and_lengths_are_compared_with_the_policys(tmp_path: Path) ->
     def found(*paths: Path) -> list[str]:
         keys = [key for number, path in enumerate(paths) for key in teacher(f"t{number}", path)]
         config = loaded(f"model.path={policy}", *keys)
-        return [one.text for one in check(Subject(config=config, for_job=False))]
+        return [one.text for one in check(PreflightContext(config=config, for_job=False))]
 
     assert found(policy) == []
     said = found(short, other, tmp_path)
@@ -369,10 +369,10 @@ def test_the_longest_that_it_reads_behind_its_own_prompt_is_compared_with_its_po
     wide = make_tiny_model(TinySizes(max_position_embeddings=2048), tmp_path, 0)
     prompts = [*own("me", 1019), *own("near", 1019), *own("far", 1018)]
     config = loaded(f"model.path={policy}", *held("near", policy), *teacher("far", policy), *prompts)
-    said = [one.text for one in check(Subject(config=config, for_job=False))]
+    said = [one.text for one in check(PreflightContext(config=config, for_job=False))]
     places = {"me": "the model's max", "near": f"{KEY}.near.path={policy}: {KEY}", "far": "that a server makes"}
     for name, (before, whole) in {"me": (1019, 1025), "near": (1019, 1025), "far": (1018, 1024)}.items():
         keys = f"{KEY}.{name}.max_prompt_tokens={before} + rollout.max_new_tokens=6 = {whole}"
         assert [places[name] in one for one in said if keys in one] == [True], name
     fits = loaded(f"model.path={policy}", *held("near", wide), *own("near", 1019), *own("me", 1018))
-    assert not [*check(Subject(config=fits, for_job=False))]
+    assert not [*check(PreflightContext(config=fits, for_job=False))]

@@ -17,13 +17,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TemplateVariable
 from rl_megatron.errors import ConfigError
-from rl_megatron.features.lora.files import adapters_to_peft, held_lora, left_by_peft, of_unknown_base
+from rl_megatron.features.lora.files import adapters_to_peft, peft_skips_note, stored_lora, unknown_base_reason
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.megatron import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.streaming import OnProgress, Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
-from tools.convert.inspection import describe, found, left_out
+from tools.convert.inspection import describe, dropped_tensors, found
 
 _NAMED_PARTS = 20
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
@@ -57,12 +57,12 @@ def run(
     if share.count == 1:
         must_be_new(out)
     backwards = is_megatron(source)
-    adapted = backwards and held_lora(source) is not None
+    adapted = backwards and stored_lora(source) is not None
     making = None if upcycle is None else _upcycling(upcycle, config, family)
     if adapted or merge:
         given = [f"--shard-gb {shard_gb}"] * bool(options) + [f"--dtype {dtype}"] * (dtype is not None)
         making = _adapting(source, config or source, family, merge=merge, given=given)
-    note = left_out(config if adapted and config else source, config, family)
+    note = dropped_tensors(config if adapted and config else source, config, family)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
     if making is None and backwards:
@@ -80,11 +80,11 @@ def run(
             f"{out}. If one fails, run it again"
         )
         return
-    if adapted and (unknown := of_unknown_base(source, config or source)):
+    if adapted and (unknown := unknown_base_reason(source, config or source)):
         print(f"note: {unknown}", file=sys.stderr)
     if adapted and not merge:
         print(f"{out}: adapters for {config or source}, {total_bytes(out):,} bytes; peft and engines load the folder")
-        if left := left_by_peft(source, config or source, family):
+        if left := peft_skips_note(source, config or source, family):
             print(f"note: {left}", file=sys.stderr)
         return
     same = [] if dtype or upcycle or merge else ["--against", str(source)]
@@ -114,7 +114,7 @@ def _adapting(
     source: Path, base: Path, family: str | None, *, merge: bool, given: Sequence[str]
 ) -> Callable[..., list[int]]:
     """Writes a checkpoint's adapters, or ``base`` with them merged. Raises ConfigError for options without effect."""
-    if not is_megatron(source) or held_lora(source) is None:
+    if not is_megatron(source) or stored_lora(source) is None:
         raise ConfigError(f"--merge: {source} is no checkpoint of adapters (learner.lora); leave it out")
     if merge:
         from rl_megatron.features.lora.merging import merge_adapters  # imports torch

@@ -23,9 +23,9 @@ from rl_megatron.weights.checkpoints.megatron import (
     BESIDE,
     VALUES,
     has_draft,
-    held_files,
     is_megatron,
-    newest_in,
+    newest_checkpoint,
+    stored_files,
     total_bytes,
 )
 from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
@@ -77,12 +77,12 @@ class _AdapterFields(JsonFields):
 def found(folder: Path) -> Path:
     """The checkpoint at ``folder``: the folder, or the newest of those that Megatron-LM or Megatron-Bridge saved there.
 
-    Raises ConfigError if there is no folder; as `newest_in`.
+    Raises ConfigError if there is no folder; as `newest_checkpoint`.
     """
     if not folder.is_dir():
         hub = of_the_hub(folder)
         raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint{hub}")
-    return newest_in(folder)
+    return newest_checkpoint(folder)
 
 
 def show(folder: Path) -> None:
@@ -294,7 +294,7 @@ def _layers(layout: Layout, stage: int) -> str:
     return ", ".join(f"{a}–{b}" if a != b else f"{a}" for a, b in zip(starts, ends, strict=True))
 
 
-def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
+def dropped_tensors(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
     """A line to show about tensors in ``source`` that are never converted; None if there are none.
 
     ``config`` is a folder with config.json if ``source`` has none.
@@ -304,7 +304,7 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
     return "; ".join(lines) or None
 
 
-def own_left_out(source: Path, shape: ModelShape) -> list[str]:
+def dropped_draft_matrices(source: Path, shape: ModelShape) -> list[str]:
     """A line for each matrix of a draft layer in a Hugging Face folder that is no copy of the model's."""
     found = own_in_drafts(source, shape)
     return [f"{name} is no copy of {of}, which the draft layer reads in its place" for name, of in found.items()]
@@ -318,7 +318,7 @@ def _left_of_shards(source: Path, shape: ModelShape) -> Iterator[str]:
     vocab, count = shape.vocab_size, 0
     for chunk in chunks:
         if chunk.key == _EMBEDDING and (kept := max(vocab - chunk.offsets[0], 0)) < chunk.sizes[0]:
-            file = held_files(source, [chunk.file])[source / chunk.file]
+            file = stored_files(source, [chunk.file])[source / chunk.file]
             count += int(read_tensor(file, chunk)[kept:].any(axis=1).sum())
     if count:
         yield (
@@ -334,6 +334,6 @@ def _left_of_folder(source: Path, shape: ModelShape) -> Iterator[str]:
     if found := [*beside, *(() if shape.drafts else drafts)]:
         no_tower = "only the text model is trained and converted; the new folder has no tower"
         yield f"{', '.join(found)}: {no_tower if beside else _NO_DRAFTS}"
-    yield from own_left_out(source, shape)
+    yield from dropped_draft_matrices(source, shape)
     if scales := sorted({name.rpartition(".")[2] for name in tensor_names(source) if is_cache_scale(name)}):
         yield f"{', '.join(scales)}: scales of a quantized KV cache; the new folder has none"

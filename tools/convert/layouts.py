@@ -10,7 +10,7 @@ from rl_megatron.errors import ConfigError, of_the_hub
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.families import family_of, read_shape
+from rl_megatron.weights.layouts.families import find_family, read_shape
 from rl_megatron.weights.layouts.layout import VOCAB_MULTIPLE, Layout
 
 _DEGREES = tuple(f.name for f in fields(ParallelDims))
@@ -22,7 +22,7 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
 
     ``tp`` cuts an engine's experts if neither ``ep`` nor ``etp`` is given. Raises ConfigError.
     """
-    tables = family_of(shape).tables
+    tables = find_family(shape).tables
     table, *settings = text.split(",")
     if table not in tables:
         raise ConfigError(

@@ -28,7 +28,7 @@ from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
 from rl_megatron.weights.checkpoints.megatron import is_megatron
-from rl_megatron.weights.checkpoints.safetensors_io import STD, MadeUp
+from rl_megatron.weights.checkpoints.safetensors_io import STD, RandomWeights
 from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, OnProgress, Share, Sliceable
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
@@ -179,7 +179,7 @@ def _expert(tensor: Copy, name: str, expert: int, width: int, given: Upcycling) 
     factor = given.granularity if down else 1
     source = fragment.source
     if factor != 1 or given.noise:
-        noise = MadeUp(Path(), {name: tensor.shape}, given.seed)
+        noise = RandomWeights(Path(), {name: tensor.shape}, given.seed)
         source = partial(_changed, source, tensor.dtype, factor, noise, given.noise, name)
     box: Box = ((0, size[0]), (0, size[1]))
     return Copy(name=name, shape=size, dtype=tensor.dtype, fragments=(Fragment(box=box, source=source, src_box=src),))
@@ -192,7 +192,7 @@ class _Changed:
     source: Sliceable
     dtype: DType
     factor: int
-    noise: MadeUp
+    noise: RandomWeights
     deviation: float
     name: str
 
@@ -205,7 +205,7 @@ class _Changed:
 
 
 def _changed(
-    source: Callable[[], Sliceable], dtype: DType, factor: int, noise: MadeUp, deviation: float, name: str
+    source: Callable[[], Sliceable], dtype: DType, factor: int, noise: RandomWeights, deviation: float, name: str
 ) -> _Changed:
     return _Changed(source=source(), dtype=dtype, factor=factor, noise=noise, deviation=deviation, name=name)
 
@@ -216,7 +216,7 @@ def _router(layer: int, shape: ModelShape, given: Upcycling, dtype: DType) -> Co
     box: Box = ((0, given.experts), (0, shape.hidden_size))
 
     def source() -> Bits:
-        drawn = MadeUp(Path(), {name: (copies, shape.hidden_size)}, given.seed).read(name, ((0, copies), box[1]))
+        drawn = RandomWeights(Path(), {name: (copies, shape.hidden_size)}, given.seed).read(name, ((0, copies), box[1]))
         return to_bits(drawn.repeat_interleave(given.granularity, 0).to(getattr(torch, dtype)))
 
     size = (given.experts, shape.hidden_size)

@@ -26,19 +26,19 @@ from rich.table import Table
 
 from launcher.processes.environment import inherited
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.digests import Digest, misfits
+from rl_megatron.digests import Digest, mismatches
 from rl_megatron.errors import CheckpointError, ConfigError
-from rl_megatron.features.lora.files import adapter_copies, held_lora
+from rl_megatron.features.lora.files import adapter_copies, stored_lora
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
-from rl_megatron.weights.checkpoints.megatron import held_files, held_shape, is_megatron
+from rl_megatron.weights.checkpoints.megatron import is_megatron, stored_files, stored_shape
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes, OnProgress
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, open_chunk, read_index
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 from tools.convert.conversion import display
-from tools.convert.inspection import found, own_left_out
+from tools.convert.inspection import dropped_draft_matrices, found
 
 _MAX_LINES = 50
 
@@ -88,14 +88,14 @@ def verify(
     CheckpointError, WeightError or ConfigError if the checkpoint cannot be read to its end: a torn or missing file, an
     unknown, missing or misshapen tensor.
     """
-    if against is not None and (held_lora(folder) is None) != (held_lora(against) is None):
+    if against is not None and (stored_lora(folder) is None) != (stored_lora(against) is None):
         raise ConfigError(
             f"one of {folder} and {against} holds adapters alone (learner.lora), the other a whole model; merge the "
             "adapters first (rl-megatron convert --merge)"
         )
     tensors, files = _tensors(folder, config, family)
     chunks = read_index(folder)[1] if written is None and is_megatron(folder) else []
-    files = held_files(folder, sorted({chunk.file for chunk in chunks})) | files  # some may hold no weights
+    files = stored_files(folder, sorted({chunk.file for chunk in chunks})) | files  # some may hold no weights
     total = sum(chunk.length for chunk in chunks)
     total += sum(tensor.num_bytes for tensor in tensors) + sum(digest.bytes for digest in (written or {}).values())
 
@@ -104,7 +104,7 @@ def verify(
 
     if written is not None:
         for name, digest in written.items():
-            yield from misfits(folder.resolve().parent, {name: digest}, read=True)
+            yield from mismatches(folder.resolve().parent, {name: digest}, read=True)
             on_bytes(digest.bytes)
     yield from _bad_sums(folder, chunks, files, on_bytes)
     others: dict[str, Copy] = {}
@@ -113,7 +113,7 @@ def verify(
         theirs, other_files = _tensors(against, config, family)
         others = {tensor.name: tensor for tensor in theirs}
         for each in (folder, against):
-            own = [] if is_megatron(each) else own_left_out(each, converted_shape(each, config, family))
+            own = [] if is_megatron(each) else dropped_draft_matrices(each, converted_shape(each, config, family))
             yield from (f"{each}: {line}; it is not compared" for line in own)
         yield from _alone({folder: {tensor.name for tensor in tensors}, against: others.keys()}, config, family)
     seen = 0
@@ -127,7 +127,7 @@ def verify(
 
 
 def _tensors(folder: Path, config: Path | None, family: str | None) -> tuple[list[Copy], Files]:
-    lora = held_lora(folder)
+    lora = stored_lora(folder)
     if lora is None:
         return hf_tensors(folder, config, family)
     if config is None:
@@ -220,20 +220,20 @@ def compare_logprobs(
         raise ConfigError(
             f"--layers={layers!r:.200}: it must be auto, torch or your own package.module:name"
         ) from error
-    if held_lora(folder) is not None:
+    if stored_lora(folder) is not None:
         raise ConfigError(
             f"{folder} holds adapters alone (learner.lora); merge them with their model "
             f"(rl-megatron convert {shlex.quote(str(folder))} OUT --config MODEL --merge) and give OUT"
         )
     shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
-    shape = held_shape(folder, shape) if is_megatron(folder) else shape
+    shape = stored_shape(folder, shape) if is_megatron(folder) else shape
     if shape.scores:
         raise ConfigError(
             f"{folder} is a sequence classifier, which scores texts and has no log-probs; give the model that it was "
             "trained from"
         )
     _check_known(reference)
-    texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.longest), num_texts)
+    texts = random_texts(shape.vocab_size, min(_TOKENS, shape.longest), num_texts)
     ours = _learner(folder, shape, learner, texts, threads)
     theirs = _transformers(reference, texts, threads)
     table, worst = differences(ours, theirs, tolerance)
@@ -274,7 +274,7 @@ def differences(ours: LogProbs, theirs: LogProbs, tolerance: float) -> tuple[Tab
     return table, worst
 
 
-def made_up_texts(vocab_size: int, length: int, count: int) -> Texts:
+def random_texts(vocab_size: int, length: int, count: int) -> Texts:
     """Fixed token ids from the whole vocabulary, so that most experts get some."""
     chosen = random.Random(0)
     return [[chosen.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
@@ -339,7 +339,7 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
 
     with tempfile.TemporaryDirectory() as place:
         try:
-            device = world.join(learner, rank=0, rendezvous=f"file://{place}/store", seed=0)
+            device = world.init_process_groups(learner, rank=0, rendezvous=f"file://{place}/store", seed=0)
             policy = make_policy(shape, learner, device, temperature=1.0)
             if is_megatron(folder):
                 policy.load_weights(folder)
@@ -354,7 +354,7 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
         except Exception as error:  # noqa: BLE001  sent, and raised where it is received
             writer.send(error)
         finally:
-            world.leave()
+            world.destroy_process_groups()
 
 
 def _group(text: Sequence[int]) -> RolloutGroup:

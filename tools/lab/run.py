@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launcher.processes.environment import die_with_parent, threads_per_worker
 from launcher.runs.folder import lock
-from rl_megatron.errors import ConfigError, together
+from rl_megatron.errors import ConfigError, task_group
 from tools.lab import states
 from tools.lab.states import CellRecord, CellStanding, CellState
 from tools.lab.study import Cell, Study
@@ -95,7 +95,7 @@ async def run_cells(
         with _signals(series), display:
             watch = asyncio.create_task(series.watch())
             try:
-                async with together() as group:
+                async with task_group() as group:
                     for _ in range(min(at_once, len(waiting))):
                         group.create_task(series.work())
             finally:

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from rl_megatron.agents.threads import began
+from rl_megatron.agents.threads import start_ticks
 from rl_megatron.config import yaml_text
 from rl_megatron.config.io import save_resolved
-from rl_megatron.errors import DataError, shorten
+from rl_megatron.errors import DataError, quote_start
 from rl_megatron.files import parse, write_atomically
 from rl_megatron.observability.files import STEPS, JsonRow, from_the_end, number
 from tools.lab.study import Cell, Study, numbers_of
@@ -147,8 +147,8 @@ def drift_of(cell: Cell) -> str:
     if not path.is_file():
         return ""
     then, now = dict(numbers_of(yaml_text.read(path))), dict(numbers_of(cell.config.model_dump(mode="json")))
-    changed = [f"{key}={shorten(then[key])}" for key in then.keys() & now.keys() if then[key] != now[key]]
-    wanted = [f"{key}={shorten(now[key])}" for key in then.keys() & now.keys() if then[key] != now[key]]
+    changed = [f"{key}={quote_start(then[key])}" for key in then.keys() & now.keys() if then[key] != now[key]]
+    wanted = [f"{key}={quote_start(now[key])}" for key in then.keys() & now.keys() if then[key] != now[key]]
     if not changed:
         return ""
     return (
@@ -179,7 +179,7 @@ def is_running(record: CellRecord) -> bool:
 def birth_of(pid: int) -> str:
     """The machine's boot and the ticks after it at which a running process began, which no change of the clock alters;
     empty of one that has ended."""
-    ticks = began(pid)
+    ticks = start_ticks(pid)
     return "" if ticks is None else f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {ticks}"
 
 

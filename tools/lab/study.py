@@ -20,14 +20,14 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
-from rl_megatron.config.errors import near_miss
+from rl_megatron.config.errors import closest_key
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import MixtureData
 from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.config.sections.jobs import JobKind
-from rl_megatron.errors import ConfigError, shorten
+from rl_megatron.errors import ConfigError, quote_start
 from rl_megatron.feature import features
 from rl_megatron.observability.metrics import ENVIRONMENTS, SAMPLING, documented
 from rl_megatron.placement.ranks import ranks_by_role
@@ -112,7 +112,7 @@ def read_study(path: Path, more: Sequence[str] = ()) -> Study:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds {shorten(tree)}; a study's file is a mapping, `key: value` a line")
+        raise ConfigError(f"{path}: holds {quote_start(tree)}; a study's file is a mapping, `key: value` a line")
     try:
         study = Study.model_validate(tree)
     except ValidationError as error:
@@ -167,7 +167,8 @@ def _problems(study: Study) -> list[str]:
     found = []
     for name, axis in study.axes.items():
         found += [
-            f"axes.{name}: {shorten(level)}: must be one label with its overrides, so give each label a line of its own"
+            f"axes.{name}: {quote_start(level)}: must be one label with its overrides, so give each label a line "
+            "of its own"
             for level in axis
             if isinstance(level, dict) and len(level) != 1
         ]
@@ -212,17 +213,17 @@ def _line(path: Path, error: ErrorDetails) -> str:
         for part in parts[:-1]:
             section = section.model_fields[part].annotation
         keys = list(section.model_fields)
-        near = near_miss(parts[-1], keys)
-        return f"{path}: {key}={shorten(error['input'])}: no such key{near}; keys: {', '.join(keys)}"
+        near = closest_key(parts[-1], keys)
+        return f"{path}: {key}={quote_start(error['input'])}: no such key{near}; keys: {', '.join(keys)}"
     if parts[:1] == ["axes"] and len(parts) > 2:
         wanted = "an override as text, a list of them, or one label with its override(s)"
-        return f"{path}: {'.'.join(parts[:3])}: {shorten(error['input'])}: must be {wanted}"
+        return f"{path}: {'.'.join(parts[:3])}: {quote_start(error['input'])}: must be {wanted}"
     text = (
         "at least one"
         if error["type"] == "too_short"
         else error["msg"].removeprefix("Input should ").removeprefix("be ")
     )
-    return f"{path}: {key}={shorten(error['input'])}: must be {text}"
+    return f"{path}: {key}={quote_start(error['input'])}: must be {text}"
 
 
 _OF_ENTRY = re.compile(r"(eval|source)/([^/]+)/([^/]+).*")

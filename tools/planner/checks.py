@@ -12,13 +12,13 @@ import psutil
 
 from launcher.preflight.devices import count_visible_gpus
 from launcher.preflight.model_files import fitting_problems, seen_problems, usable_problems
-from launcher.preflight.subject import Found, Subject, fact, found_by, note, problem, unchecked
+from launcher.preflight.subject import Finding, PreflightContext, fact, note, problem, run_check, unchecked
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import GB, gigabytes
 from rl_megatron.feature import adapter_layouts
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import made_up_nodes, placement_of, ranks_by_role
+from rl_megatron.placement.ranks import placeholder_nodes, placement_of, ranks_by_role
 from rl_megatron.rules import as_given
 from tools.planner.estimates import estimate
 from tools.planner.memory import (
@@ -34,27 +34,27 @@ from tools.planner.memory import (
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
 
 
-def memory(subject: Subject) -> Iterator[Found]:
+def memory(subject: PreflightContext) -> Iterator[Finding]:
     """Compares the learner's memory with ``slurm.gpu_memory_gb``, what a run keeps in a node's memory with that, and
     the file of weights with the file system that it is in, if that is this machine's, and who reads it."""
     config = subject.config
     yield from usable_problems(config, here=not subject.for_job)
     if _is_here(subject):
         when = " at the run's end, and when a server is restarted" if sent_straight(config) else ""
-        yield from found_by("memory", fitting_problems(config, filled_bytes(config, subject.shape), when))
+        yield from run_check("memory", fitting_problems(config, filled_bytes(config, subject.shape), when))
         yield from seen_problems(config)
     if config.learner.device != "cpu":
-        yield from found_by("memory", _on_gpus(subject))
+        yield from run_check("memory", _on_gpus(subject))
         yield from _on_nodes(subject)
 
 
-def _on_gpus(subject: Subject) -> Iterator[Found]:
+def _on_gpus(subject: PreflightContext) -> Iterator[Finding]:
     """Raises ConfigError if it does not fit."""
     if check_memory(subject.config, subject.shape, _gpus_here(subject)) is None:
         yield unchecked("the memory of the GPUs, because slurm.gpu_memory_gb is not set")
 
 
-def _on_nodes(subject: Subject) -> Iterator[Found]:
+def _on_nodes(subject: PreflightContext) -> Iterator[Finding]:
     parts = [part for part in _parts(subject) if part.size]
     if not parts:
         return
@@ -86,7 +86,7 @@ class _Part:
     remedy: str
 
 
-def _parts(subject: Subject) -> Iterator[_Part]:
+def _parts(subject: PreflightContext) -> Iterator[_Part]:
     """The parts in the order in which they must have room."""
     config, shape, folder = subject.config, subject.shape, weights_folder(subject.config)
     more_nodes = "more nodes (slurm.nodes with learner.dp or learner.ep), or"
@@ -113,7 +113,7 @@ def _parts(subject: Subject) -> Iterator[_Part]:
     )
 
 
-def _gpus_here(subject: Subject) -> int | None:
+def _gpus_here(subject: PreflightContext) -> int | None:
     """GPUs of this machine, if the run is on it alone and they are known and enough for the ranks; else None."""
     if subject.for_job or subject.config.run.launcher != "local":
         return None
@@ -121,12 +121,12 @@ def _gpus_here(subject: Subject) -> int | None:
     return count if count >= sum(ranks_by_role(subject.config).values()) else None
 
 
-def _is_here(subject: Subject) -> bool:
+def _is_here(subject: PreflightContext) -> bool:
     """Whether this machine is one of the run's nodes: the controller is on one, but under Ray."""
     return not subject.for_job and subject.config.run.launcher != "ray"
 
 
-def _node(subject: Subject) -> tuple[float | None, str]:
+def _node(subject: PreflightContext) -> tuple[float | None, str]:
     """Bytes of a node's memory, None if they are not known here, and who says so."""
     config = subject.config
     if _is_here(subject):
@@ -147,7 +147,7 @@ def _given(config: RunConfig) -> str:
     return " ".join(texts)
 
 
-def pushes(subject: Subject) -> Iterator[Found]:
+def pushes(subject: PreflightContext) -> Iterator[Finding]:
     """Yields facts about a job, and notes. Raises ConfigError if the layout, the ranks or the servers do not fit."""
     config = subject.config
     yield from _movable_segments(subject)
@@ -155,13 +155,13 @@ def pushes(subject: Subject) -> Iterator[Found]:
         return
     if config.run.launcher == "local":  # `submit` sets it
         config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
-    placement_of(config, made_up_nodes(config)[LEARNER])
+    placement_of(config, placeholder_nodes(config)[LEARNER])
     found = estimate(config, subject.shape)
     yield from map(fact, found.lines())
     yield from map(note, found.warnings())
 
 
-def _movable_segments(subject: Subject) -> Iterator[Found]:
+def _movable_segments(subject: PreflightContext) -> Iterator[Finding]:
     """Yields a problem if processes would map memory of another's allocator that it may move."""
     config = subject.config
     given = subject.environment

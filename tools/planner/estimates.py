@@ -18,7 +18,7 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
 from rl_megatron.feature import adapter_layouts, pushes_of
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.placement.files import writers_of_files
+from rl_megatron.placement.files import file_writer_ranks
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import gpus_by_role
 from rl_megatron.placement.routes import Route, engine_nodes, route_of
@@ -31,7 +31,7 @@ from rl_megatron.weights.layouts.learner import elements_by_stage, engine_layout
 from rl_megatron.weights.plans.plan import Place, Plan, Rounds, plan, plan_into_copies, plan_of_group, receivers_of
 from tools.planner.hardware import RANGE, Gpu, gpu_named
 from tools.planner.memory import Save, bytes_served, encoded_layout, footprints, save_cost
-from tools.planner.rl_step import RlStep, lengths_of, rl_step, unlike_run
+from tools.planner.rl_step import RlStep, length_distribution, rl_step, unmodelled_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ def push_cost(config: RunConfig, shape: ModelShape) -> Push:
     """The push of a run's weights. Raises ConfigError if the layout or the servers do not fit."""
     route, kind, served = route_of(config), config.transport, config.rollout.served
     if pushes_of(config) is not None:
-        return _of_adapters(config, shape, route)
+        return _adapter_problems(config, shape, route)
     if served and kind.direct:
         return Push(route=route, hops=(_straight(config, shape, route),))
     if served:
@@ -255,7 +255,7 @@ def _straight(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
 def _into_files(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
     """Into the learner ranks that write the servers' files."""
     layout = learner_layout(config, shape)
-    moves = plan_into_copies(layout, hf_layout(shape), writers_of_files(config))
+    moves = plan_into_copies(layout, hf_layout(shape), file_writer_ranks(config))
     return _over_links(moves, bytes_served(config, layout), _links(config, {}), route)
 
 
@@ -304,14 +304,14 @@ def _evenly(config: RunConfig, shape: ModelShape, route: Route, links: Links) ->
     )
 
 
-def _of_adapters(config: RunConfig, shape: ModelShape, route: Route) -> Push:
+def _adapter_problems(config: RunConfig, shape: ModelShape, route: Route) -> Push:
     """Into the first of the ranks that write each file, which writes its folder; then all servers read theirs."""
     learner, each = learner_layout(config, shape), BYTES[config.learner.dtype]
     adapters = adapter_layouts(config.learner)
     assert adapters is not None, "the rows of weights.push say so"
     layout, whole = adapters.on_ranks(learner), adapters.in_files(learner, hf_layout(shape))
     size = sum(map(prod, whole.local_shapes(0).values())) * each
-    moves = plan_into_copies(layout, whole, [group[:1] for group in writers_of_files(config)])
+    moves = plan_into_copies(layout, whole, [group[:1] for group in file_writer_ranks(config)])
     first = [hop for hop in (_over_links(moves, lambda _: each, _links(config, {}), route),) if hop.total]
     hops = (*first, *_through_file(config, size, route, alone=True))
     return Push(route=route, hops=hops, before=served_bytes(config, shape))
@@ -321,7 +321,7 @@ def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = F
     """The writers of each file write it together, or one ``alone``; then all servers read theirs at once, a node of a
     shared file system once."""
     speeds, nodes = _hardware(config), engine_nodes(config)
-    section, writers = config.rollout.server, writers_of_files(config)
+    section, writers = config.rollout.server, file_writer_ranks(config)
     each = section.ranks if section.addresses is None else 1
     readers = len(set(nodes)) if route.shared else len({(i // each, node) for i, node in enumerate(nodes)})
     sent = size if alone else size / len(writers[0])
@@ -362,7 +362,7 @@ def _storage_speed(config: RunConfig) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class PredictedStep:
     """A step that `rl_step` predicts for ``gpus`` of the kind ``gpu``, with completions of ``mean`` tokens.
 
     ``peak_seconds`` are what training takes at the peak of the learner's GPUs.
@@ -419,7 +419,7 @@ class StepTime:
     why none are predicted."""
 
     seconds: float
-    predicted: Predicted | None = None
+    predicted: PredictedStep | None = None
     why: str = ""
 
     def lines(self) -> Iterator[str]:
@@ -537,7 +537,7 @@ def _unpredicted(config: RunConfig) -> str:
         return "set slurm.speeds.gpu to the kind of your GPUs, as h100"
     if not config.kind.samples:
         return f"they are of steps that sample, and job={config.job} samples nothing"
-    for why in unlike_run(config):
+    for why in unmodelled_features(config):
         return f"they are of {why}"
     if not config.rollout.served:
         return f"they are of servers that sample, and rollout.engine={config.rollout.engine}"
@@ -546,7 +546,7 @@ def _unpredicted(config: RunConfig) -> str:
     return f"they are of servers of one stage, and rollout.server.pp={server.pp}" if server.pp > 1 else ""
 
 
-def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
+def predicted(config: RunConfig, shape: ModelShape, push: Push) -> PredictedStep:
     """The step that is predicted of a configuration with ``slurm.speeds.gpu``; a push takes the seconds of its plan.
 
     Raises ConfigError if no GPU is called so, or completions are longer in the mean than any may be.
@@ -561,12 +561,12 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
     gpu, prompt = _hardware(config), rollout.max_prompt_tokens / 2
     each = training_flops(shape, [round(prompt + mean)], config.learner)
     flops = each * config.trained_per_step * config.train.epochs
-    return Predicted(
+    return PredictedStep(
         step=rl_step(
             config,
             shape,
             gpu,
-            lengths_of(mean, rollout.max_new_tokens),
+            length_distribution(mean, rollout.max_new_tokens),
             prompt=prompt,
             staleness=config.train.max_staleness,
             push=push.seconds,

@@ -24,12 +24,12 @@ from functools import lru_cache
 from math import pow
 
 from rl_megatron.config.activations import (
+    activation_bytes,
     delta_bytes,
     freed,
     halves,
-    kept,
-    multiplies_at_once,
     probabilities,
+    uses_grouped_gemm,
     wants_transformer_engine,
 )
 from rl_megatron.config.sections.learner import LearnerSection
@@ -284,7 +284,7 @@ _ALONE = {"moe_act"}
 """Modules that torch's layers compute again for one expert after the other, but where they take all at once."""
 
 
-def beside_kept(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
+def peak_beyond_activations(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
     """Most bytes that a pass of ``rank`` holds beside what its layers keep of micro-batches."""
     size, d = BYTES[learner.dtype], learner.dims
     kinds = {n: (n in shape.moe_layers, n in shape.delta_layers) for n in rank.layers}
@@ -320,7 +320,7 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
         again, attention = sum(parts.values()), parts["attention"]
     else:
         frees = freed(learner, shape, layer, rank.longest)
-        alone = set() if multiplies_at_once(learner, shape) else _ALONE
+        alone = set() if uses_grouped_gemm(learner, shape) else _ALONE
         again = attention = sum(frees.get(module, 0.0) for module in {*learner.recompute.parts} - alone)
     mlp = (_experts if layer in shape.moe_layers else _dense)(learner, shape, rank, layer)
     gradients = sum(_attention(shape, layer)) * BYTES[learner.dtype] / learner.tp
@@ -343,7 +343,7 @@ def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int)
     apart = d.ep * d.etp > 1
     forward = 2 * one * (1 + d.etp) if apart else one
     forward += rank.tokens * shape.hidden_size / d.tp * size if shape.shared_width else 0.0
-    if multiplies_at_once(learner, shape):
+    if uses_grouped_gemm(learner, shape):
         inside = rows * shape.expert_width * size
         together = shape.expert_bias or shape.stacked_experts
         first = one * d.etp + (6 if shape.expert_bias else 4) * inside + _gradients(learner, shape, layer, matrices=3)
@@ -368,7 +368,7 @@ def _gradients(learner: LearnerSection, shape: ModelShape, layer: int, *, matric
     of all its experts."""
     d, size = learner.dims, BYTES[learner.dtype]
     if layer in shape.moe_layers:
-        apart = shape.stacked_experts and not multiplies_at_once(learner, shape)
+        apart = shape.stacked_experts and not uses_grouped_gemm(learner, shape)
         matrices *= 2 if apart else 1  # which are then put together
         return matrices * shape.hidden_size * shape.expert_width * shape.num_experts / d.ep / d.etp * size
     return matrices * shape.hidden_size * shape.dense_width / d.tp * size
@@ -384,7 +384,7 @@ def _group(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
     together = (learner.recompute.uniform or 1) - 1
     if not together:
         return 0.0
-    most = max((kept(learner, shape, layer, rank.longest) for layer in rank.layers), default=0.0)
+    most = max((activation_bytes(learner, shape, layer, rank.longest) for layer in rank.layers), default=0.0)
     return together * most * rank.tokens
 
 

@@ -21,7 +21,7 @@ from tools.planner.hardware import Gpu
 from tools.planner.memory import CHANGES, weights_on_gpu, weights_served
 from tools.planner.rl_step import (
     MOST_STALENESS,
-    Sampled,
+    RolloutEstimate,
     ServerShape,
     filled,
     learner_work,
@@ -48,7 +48,7 @@ _AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class SearchRequest:
     """What is asked for: a run on ``gpus`` of a kind, with completions of ``lengths`` and prompts of ``prompt`` tokens.
 
     ``base`` has the keys that the user gave and defaults of the others; ``given`` are the user's, by name, which the
@@ -102,7 +102,7 @@ def with_keys(base: RunConfig, keys: Mapping[str, object]) -> RunConfig:
     return base.model_copy(update=update)
 
 
-def timed_layouts(wanted: Wanted, world: int) -> Iterator[Timed]:
+def timed_layouts(wanted: SearchRequest, world: int) -> Iterator[Timed]:
     """Seconds of training and log-probs in a step for each layout of ``world`` ranks, without recomputing anything."""
     base, mean = wanted.base, wanted.mean
     work = learner_work(base, wanted.shape, wanted.gpu, mean)
@@ -120,17 +120,17 @@ def timed_layouts(wanted: Wanted, world: int) -> Iterator[Timed]:
         yield _seconds(wanted, this), keys
 
 
-def learner_seconds(wanted: Wanted, config: RunConfig) -> float:
+def learner_seconds(wanted: SearchRequest, config: RunConfig) -> float:
     """The same of a layout with what it computes again or keeps in the host's memory."""
     return _seconds(wanted, learner_work(config, wanted.shape, wanted.gpu, wanted.mean))
 
 
-def _seconds(wanted: Wanted, work: LearnerWork) -> float:
+def _seconds(wanted: SearchRequest, work: LearnerWork) -> float:
     train = wanted.base.train
     return step_seconds(work) * train.minibatches * train.epochs + score_seconds(wanted.base, work)
 
 
-def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
+def layouts(wanted: SearchRequest, world: int) -> Iterator[dict[str, object]]:
     """Degrees that fill the learner's GPUs, and the other keys that the plan's time depends on."""
     shape, base = wanted.shape, wanted.base
     longest = base.longest_sequence
@@ -158,7 +158,7 @@ def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
                 yield from _with_work(wanted, longest, degrees)
 
 
-def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iterator[dict[str, object]]:
+def _with_work(wanted: SearchRequest, longest: int, degrees: Mapping[str, int]) -> Iterator[dict[str, object]]:
     """The keys of a layout: its stages' layers, each dispatcher, micro-batches of the longest sequence or of two."""
     own, chunks = wanted.base.learner, degrees["pp"] * degrees["vpp"]
     if own.stages is not None and len(own.stages) != chunks:
@@ -181,7 +181,7 @@ def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iter
             yield keys
 
 
-def _expert_degrees(wanted: Wanted) -> list[int]:
+def _expert_degrees(wanted: SearchRequest) -> list[int]:
     """Degrees that divide the experts: powers of two and multiples of 24, at most 128, and the user's."""
     count, given = wanted.shape.num_experts, wanted.given.get("learner.ep")
     usual = [
@@ -245,7 +245,7 @@ _FRACTIONS = (0.6, 0.4, 0.25)  # of a GPU for a server that takes turns with the
 _CACHE = 0.12  # of a GPU that a server's cache and kernels take at least
 
 
-def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
+def placements(wanted: SearchRequest) -> Iterator[tuple[float, dict[str, object]]]:
     """Yields placements of servers, with the degrees that sample fastest there: seconds that a step takes at least, and
     keys of rollout.server, slurm and weights."""
     nodes, each = wanted.gpus // wanted.per_node, wanted.per_node
@@ -286,7 +286,9 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
             yield servers[0], keys | servers[1]
 
 
-def _best_servers(wanted: Wanted, gpus: int, fraction: float, staleness: int) -> tuple[float, dict[str, object]] | None:
+def _best_servers(
+    wanted: SearchRequest, gpus: int, fraction: float, staleness: int
+) -> tuple[float, dict[str, object]] | None:
     """Seconds that a step takes at least, degrees and number of servers that sample fastest on ``gpus``, with at most
     ``staleness``; None if the weights do not fit them."""
     best: tuple[float, dict[str, object]] | None = None
@@ -315,7 +317,7 @@ def _best_servers(wanted: Wanted, gpus: int, fraction: float, staleness: int) ->
     return best
 
 
-def _slots(wanted: Wanted, server: ServerShape, *, dp: int, replicas: int, staleness: int) -> list[int]:
+def _slots(wanted: SearchRequest, server: ServerShape, *, dp: int, replicas: int, staleness: int) -> list[int]:
     """Values of ``rollout.slots``, the default first: of those that the server's cache holds, which are all if it
     never has more rows. That of the user alone."""
     usual = wanted.base.rollout.slots
@@ -330,7 +332,7 @@ def _slots(wanted: Wanted, server: ServerShape, *, dp: int, replicas: int, stale
     return [*first, *(slots for slots in reversed(fitting) if slots != usual)]
 
 
-def _sampled(wanted: Wanted, server: ServerShape, *, replicas: int, slots: int) -> Sampled:
+def _sampled(wanted: SearchRequest, server: ServerShape, *, replicas: int, slots: int) -> RolloutEstimate:
     own = wanted.given.get("rollout.server.concurrency")
     return rollout_seconds(
         with_keys(wanted.base, {"rollout.slots": slots}),
@@ -344,7 +346,7 @@ def _sampled(wanted: Wanted, server: ServerShape, *, replicas: int, slots: int) 
     )
 
 
-def _requests(wanted: Wanted, here: Sampled, slots: int) -> dict[str, object]:
+def _requests(wanted: SearchRequest, here: RolloutEstimate, slots: int) -> dict[str, object]:
     """The keys with which servers have so many slots, and requests for all their places, but no more than there are."""
     base, keys = wanted.base.rollout, dict[str, object]()
     if slots != base.slots:

@@ -25,10 +25,10 @@ from launcher.servers.degrees import served_bytes
 from rl_megatron.config.activations import offloaded
 from rl_megatron.config.beside import (
     frozen_folders,
-    in_words_of,
-    nodes_of_role,
+    num_role_nodes,
     scoring_roles,
     separate,
+    with_role_keys,
 )
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
@@ -37,10 +37,10 @@ from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.feature import adapter_layouts, encoding_of
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.placement.files import weights_folder, writers_of_files
-from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.files import file_writer_ranks, weights_folder
+from rl_megatron.placement.names import LEARNER, rank_label
 from rl_megatron.placement.ranks import ranks_by_role
-from rl_megatron.placement.seats import beside_ranks
+from rl_megatron.placement.seats import gpus_on_learner_nodes
 from rl_megatron.types import BYTES
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.layouts.families import hf_layout
@@ -58,8 +58,8 @@ from rl_megatron.weights.layouts.learner import (
     trained_elements,
     trained_matrices,
 )
-from tools.planner.layers import beside_kept, in_forward
-from tools.planner.terms import changes, in_flight, memory
+from tools.planner.layers import in_forward, peak_beyond_activations
+from tools.planner.terms import changes, memory, num_in_flight
 
 Phase = Literal["", "training", "sampling"]
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
@@ -156,14 +156,14 @@ def _footprints(config: RunConfig, shape: ModelShape, here: int | None = None, *
 
 
 def fullest(config: RunConfig, shape: ModelShape, here: int | None = None) -> Footprint:
-    """The footprint with the most bytes; ``here`` as in `beside_ranks`. Raises as `footprints` does."""
+    """The footprint with the most bytes; ``here`` as in `gpus_on_learner_nodes`. Raises as `footprints` does."""
     return max(_footprints(config, shape, here, every=False), key=lambda m: m.total)
 
 
 def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) -> Footprint | None:
     """The fullest GPU's footprint; None if ``slurm.gpu_memory_gb`` is null. Raises ConfigError if it does not fit.
 
-    ``here`` as in `beside_ranks`.
+    ``here`` as in `gpus_on_learner_nodes`.
     """
     share, beside = config.rollout.server.memory_fraction, _beside_servers(config, here)
     servers = max(beside[LEARNER].values(), default=0)  # rank 0's GPU has the most
@@ -177,13 +177,13 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
         return None
     most, room = fullest(config, shape, here), config.slurm.gpu_memory_gb * GB
     if most.total > room:
-        change = in_words_of(config, most.role, advice(config, most.largest))
+        change = with_role_keys(config, most.role, advice(config, most.largest))
         when = {"": "", "training": " while it trains", "sampling": " while servers sample"}[most.phase]
         if most.phase == "sampling" and most.role == LEARNER and config.learner.offload.while_sampling != "optimizer":
             change += "; or set learner.offload.while_sampling=optimizer"
         terms = ", ".join(f"{term} {held / GB:.1f}" for term, held in most.terms.items() if held >= 0.05 * GB)
         raise ConfigError(
-            f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: {called(most.role, most.rank)} needs "
+            f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: {rank_label(most.role, most.rank)} needs "
             f"{gigabytes(most.total, room)[0]}{when} ({terms}). Largest: {most.largest}; {change}"
         )
     per_gpu = server_weights(config, shape)
@@ -210,7 +210,7 @@ def fullest_line(config: RunConfig, shape: ModelShape) -> str:
     found = check_memory(config, shape)
     if found is None:
         return ""
-    rank = called(found.role, found.rank)
+    rank = rank_label(found.role, found.rank)
     return f"memory: up to {found.total / GB:.1f} GB a GPU ({rank}), most of it: {found.largest}"
 
 
@@ -286,7 +286,7 @@ def server_window(config: RunConfig, shape: ModelShape) -> float:
 def _beside_servers(config: RunConfig, here: int | None) -> dict[str, Counter[int]]:
     """The number of servers on the GPU of each rank that shares it with some, by role: on one machine, where separate
     roles' ranks follow the learner's, of all; in a job of the learner alone, as others have nodes of their own."""
-    on = Counter(gpu for gpus in beside_ranks(config, here) for gpu in gpus)
+    on = Counter(gpu for gpus in gpus_on_learner_nodes(config, here) for gpu in gpus)
     counts = {LEARNER: config.learner.dims.world_size} if here is None else ranks_by_role(config)
     firsts = zip(counts.items(), accumulate(counts.values(), initial=0), strict=False)
     return {
@@ -308,7 +308,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     if role == "critic":
         own["logits"] = 0.0
     # Of the layer that computes, and the gradients beside it; while one does, there are no logits.
-    own["activations"] += max(beside_kept(learner, shape, rank) - own["logits"], 0.0)
+    own["activations"] += max(peak_beyond_activations(learner, shape, rank) - own["logits"], 0.0)
     own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # after the passes
     if role in frozen_folders(config):
         own |= {"gradients": 0.0, "optimizer": 0.0, "activations": in_forward(learner, shape, rank), "step": 0.0}
@@ -493,7 +493,7 @@ def _by_node(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counte
     per_node = world
     if config.run.launcher != "local":
         apart = role in separate(config)
-        per_node = -(-world // nodes_of_role(config, role)) if apart else config.slurm.tasks_per_node(world)
+        per_node = -(-world // num_role_nodes(config, role)) if apart else config.slurm.tasks_per_node(world)
     out: Counter[int] = Counter()
     for rank, count in by_rank.items():
         out[rank // per_node] += count
@@ -559,7 +559,7 @@ def filled_bytes(config: RunConfig, shape: ModelShape) -> int:
     folder = weights_folder(config) if config.fills_files else None
     if folder is None or not folder.is_relative_to(NODE_MEMORY):
         return 0
-    together = max(map(len, writers_of_files(config))) > 1 and config.rollout.server.quantization != "none"
+    together = max(map(len, file_writer_ranks(config))) > 1 and config.rollout.server.quantization != "none"
     return served_bytes(config, shape) + (served_bytes(_unquantized(config), shape) if together else 0)
 
 
@@ -612,7 +612,7 @@ def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
     learner = config.learner
     chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
     each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
-    return ceil(each * in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp]) / SLAB) * SLAB
+    return ceil(each * num_in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp]) / SLAB) * SLAB
 
 
 def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.preflight.checks import Preflight
-from launcher.preflight.devices import beside_nodes
+from launcher.preflight.devices import check_node_fit
 from launcher.preflight.sizes import size_problems
 from rl_megatron.config.activations import wants_transformer_engine
 from rl_megatron.config.io import load_config
@@ -185,7 +185,7 @@ def show_config(config_name: str, overrides: Sequence[str]) -> None:
     job = [] if any(item.startswith("run.launcher=") for item in overrides) else ["run.launcher=slurm"]
     config = load_config(config_name, [*overrides, *job], otherwise={"model.path": _NO_FOLDER})
     shape = job_shape(config, model_shape(_model(config_name, config), config.learner.model))
-    found_here = Preflight(found=(*beside_nodes(config), *size_problems(config, shape)), seconds=0.0)
+    found_here = Preflight(found=(*check_node_fit(config), *size_problems(config, shape)), seconds=0.0)
     found_here.raise_problems()
     show_memory(config_name, config, shape)
     print(_counted_layers(config, shape))
@@ -292,13 +292,13 @@ def _cells(cost: Cost, senders: Sequence[int], receivers: Sequence[int]) -> dict
     return {
         "bytes within nodes": gigabytes(cost.within)[0],
         "bytes across nodes": gigabytes(cost.across)[0],
-        f"sent by {len(senders)} ranks, max / mean": _spread(cost.sent, senders),
-        f"received by {len(receivers)} ranks, max / mean": _spread(cost.received, receivers),
+        f"sent by {len(senders)} ranks, max / mean": _divisor(cost.sent, senders),
+        f"received by {len(receivers)} ranks, max / mean": _divisor(cost.received, receivers),
         "bound: the busiest port": f"{cost.bound:.2f} s",
         "expected": f"{cost.expected:.2f} s",
     }
 
 
-def _spread(moved: Mapping[int, int], ranks: Sequence[int]) -> str:
+def _divisor(moved: Mapping[int, int], ranks: Sequence[int]) -> str:
     counts = [moved.get(rank, 0) for rank in ranks]
     return " / ".join(gigabytes(max(counts)) + gigabytes(sum(counts) / len(counts)))

@@ -23,14 +23,14 @@ from math import ceil, inf
 from statistics import NormalDist
 
 from rl_megatron.config.activations import offloaded, wants_transformer_engine
-from rl_megatron.config.beside import frozen_folders, longest_read, scoring_roles, separate, taught_by_policy
+from rl_megatron.config.beside import frozen_folders, longest_scored_row, scoring_roles, self_teachers, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection, padded_tokens
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
 from rl_megatron.feature import adapter_layouts, features, wanted
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.placement.seats import beside_ranks
+from rl_megatron.placement.seats import gpus_on_learner_nodes
 from rl_megatron.types import BYTES
 from rl_megatron.weights.layouts.learner import Elements, role_shape
 from tools.planner.hardware import FITTED, GPUS, Gpu
@@ -77,7 +77,7 @@ class ServerShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class RolloutEstimate:
     """Seconds of a step's completions: ``alone`` if all start together and the step waits for the last; ``steady`` if
     others fill the places of those that end; and of the ``longest`` completion in a full engine. ``requests`` in
     flight fill the servers' places; ``held_back``: whether fewer are allowed."""
@@ -92,7 +92,7 @@ class Sampled:
 
 
 @lru_cache(maxsize=64)
-def lengths_of(mean: float, most: float) -> tuple[float, ...]:
+def length_distribution(mean: float, most: float) -> tuple[float, ...]:
     """Lengths of equally many completions, ascending: lognormal, cut off at ``most``, with that ``mean``."""
     steps = [math.exp(SPREAD * NormalDist().inv_cdf((i + 0.5) / _CLASSES)) for i in range(_CLASSES)]
     low, high = 0.0, 100.0 * most
@@ -196,7 +196,7 @@ def sampled(
     slots: int,
     concurrency: float = math.inf,
     sharing: float = 1.0,
-) -> Sampled:
+) -> RolloutEstimate:
     """The time of ``completions`` in groups of ``group``, which share a prompt; ``slots`` and its cache bound a
     server's rows, and ``concurrency`` the groups in flight on all servers, which end with their longest completion.
     With ``sharing`` servers on each GPU all that they do takes so many times as long."""
@@ -221,7 +221,7 @@ def sampled(
     flops = sharing * 2 * shape.active_parameters * prompt * completions / group
     prompts = flops / (replicas * server.ranks * gpu.peak.bfloat16 * 1e12 * COMPUTED)
     steady = each * mean / full * seconds(full, mean / 2)
-    return Sampled(
+    return RolloutEstimate(
         alone=prompts + queued + drained,
         steady=prompts + steady,
         longest=max(lengths) * seconds(full, max(lengths) / 2),
@@ -267,7 +267,7 @@ class RlStep:
     seconds: float
     parts: Mapping[str, float]
     training: Mapping[str, float]
-    sampled: Sampled
+    sampled: RolloutEstimate
     server: ServerShape
     staleness: int
     least: int
@@ -414,7 +414,7 @@ def rollout_seconds(
     prompt: float,
     concurrency: float,
     sharing: float = 1.0,
-) -> Sampled:
+) -> RolloutEstimate:
     """Seconds of a step's completions on ``replicas`` servers, ``sharing`` of them on each GPU, with so many requests
     in flight."""
     return sampled(
@@ -498,9 +498,9 @@ def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: 
     found, judges = {}, scoring_roles(config)
     of_teacher = {"reference"} if config.taught_by_average else set()  # of the same model
     frozen = [role for role in frozen_folders(config) if role not in of_teacher]
-    for role in ("critic", *frozen, *taught_by_policy(config)):
+    for role in ("critic", *frozen, *self_teachers(config)):
         theirs = config.of_role(role)
-        own = longest_read(config, role)[1] - config.most_sampled
+        own = longest_scored_row(config, role)[1] - config.most_sampled
         read = mean + prompt * (own / config.rollout.max_prompt_tokens - 1)
         sequences = config.compared_per_step if role in judges else None
         found[role] = learner_work(theirs, role_shape(config, shape, role), gpu, read, sequences)
@@ -509,7 +509,7 @@ def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: 
 
 def servers_on_a_gpu(config: RunConfig) -> float:
     """The mean number of those that sample for training."""
-    servers = beside_ranks(config)[: config.rollout.server.count]
+    servers = gpus_on_learner_nodes(config)[: config.rollout.server.count]
     gpus = {gpu for server in servers for gpu in server}
     return sum(map(len, servers)) / len(gpus) if gpus else 1.0
 
@@ -542,7 +542,7 @@ def _moved_to_host(config: RunConfig, shape: ModelShape) -> float:
     return 12.0 * sum(_held_of(shape)) / d.world_size
 
 
-def unlike_run(config: RunConfig) -> Iterator[str]:
+def unmodelled_features(config: RunConfig) -> Iterator[str]:
     """Yields what `rl_step` computes that a run with this configuration does not do, as the end of a sentence."""
     for key, one in config.training_environments.items():
         yield f"single completions, and {key}.function={one.function} has several turns"

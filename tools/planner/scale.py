@@ -28,8 +28,8 @@ from rl_megatron.models.shape import length_problem
 from rl_megatron.weights.layouts.learner import shape_with_features
 from tools.convert.layouts import model_shape
 from tools.planner.hardware import GPUS, RANGE, gpu_named
-from tools.planner.layouts import Goal, Wanted, described
-from tools.planner.rl_step import lengths_of
+from tools.planner.layouts import Goal, SearchRequest, described
+from tools.planner.rl_step import length_distribution
 from tools.planner.search import PlannedRun, SearchResult, explain_term, search
 
 _SHOWN = 8  # rejected layouts
@@ -104,7 +104,7 @@ def scale(
         )
 
 
-def show(console: Console, asked: Asked, found: SearchResult, seconds: float) -> None:
+def show(console: Console, asked: ScaleRequest, found: SearchResult, seconds: float) -> None:
     """Print the best layout with its terms, the next ones, and the rejected ones with their reasons."""
     wanted, best = asked.wanted, found.plans[0]
     console.print(
@@ -135,7 +135,7 @@ def show(console: Console, asked: Asked, found: SearchResult, seconds: float) ->
         console.print(f"rejected: {line}", soft_wrap=True, markup=False)
 
 
-def _rates(asked: Asked, best: PlannedRun) -> list[str]:
+def _rates(asked: ScaleRequest, best: PlannedRun) -> list[str]:
     step, gpus = best.step, asked.wanted.gpus
     rate, (low, high) = step.tokens_a_second, RANGE
     lines = [
@@ -173,7 +173,7 @@ def _said(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
+def as_tree(asked: ScaleRequest, found: SearchResult) -> dict[str, object]:
     """Plans and rejected layouts as plain values: seconds, and bytes of the fullest GPU, by term."""
     return {
         "model": asked.model,
@@ -198,14 +198,14 @@ def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ScaleRequest:
     """A search, and what it was asked by: names of model and GPU, mean and longest completion in tokens.
 
     ``tree`` is the configuration that the layout's keys are added to.
     """
 
     arguments: Sequence[str]
-    wanted: Wanted
+    wanted: SearchRequest
     model: str
     gpu: str
     mean: float
@@ -218,7 +218,7 @@ class Asked:
         return {key: value for key, value in plan.keys.items() if value_of(usual, key) != value}
 
 
-def asked_of(arguments: Sequence[str]) -> Asked:
+def asked_of(arguments: Sequence[str]) -> ScaleRequest:
     """The search that a command line asks for. Raises ConfigError that says what is missing or wrong."""
     own = dict(item.split("=", 1) for item in arguments if item.partition("=")[0] in _OWN and "=" in item)
     models = [item for item in arguments if "=" not in item]
@@ -248,19 +248,21 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     names = (item.partition("=")[0] for item in overrides)
     keys = ((new_name(name, None, {}) or (name,))[0] for name in names)
     given = {key: value_of(base, key) for key in keys if key not in _GROUPS}
-    wanted = Wanted(
+    wanted = SearchRequest(
         base=base,
         shape=shape,
         gpu=gpu,
         gpus=gpus,
-        lengths=lengths_of(mean, most),
+        lengths=length_distribution(mean, most),
         prompt=base.rollout.max_prompt_tokens / 2,
         goal=goal,
         given=given,
     )
     for key, value in given.items():
         _put(tree, key, value)
-    return Asked(arguments=arguments, wanted=wanted, model=model, gpu=own["gpu"], mean=mean, most=most, tree=tree)
+    return ScaleRequest(
+        arguments=arguments, wanted=wanted, model=model, gpu=own["gpu"], mean=mean, most=most, tree=tree
+    )
 
 
 def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
@@ -292,7 +294,7 @@ def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
         )
 
 
-def configuration_file(asked: Asked, plan: PlannedRun) -> str:
+def configuration_file(asked: ScaleRequest, plan: PlannedRun) -> str:
     """YAML of a plan, for ``train`` and ``submit``. Raises ConfigError if the configuration's checks refuse it."""
     tree = _copied(asked.tree)
     for key, value in asked.changed(plan).items():

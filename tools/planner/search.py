@@ -29,8 +29,8 @@ from tools.planner.layouts import (
     MOST_EXPERT_RANKS,
     MOST_SERVER_DP,
     MOST_STAGES,
+    SearchRequest,
     Timed,
-    Wanted,
     described,
     learner_seconds,
     placements,
@@ -42,7 +42,7 @@ from tools.planner.rl_step import RlStep, rl_step
 from tools.planner.terms import changes as term_changes
 
 
-def savings(wanted: Wanted) -> Iterator[dict[str, object]]:
+def savings(wanted: SearchRequest) -> Iterator[dict[str, object]]:
     """All that free memory, from none to the most, which the user's keys leave open and no option refuses."""
     shape, given = wanted.shape, wanted.given
     parts = (*(["mla_up_proj"] if shape.latent is not None else []), *(["moe_act"] if shape.num_experts else []))
@@ -84,7 +84,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
+class RejectedLayout:
     """A layout that is not taken, with the reason and the next change.
 
     ``lacks`` is the memory that does not hold it: of GPUs, "state" if not even what stays there all the time, or of the
@@ -126,13 +126,13 @@ class PlacedLayouts:
     ``planned`` counts plans of memory; ``too_large`` are layouts that GPUs do not hold with any of the savings.
     """
 
-    wanted: Wanted
+    wanted: SearchRequest
     engines: float
     keys: LayoutKeys
     timed: Sequence[Timed]
     savings: Sequence[LayoutKeys]
     planned: int = 0
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedLayout] = field(default_factory=list)
     too_large: list[tuple[int, ...]] = field(default_factory=list)
 
     def fastest(self, most: float) -> Iterator[PlannedRun]:
@@ -167,7 +167,11 @@ class PlacedLayouts:
                 if any(other.more_than(trial) for other in near):
                     continue
                 found = self._planned(trial, least)
-                if isinstance(found, Rejected) and found.lacks == "host" and (waits := self._without_copies(trial)):
+                if (
+                    isinstance(found, RejectedLayout)
+                    and found.lacks == "host"
+                    and (waits := self._without_copies(trial))
+                ):
                     found = self._planned(waits, least)
                 if isinstance(found, PlannedRun) and found.step.seconds <= most and found.footprint.total < least:
                     least = found.footprint.total
@@ -197,12 +201,12 @@ class PlacedLayouts:
             out.append(_Trial(seconds=seconds, saved=saved, config=config, keys={**self.keys, **keys, **saved}))
         return out
 
-    def _fastest_of(self, keys: LayoutKeys, limit: float) -> PlannedRun | Rejected | None:
+    def _fastest_of(self, keys: LayoutKeys, limit: float) -> PlannedRun | RejectedLayout | None:
         """The layout with the savings that take the least time; or why none fit: with those that a host lacks memory
         for, or else that need least of a GPU. None if they take ``limit``."""
         *_, last = trials = self._trials(keys)
         nearest = of_last = self._planned(last)
-        if isinstance(of_last, Rejected) and of_last.lacks == "state":
+        if isinstance(of_last, RejectedLayout) and of_last.lacks == "state":
             return of_last
         full = set[object]()  # what is kept in a host's memory that does not hold it
         queue = sorted(trials, key=lambda trial: trial.seconds)
@@ -214,7 +218,7 @@ class PlacedLayouts:
                 if isinstance(found, PlannedRun):
                     return found
                 if found.lacks != "host":
-                    if isinstance(nearest, Rejected) and nearest.lacks != "host" and found.needs < nearest.needs:
+                    if isinstance(nearest, RejectedLayout) and nearest.lacks != "host" and found.needs < nearest.needs:
                         nearest = found
                     continue
                 nearest = found
@@ -231,12 +235,12 @@ class PlacedLayouts:
         config = with_keys(trial.config, {name: False})
         return replace(trial, config=config, keys={**trial.keys, name: False})
 
-    def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | Rejected:
+    def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | RejectedLayout:
         """The plan of a layout with savings, or why there is none: an option refuses it, a degree does not divide, it
         does not fit, in less than ``least`` bytes of a GPU if that is given."""
         wanted, config = self.wanted, trial.config
         self.planned += 1
-        refused = partial(Rejected, keys=trial.keys, seconds=trial.seconds)
+        refused = partial(RejectedLayout, keys=trial.keys, seconds=trial.seconds)
         for reason in problems(config.learner, wanted.shape):
             return refused(reason=reason)
         try:
@@ -378,7 +382,7 @@ class SearchResult:
     first."""
 
     plans: list[PlannedRun] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedLayout] = field(default_factory=list)
     layouts: int = 0  # whose seconds were computed
     planned: int = 0  # plans of memory: of a layout with each of the savings that is tried
 
@@ -387,7 +391,7 @@ class SearchResult:
         return list(dict.fromkeys(f"{described(one.keys)}: {one.reason}" for one in self.rejected))
 
 
-def search(wanted: Wanted) -> SearchResult:
+def search(wanted: SearchRequest) -> SearchResult:
     """The layouts of a run. Raises ConfigError if the GPUs are no whole nodes, or if no layout fits."""
     if wanted.gpus % wanted.per_node:
         raise ConfigError(
@@ -397,7 +401,7 @@ def search(wanted: Wanted) -> SearchResult:
     for engines, placed in sorted(placements(wanted), key=lambda pair: pair[0]):
         if slower := engines >= _best(found.plans):
             reason = f"servers alone take at least {engines:,.1f} s for a step's completions"
-            found.rejected.append(Rejected(keys=placed, seconds=engines, reason=reason))
+            found.rejected.append(RejectedLayout(keys=placed, seconds=engines, reason=reason))
         if slower and wanted.goal != "memory":
             continue
         world = int(str(placed["slurm.nodes"])) * wanted.per_node
@@ -434,7 +438,7 @@ def _near(places: Sequence[PlacedLayouts], plans: Sequence[PlannedRun]) -> list[
     return sorted(near, key=lambda plan: plan.footprint.total)
 
 
-def _none_fits(wanted: Wanted, found: SearchResult) -> str:
+def _none_fits(wanted: SearchRequest, found: SearchResult) -> str:
     """Why there is no plan."""
     if found.rejected:
         nearest = "; ".join(found.reasons()[:3])

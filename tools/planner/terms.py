@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rl_megatron import feature
-from rl_megatron.config.activations import freed, kept, offloaded, wants_transformer_engine
+from rl_megatron.config.activations import activation_bytes, freed, offloaded, wants_transformer_engine
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.keywords import HELD, LOGITS_TOKENS, STEPPED_AT_ONCE, WEIGHT_ROWS
@@ -35,7 +35,7 @@ def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
     """
     optimizer, step = optimizer_bytes(learner, shape, rank)
     chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
-    held = in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp])
+    held = num_in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp])
     halves = [offloaded(learner, shape, layer, rank.longest) for layer in rank.layers]
     leaving = max((sum(some) / len(some) for some in halves if some), default=0.0) * HELD * rank.tokens
     terms: Terms = {
@@ -58,7 +58,7 @@ def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
     return terms
 
 
-def in_flight(pp: int, stage: int, sizes: Sequence[int]) -> float:
+def num_in_flight(pp: int, stage: int, sizes: Sequence[int]) -> float:
     """Of many micro-batches, how many a rank of ``stage`` keeps activations of at once, at most.
 
     ``sizes`` are the layers of the stage's chunks. Several chunks take turns, each with ``pp`` micro-batches, forward
@@ -84,7 +84,9 @@ def kept_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
         left = 0.0
         for layer in layers:
             frees = freed(learner, shape, layer, rank.longest)
-            left += kept(learner, shape, layer, rank.longest) - sum(frees.get(module, 0.0) for module in section.parts)
+            left += activation_bytes(learner, shape, layer, rank.longest) - sum(
+                frees.get(module, 0.0) for module in section.parts
+            )
             left -= sum(offloaded(learner, shape, layer, rank.longest))
         received = whole if layers[0] and "attention" in learner.offload.activations else 0.0  # the schedule keeps that
         out += received + rank.tokens * left

@@ -10,7 +10,7 @@ from typing import Any
 
 from json_server import JsonServer, ServerFailed, check_url
 
-from rl_megatron.environments.protocol import EnvironmentStep, Observed, OpenAIMessage, Reply, Transcript
+from rl_megatron.environments.protocol import EnvironmentStep, Observation, OpenAIMessage, Reply, Transcript
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -31,7 +31,7 @@ class NemoGym:
         self._row: Mapping[str, Any] = {}
         self._tools: frozenset[str] = frozenset()
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
+    async def start(self, task: Prompt, seed: int) -> Observation:
         """The messages and tools of the row. Raises DataError for what it has besides, and ServerFailed."""
         row = task.meta.get(FIELD)
         if not isinstance(row, Mapping):
@@ -45,7 +45,7 @@ class NemoGym:
         begun = await self._server.ask_object("POST", "/seed_session", dict(row))
         if "mcp" in begun:
             raise ServerFailed(f"{self._url}: its tools are called over MCP; only those that are routes can be")
-        return Observed(said=messages, tools=tools)
+        return Observation(said=messages, tools=tools)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """What each call answers, also that it failed; without a call the end. Raises ServerFailed."""
@@ -63,7 +63,8 @@ class NemoGym:
             failed += status != 200
             results.append({"role": "tool", "tool_call_id": call["id"], "content": said})
         return EnvironmentStep(
-            observation=Observed(said=results), metrics={"tool_calls": float(len(calls)), "tool_errors": float(failed)}
+            observation=Observation(said=results),
+            metrics={"tool_calls": float(len(calls)), "tool_errors": float(failed)},
         )
 
     async def score(self, transcript: Transcript) -> float:

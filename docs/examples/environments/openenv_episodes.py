@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from json_server import MOST_BYTES, JsonServer, ServerFailed, check_url
 
-from rl_megatron.environments.protocol import EnvironmentStep, Observed, OpenAIMessage, Reply, Transcript
+from rl_megatron.environments.protocol import EnvironmentStep, Observation, OpenAIMessage, Reply, Transcript
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -47,7 +47,7 @@ class OpenEnv:
         self._tool = tool
         self._session = Session(check_url(url), observation)
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
+    async def start(self, task: Prompt, seed: int) -> Observation:
         """The problem as the row has it, if its row names a seed; else what the server shows of the trajectory's.
 
         Raises DataError if the server shows another problem than the row has, and ServerFailed.
@@ -65,7 +65,7 @@ class OpenEnv:
                 "without one"
             )
         tools = self._session.actions.tools if self._tool else ()
-        return Observed(said=(task.messages or task.text) if same else seen.text, tools=tools)
+        return Observation(said=(task.messages or task.text) if same else seen.text, tools=tools)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """The server's answer to the action; of a reply that is none, why. Raises ServerFailed."""
@@ -282,11 +282,11 @@ def tasks(
     return iter(rows[:size]), iter(rows[size:])
 
 
-def _answering(reply: Reply, text: str) -> Observed:
+def _answering(reply: Reply, text: str) -> Observation:
     """The text as the user's message, or as the result of each call."""
     calls: Sequence[OpenAIMessage] = reply.message.get("tool_calls") or ()
     results = [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
-    return Observed(said=results or text)
+    return Observation(said=results or text)
 
 
 def _websockets() -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
+from rl_megatron.environments.protocol import EnvironmentStep, Observation, Reply, Transcript
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -37,7 +37,7 @@ class ReasoningGym:
         _package()
         self._tag, self._task = tag, Prompt(id="", text="", token_ids=(), answer="")
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
+    async def start(self, task: Prompt, seed: int) -> Observation:
         """The problem, as the row has it. Raises DataError if the package makes another here."""
         made = _made(task)[1]
         if made["question"] not in task.text:
@@ -46,7 +46,7 @@ class ReasoningGym:
                 "row has; write the tasks again, or install the version that wrote them"
             )
         self._task = task
-        return Observed(said=task.messages or task.text)
+        return Observation(said=task.messages or task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """The package's score, from 0 to 1; of an answer on which it raises, 0."""

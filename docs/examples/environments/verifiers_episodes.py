@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl_megatron.environments import marks
-from rl_megatron.environments.protocol import AgentFailed, EnvironmentStep, Model
+from rl_megatron.environments.protocol import AgentFailed, AgentModelClient, EnvironmentStep
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -30,7 +30,7 @@ class InterpreterFailed(Exception):
     """The other interpreter's process ended, answered what is no answer, or could not do what was asked."""
 
 
-async def play(task: Prompt, model: Model, *, python: str) -> EnvironmentStep:
+async def play(task: Prompt, model: AgentModelClient, *, python: str) -> EnvironmentStep:
     """Have ``python`` play the task of a row that write_tasks.py wrote; its reward and metrics."""
     which = task.meta.get(FIELD)
     if not isinstance(which, Mapping):

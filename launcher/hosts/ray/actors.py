@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from launcher.processes.guards import Order, start_guard
+from launcher.processes.guards import GuardSpec, start_guard
 from launcher.wire import Call
 
 _OF_NODE = ("SLURM", "CUDA_VISIBLE_DEVICES")  # variables that differ between the nodes of a job
@@ -34,7 +34,7 @@ class RankActor:
 class ServerActor:
     """Runs the guard of an engine server. Both end with the actor, because the guard's pipe closes."""
 
-    async def start(self, order: Order) -> None:
+    async def start(self, order: GuardSpec) -> None:
         """Start guard and server. Raises OSError."""
         given = {name: value for name, value in order.environment.items() if not name.startswith(_OF_NODE)}
         own = {name: value for name, value in os.environ.items() if name.startswith(_OF_NODE)}

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from typing_extensions import override
 
-from launcher.controller.group import seen
+from launcher.controller.group import retrieve_exception
 from launcher.hosts.ray.node import (
     COMPLETE,
     OBJECT_STORE_BYTES,
@@ -42,16 +42,16 @@ from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import ended, running_step
 from launcher.processes import guards
-from launcher.processes.guards import HERE, Guard, Order, free_port
-from launcher.processes.own_thread import OwnThread
+from launcher.processes.guards import HERE, Guard, GuardSpec, free_port
+from launcher.processes.own_thread import DedicatedThread
 from launcher.processes.scratch import scratch
 from launcher.wire import this_node
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError, EngineError, WorkerDied
-from rl_megatron.interfaces import Launcher, Roles, unheard
+from rl_megatron.errors import ConfigError, EngineError, WorkerFailure
+from rl_megatron.interfaces import Launcher, RunComponents, ignore_progress
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import Placement, place, placement_of, ranks_by_role
-from rl_megatron.placement.seats import Seat, describe_seats, seats_here, seats_of
+from rl_megatron.placement.ranks import RankPlacement, place_ranks, placement_of, ranks_by_role
+from rl_megatron.placement.seats import ServerPlacement, describe_placements, local_server_placements, server_placements
 
 os.environ.update(SETTINGS)  # Ray reads them at import
 if "SLURM_JOB_ID" not in os.environ:
@@ -167,7 +167,7 @@ def start_here(has: Bundle, token: str, folder: str) -> None:
         )
 
 
-def take_sigterm_back() -> None:
+def restore_sigterm_handler() -> None:
     """Have this process's own handler of SIGTERM run again, which a driver's start replaces. The main thread calls it.
 
     Ray's (absl's failure_signal_handler.cc, installed for SIGTERM as for SIGSEGV) prints a stack, calls the one before,
@@ -202,25 +202,28 @@ class RayCluster:
         roles = ranks_by_role(config)
         if allocation is None:
             self.placements = [
-                place(config.learner_of(role).dims, (this_node(),), count, role=role) for role, count in roles.items()
+                place_ranks(config.learner_of(role).dims, (this_node(),), count, role=role)
+                for role, count in roles.items()
             ]
             self.host = HERE
             gpus = len(visible_gpus()) if config.learner.device != "cpu" else 0
-            self.seats: Sequence[Seat] = [replace(s, node=this_node()) for s in seats_here(config, gpus)]
+            self.seats: Sequence[ServerPlacement] = [
+                replace(s, node=this_node()) for s in local_server_placements(config, gpus)
+            ]
             self.folder = run_folder.resolve() / "ray"
         else:
             nodes = {LEARNER: allocation.nodes, **allocation.separate}
             self.placements = [placement_of(config, nodes[role], role) for role in roles]
             self.host = allocation.address()
-            self.seats = seats_of(config, allocation.nodes, allocation.engine_nodes)
+            self.seats = server_placements(config, allocation.nodes, allocation.engine_nodes)
             self.folder = allocation.folder
         self.shares = shares(self.placements, self.seats, alone=bool(allocation and allocation.engine_nodes))
         self._config = config
-        self._own: OwnThread | None = None
+        self._own: DedicatedThread | None = None
         self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # of servers
 
     @property
-    def own(self) -> OwnThread:
+    def own(self) -> DedicatedThread:
         """The thread that makes all calls to the running cluster.
 
         Ray's processes end with the thread that made them, and in a main thread Ray replaces SIGTERM's handler.
@@ -230,13 +233,13 @@ class RayCluster:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the cluster while the context is open. Raises WorkerDied if it does not start."""
+        """Run the cluster while the context is open. Raises WorkerFailure if it does not start."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        seats = [describe_seats(self.seats)] if self.seats else []
+        seats = [describe_placements(self.seats)] if self.seats else []
         described = [*(placement.describe() for placement in self.placements), *seats]
         logger.info("Ray %s: %s", ray.__version__, "\n".join(described))
         async with contextlib.AsyncExitStack() as stack:
-            self._own = OwnThread("ray")
+            self._own = DedicatedThread("ray")
             stack.callback(self._own.close)
             if self.allocation is None:
                 folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path, because it holds sockets
@@ -245,7 +248,7 @@ class RayCluster:
                 await self._come_up(stack, driver, [], Wait(what="its processes on this machine"))
             else:
                 await self._start_on(self.allocation, stack)
-            take_sigterm_back()
+            restore_sigterm_handler()
             bundles = self.shares.engines
             groups = await self.place(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
             free = {node: count() for node in groups}
@@ -283,14 +286,14 @@ class RayCluster:
         wait = Wait(what=f"its head at {call.host}:{call.port}")
         try:
             await self._come_up(stack, self._join(call, wanted, wait), steps, wait)
-        except WorkerDied:
+        except WorkerFailure:
             await asyncio.to_thread(allocation.blame, sorted({n for _, told in calls for n in told.resources}))
             raise
         for step in steps:
             assert step.stdin is not None
             step.stdin.write(COMPLETE)
 
-    def _node_command(self, allocation: Allocation, placement: Placement) -> list[str]:
+    def _node_command(self, allocation: Allocation, placement: RankPlacement) -> list[str]:
         slurm, python = self._config.slurm, sys.executable
         if placement.role == LEARNER:
             return node_command(slurm, placement, allocation.folder, python=python, where=allocation.learner_options())
@@ -305,7 +308,7 @@ class RayCluster:
         steps: Sequence[asyncio.subprocess.Process],
         wait: Wait,
     ) -> None:
-        """Wait for ``driver``. Raises WorkerDied that says what was waited for if a step of Ray ends first, or after
+        """Wait for ``driver``. Raises WorkerFailure that says what was waited for if a step of Ray ends first, or after
         ``learner.timeout_seconds``, the only limit of the wait, and where Ray's processes fail; else what it raises."""
         limit, driving = self._config.learner.timeout_seconds, asyncio.ensure_future(driver)
         over = [asyncio.ensure_future(ended(step)) for step in steps]
@@ -316,14 +319,14 @@ class RayCluster:
             if not driving.done():
                 late = f"learner.timeout_seconds={limit:g} passed"
                 why = next((one.result() for one in over if one.done()), late)
-                raise WorkerDied(f"{why} before Ray was up; it waited for {wait.what}; {read}")
+                raise WorkerFailure(f"{why} before Ray was up; it waited for {wait.what}; {read}")
             try:
                 driving.result()
             except Exception as error:
                 if type(error) is not Exception and not isinstance(error, _DEATHS):  # a bare one: its raylet is slow
                     raise
                 logger.info("Ray did not start", exc_info=True)
-                raise WorkerDied(f"Ray did not start: {error}; {read}") from error
+                raise WorkerFailure(f"Ray did not start: {error}; {read}") from error
         finally:
             for one in (driving, *over):
                 one.cancel()
@@ -350,7 +353,8 @@ class RayCluster:
             raise EngineError(self._silent(f"{_ANSWER_SECONDS:g} s")) from error
 
     async def place(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make a call of the start, for many ranks or servers. Raises WorkerDied after ``learner.timeout_seconds``."""
+        """Make a call of the start, for many ranks or servers. Raises WorkerFailure after
+        ``learner.timeout_seconds``."""
         limit = self._config.learner.timeout_seconds
         try:
             async with asyncio.timeout(limit):
@@ -358,7 +362,7 @@ class RayCluster:
         except TimeoutError as error:
             if self.allocation is not None:
                 await asyncio.to_thread(self.allocation.blame, sorted({n for p in self.placements for n in p.nodes}))
-            raise WorkerDied(self._silent(f"learner.timeout_seconds={limit:g}")) from error
+            raise WorkerFailure(self._silent(f"learner.timeout_seconds={limit:g}")) from error
 
     def _silent(self, limit: str) -> str:
         return (
@@ -366,7 +370,7 @@ class RayCluster:
             f"{self.folder} have Ray's output"
         )
 
-    async def start_guard(self, number: int, order: Order) -> Guard:
+    async def start_guard(self, number: int, order: GuardSpec) -> Guard:
         """Start a server's guard at seat ``number``. Raises EngineError after ``rollout.server.start_seconds``, and at
         once where its node is gone."""
         node, nodes = self.seats[number].node, await self.ask(_living)
@@ -403,7 +407,9 @@ class InCluster(Launcher):
 
     @override
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+    async def start(
+        self, config: RunConfig, tell: Callable[[str], None] = ignore_progress
+    ) -> AsyncIterator[RunComponents]:
         async with self.cluster.running(), self.inner.start(config, tell) as roles:
             yield roles
 
@@ -425,7 +431,7 @@ class ActorGuard(Guard):
     def __init__(self, kill: Callable[[Any], Awaitable[None]], actor: Any, log: Path) -> None:
         self._kill, self._actor, self._log = kill, actor, log
         self._over: asyncio.Future[str] = asyncio.wrap_future(actor.wait.remote().future())
-        self._over.add_done_callback(seen)
+        self._over.add_done_callback(retrieve_exception)
 
     @override
     async def wait(self) -> str:

@@ -17,13 +17,13 @@ from typing import Any
 from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
-from launcher.controller.group import seen
+from launcher.controller.group import retrieve_exception
 from launcher.hosts.ray.cluster import RayCluster, group_of, said
 from launcher.hosts.ray.node import Bundle
 from launcher.processes.environment import threads_per_rank, threads_per_worker
 from launcher.wire import Call
 from rl_megatron.config.run import RunConfig
-from rl_megatron.placement.names import called, file_stem
+from rl_megatron.placement.names import file_stem, rank_label
 
 # isort: split
 import ray  # after cluster, which sets what it reads
@@ -81,7 +81,7 @@ def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Pa
         for index in range(len(each)):
             number = len(ends)
             here = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            made = actor.options(num_cpus=1, scheduling_strategy=here, name=called(call.role, number)).remote()
+            made = actor.options(num_cpus=1, scheduling_strategy=here, name=rank_label(call.role, number)).remote()
             log = str(folder / f"{file_stem(call.role, number)}.txt")
             ends[call.role, number] = made.serve.remote(call, number, log).future()
     return ends
@@ -91,10 +91,10 @@ async def _first_end(ends: Mapping[Who, Future[None]]) -> str:
     """How the first actor ended, once one has."""
     waiting = {who: asyncio.wrap_future(end) for who, end in ends.items()}
     for one in waiting.values():
-        one.add_done_callback(seen)
+        one.add_done_callback(retrieve_exception)
     await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_COMPLETED)
     who = next(who for who, one in waiting.items() if one.done())
-    return f"the actor of {called(*who)} ended{_cause(ends[who])}"
+    return f"the actor of {rank_label(*who)} ended{_cause(ends[who])}"
 
 
 def _cause(end: Future[None]) -> str:

@@ -24,13 +24,13 @@ import psutil
 from launcher.hosts.slurm.allocation import Allocation, cores_option
 from launcher.processes.environment import adopt_orphans, die_with_parent
 from launcher.processes.guards import held_ports
-from launcher.processes.scratch import lasting
+from launcher.processes.scratch import lock_against_tmpfiles
 from launcher.wire import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.files import private_folder
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import Placement
-from rl_megatron.placement.seats import Seat
+from rl_megatron.placement.ranks import RankPlacement
+from rl_megatron.placement.seats import ServerPlacement
 
 RAYLET_SECONDS = 30.0  # `raylet_start_wait_time_s` in ray/_private/node.py of Ray 2.60
 COMPLETE = b"\n"  # the controller's line once the cluster has all its nodes
@@ -79,7 +79,7 @@ class Shares:
     engines: Mapping[str, Sequence[Bundle]]
 
 
-def shares(placements: Sequence[Placement], seats: Sequence[Seat], *, alone: bool) -> Shares:
+def shares(placements: Sequence[RankPlacement], seats: Sequence[ServerPlacement], *, alone: bool) -> Shares:
     """The bundles of all ranks and servers. A resource of the role binds each bundle to its node.
 
     GPUs count for servers that are ``alone`` on their nodes; elsewhere servers and ranks share them.
@@ -111,7 +111,7 @@ def resource(role: str, node: str) -> str:
 
 
 def node_command(
-    slurm: SlurmSection, placement: Placement, folder: Path, *, python: str, where: Sequence[str] = ()
+    slurm: SlurmSection, placement: RankPlacement, folder: Path, *, python: str, where: Sequence[str] = ()
 ) -> list[str]:
     """The srun command that starts Ray on every node of a role's ranks; it writes one file per node in ``folder``."""
     count, stem = len(placement.nodes), "ray" if placement.role == LEARNER else f"ray-{placement.role}"
@@ -154,7 +154,7 @@ def main() -> None:
     watch = ControllerWatch()
     ports = contextlib.nullcontext(0) if own else held_ports("")  # the head listens on loopback, too
     try:
-        with lasting(Path(call.folder)), ports as port:
+        with lock_against_tmpfiles(Path(call.folder)), ports as port:
             command = [*_RAY, *options(call, this_node(), own, client_port=port)]
             status = run_ray(command, environment(call.token), call.seconds, watch)
     finally:

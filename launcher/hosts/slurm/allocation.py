@@ -15,7 +15,7 @@ from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import beside, cut
+from rl_megatron.placement.ranks import cut, extra_role_nodes
 
 _NAME_SECONDS = 60.0  # in which a name server learns of a node that a cloud has just made
 _LOOK_SECONDS = 1.0
@@ -43,7 +43,7 @@ class Allocation:
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
-        found = cut(_hosts(job), beside(config))
+        found = cut(_hosts(job), extra_role_nodes(config))
         folder = run_folder / "jobs" / f"{job}-{restart}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(

@@ -29,12 +29,12 @@ from launcher.wire import Call, Muster
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER, file_stem
-from rl_megatron.placement.ranks import Placement, placement_of
+from rl_megatron.placement.ranks import RankPlacement, placement_of
 
 logger = logging.getLogger(__name__)
 
 
-def step_command(slurm: SlurmSection, placement: Placement, *, python: str, where: Sequence[str] = ()) -> list[str]:
+def step_command(slurm: SlurmSection, placement: RankPlacement, *, python: str, where: Sequence[str] = ()) -> list[str]:
     """The srun command that runs worker/node.py on every node, in the container if given; its tasks read a `Muster`."""
     nodes = len(placement.nodes)
     return [
@@ -151,7 +151,7 @@ class SlurmLauncher(ConnectingLauncher):
                 blame=allocation.blame,
             )
 
-    def _command(self, config: RunConfig, placement: Placement) -> list[str]:
+    def _command(self, config: RunConfig, placement: RankPlacement) -> list[str]:
         allocation, section = self._allocation, config.slurm
         if placement.role == LEARNER:
             return step_command(section, placement, python=sys.executable, where=allocation.learner_options())

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.files import shipped
-from rl_megatron.placement.ranks import beside
+from rl_megatron.placement.ranks import extra_role_nodes
 
 _HERE = Path(__file__).resolve().parents[3]
 _CODE = ("rl_megatron", "launcher", "tools")
@@ -41,7 +41,7 @@ def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -
         )
     return environment.get_template("train.sbatch.j2").render(
         slurm=slurm,
-        total_nodes=slurm.nodes + sum(beside(config).values()),
+        total_nodes=slurm.nodes + sum(extra_role_nodes(config).values()),
         tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
         name=config.run.name,
         run=run,

@@ -14,17 +14,17 @@ import numpy as np
 
 from rl_megatron.agents.conversation.messages import (
     ChatMessage,
-    MessagesRefused,
-    alike,
-    losable,
+    UnsupportedMessages,
+    merge_keys,
+    messages_losing_content,
+    normalize_messages,
     same,
-    tidied,
-    with_others,
+    same_for_client,
 )
-from rl_megatron.agents.conversation.templates import Rendered, Rewritten, Template, Tools
+from rl_megatron.agents.conversation.templates import RenderedPrompt, Rewritten, Template, Tools
 from rl_megatron.columns import TokenIds, freeze
-from rl_megatron.data.samples import columns_of_row, turn_at
-from rl_megatron.types import Chain, Completion, Turn
+from rl_megatron.data.samples import columns_of_row, make_turn
+from rl_megatron.types import Completion, TokenSequence, Turn
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class TokenRows:
         """Take what was sampled after the ``prompt``, [L] int32. The turn at its place; None if nothing was sampled."""
         if not len(completion.token_ids):
             return None
-        turn = turn_at(len(prompt), completion, text)
+        turn = make_turn(len(prompt), completion, text)
         begun = [row for row in self._rows if np.array_equal(row.tokens, prompt[: len(row.tokens)])]
         row = max(begun, key=lambda one: len(one.tokens), default=None)
         if row is None:
@@ -56,9 +56,9 @@ class TokenRows:
         """The tokens of all rows so far."""
         return (row.tokens for row in self._rows)
 
-    def chains(self) -> tuple[Chain, ...]:
+    def chains(self) -> tuple[TokenSequence, ...]:
         """The rows to train on; each turn is in one."""
-        return tuple(Chain(token_ids=row.tokens, turns=row.turns) for row in self._rows)
+        return tuple(TokenSequence(token_ids=row.tokens, turns=row.turns) for row in self._rows)
 
 
 Branch = Rewritten | Literal["edited", "again"]
@@ -72,7 +72,7 @@ class TurnPrompt:
 
     token_ids: TokenIds  # [L] int32
     branch: Branch | None  # None: it goes on from a turn's row, or is the conversation's first
-    rendered: Rendered = field(repr=False)
+    rendered: RenderedPrompt = field(repr=False)
     after: SampledTurn | None = field(repr=False)  # the turn whose row it goes on from
     node: Node = field(repr=False)  # the last of its messages that is in the tree
     new: Sequence[ChatMessage] = field(repr=False)  # those after it
@@ -86,7 +86,7 @@ class SampledTurn:
     """A turn with its place. Its row goes on from that of the turn ``after``, whose tokens it does not hold again."""
 
     branch: Branch | None
-    rendered: Rendered  # its prompt; without its text once a row has gone on from the turn
+    rendered: RenderedPrompt  # its prompt; without its text once a row has gone on from the turn
     after: SampledTurn | None
     completion: Completion
     added: TokenIds  # [n] int32, of its prompt and its completion after the row of ``after``
@@ -125,10 +125,9 @@ class Conversation:
         """The prompt for the turn that answers ``messages``. It changes nothing, and prompts may be asked at once.
 
         It goes on from the row of the last assistant message, if that was sampled after the messages before it and the
-        template allows (of equal turns, from the newest one's). Raises MessagesRefused, also for calls of messages that
-        were not sampled, if the template leaves them out.
-        """
-        given = tidied(messages)
+        template allows (of equal turns, from the newest one's). Raises UnsupportedMessages, also for calls of messages
+        that were not sampled, if the template leaves them out."""
+        given = normalize_messages(messages)
         last = _last_turn(given)
         path = self._known(given, last, tools)
         known = (*(node.message for node in path), *given[len(path) :])
@@ -158,30 +157,30 @@ class Conversation:
 
     def cannot_show_turn(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> bool:
         """Whether the template refuses the last assistant message, which was sampled, and not those before it."""
-        given = tidied(messages)
+        given = normalize_messages(messages)
         last = _last_turn(given)
-        path = self._path(given, last, alike)
+        path = self._path(given, last, same_for_client)
         if not 0 <= last < len(path) or path[last].sampled is None:
             return False
         known = [node.message for node in path]
         try:
             self._template.begin(known[:last], tools)
-        except MessagesRefused:
+        except UnsupportedMessages:
             return False
         try:
             self._template.begin(known, tools)
-        except MessagesRefused:
+        except UnsupportedMessages:
             return True
         return False
 
     def add(self, asked: TurnPrompt, completion: Completion, message: ChatMessage) -> Turn | None:
         """Take what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
 
-        The turn, at its place in its row; None if nothing was sampled. Raises MessagesRefused for another role's.
+        The turn, at its place in its row; None if nothing was sampled. Raises UnsupportedMessages for another role's.
         """
-        (answer,) = tidied((message,))
+        (answer,) = normalize_messages((message,))
         if answer["role"] != "assistant":
-            raise MessagesRefused(f"a sampled message has the role {answer['role']!r}; it must be 'assistant'")
+            raise UnsupportedMessages(f"a sampled message has the role {answer['role']!r}; it must be 'assistant'")
         turn = Turn(
             start=len(asked.token_ids),
             logprobs=completion.logprobs,
@@ -217,7 +216,7 @@ class Conversation:
         """The tokens of all rows so far."""
         return (one.row for one in self._ends())
 
-    def chains(self) -> tuple[Chain, ...]:
+    def chains(self) -> tuple[TokenSequence, ...]:
         """The rows to train on: each turn is in one of them, and is context in others that go on from it.
 
         Raises DataError for a column that does not fit.
@@ -232,7 +231,7 @@ class Conversation:
             if turns:
                 tokens = end.row[: turns[-1].stop]
                 columns = columns_of_row([(one.length, one.completion) for one in row], len(tokens))
-                rows.append(Chain(token_ids=tokens, turns=turns, columns=columns))
+                rows.append(TokenSequence(token_ids=tokens, turns=turns, columns=columns))
         return tuple(rows)
 
     def _ends(self) -> list[SampledTurn]:
@@ -241,12 +240,12 @@ class Conversation:
         return [one for one in self._sampled if id(one) not in gone_on]
 
     def _check_calls(self, messages: Sequence[ChatMessage], tools: Tools, sampled: Collection[int]) -> None:
-        """Raises MessagesRefused for what was not sampled and is lost, but for thinking, which templates drop by
+        """Raises UnsupportedMessages for what was not sampled and is lost, but for thinking, which templates drop by
         intent, and content beside calls, which some models have no place for."""
-        places = [place for place in losable(messages) if place not in sampled]
+        places = [place for place in messages_losing_content(messages) if place not in sampled]
         for place, part in self._template.lost(messages, tools, places) if places else ():
             if part not in ("reasoning", "content"):
-                raise MessagesRefused(
+                raise UnsupportedMessages(
                     f"message {place + 1}: the model's chat template does not write its {part}, so the model would not "
                     "read it; give the model a template that writes it, or say it in the message's content"
                 )
@@ -257,9 +256,9 @@ class Conversation:
         Clients add keys to messages that they send back (``name``, ``provider_specific_fields``): these make another
         message only where they change the template's text.
         """
-        path = self._path(given, last, alike)
+        path = self._path(given, last, same_for_client)
         own, new = [node.message for node in path], given[len(path) :]
-        sent = [with_others(one, other) for one, other in zip(own, given, strict=False)]
+        sent = [merge_keys(one, other) for one, other in zip(own, given, strict=False)]
         if sent == own or self._template.shows_alike((*own, *new), (*sent, *new), tools):
             return path
         return self._path(given, last, same)

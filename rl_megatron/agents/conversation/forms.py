@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_megatron.agents.conversation.messages import LOSABLE, REASONING, ChatMessage, MessagesRefused, tidied
+from rl_megatron.agents.conversation.messages import (
+    LOSABLE,
+    REASONING,
+    ChatMessage,
+    UnsupportedMessages,
+    normalize_messages,
+)
 from rl_megatron.agents.conversation.templates import Tools
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JobName
@@ -26,12 +32,12 @@ _ANSWERS_NOBODY = (
     "field, name that in data.fields.context), or give it a weight of 0"
 )
 SIDES = ("better", "worse")
-Sides = tuple["WrittenConversation", "WrittenConversation"]
+Sides = tuple["TrainingConversation", "TrainingConversation"]
 """The better and the worse one of a pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenConversation:
+class TrainingConversation:
     """The conversation of the prompt ``id``, of which what is before message ``first`` is context alone."""
 
     id: str
@@ -40,48 +46,53 @@ class WrittenConversation:
     first: int = 0
 
     def tidied(self) -> tuple[ChatMessage, ...]:
-        """The messages in one form, without what says which are learned. Raises MessagesRefused."""
-        return tidied([{key: value for key, value in one.items() if key not in _MARKS} for one in self.messages])
+        """The messages in one form, without what says which are learned. Raises UnsupportedMessages."""
+        return normalize_messages(
+            [{key: value for key, value in one.items() if key not in _MARKS} for one in self.messages]
+        )
 
     def learned(self) -> tuple[tuple[ChatMessage, ...], list[int]]:
-        """The messages in one form, and which of them are turns to learn. Raises MessagesRefused."""
+        """The messages in one form, and which of them are turns to learn. Raises UnsupportedMessages."""
         known = self.tidied()
         said = [place for place, one in enumerate(known) if one["role"] == "assistant" and place >= self.first]
         turns = [place for place in said if _weight(place, self.messages[place])]
         if turns[:1] == [0]:
-            raise MessagesRefused(_ANSWERS_NOBODY)
+            raise UnsupportedMessages(_ANSWERS_NOBODY)
         for place in turns:
             if not any(str(known[place].get(key) or "").strip() for key in ("content", *LOSABLE, *REASONING)):
-                raise MessagesRefused(
+                raise UnsupportedMessages(
                     f"message {place + 1} has neither content nor tool_calls, so a model would learn to say nothing; "
                     "name its text content, or give it a weight of 0"
                 )
         return known, turns
 
     def scored(self) -> tuple[ChatMessage, ...]:
-        """The messages in one form, of a conversation that is scored as a whole. Raises MessagesRefused."""
+        """The messages in one form, of a conversation that is scored as a whole. Raises UnsupportedMessages."""
         known = self.tidied()
         if known[0]["role"] == "assistant" and _weight(0, self.messages[0]):
-            raise MessagesRefused(_ANSWERS_NOBODY)
+            raise UnsupportedMessages(_ANSWERS_NOBODY)
         if (last := known[-1]["role"]) != "assistant":
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"message {len(known)}, the last, is of the role {last!r:.40}, and what is scored is an answer; end "
                 "the conversation with the assistant's"
             )
         return known
 
 
-def written_conversation(prompt: Prompt) -> WrittenConversation:
+def written_conversation(prompt: Prompt) -> TrainingConversation:
     """The conversation of which ``prompt.text`` is the JSON."""
     said = json.loads(prompt.text)
-    return WrittenConversation(id=prompt.id, messages=said["messages"], tools=said["tools"], first=said.get("first", 0))
+    return TrainingConversation(
+        id=prompt.id, messages=said["messages"], tools=said["tools"], first=said.get("first", 0)
+    )
 
 
 def written_sides(prompt: Prompt) -> Sides:
     """Both conversations of a pair, as a whole."""
     said = json.loads(prompt.text)
     better, worse = (
-        WrittenConversation(id=prompt.id, messages=said[side], tools=said["tools"]) for side in ("messages", "rejected")
+        TrainingConversation(id=prompt.id, messages=said[side], tools=said["tools"])
+        for side in ("messages", "rejected")
     )
     return better, worse
 
@@ -117,7 +128,7 @@ def behind_common(prompt: Prompt) -> Sides:
     """Both from the first message on in which they differ. Raises DataError that names the prompt."""
     try:
         return _answers(*written_sides(prompt))
-    except MessagesRefused as error:
+    except UnsupportedMessages as error:
         raise DataError(f"prompt {prompt.id!r}: {error}") from error
 
 
@@ -129,36 +140,36 @@ def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], object]) -> 
             check(prompt)
         except DataError as error:
             bad.append(str(error))
-        except MessagesRefused as error:
+        except UnsupportedMessages as error:
             bad.append(f"prompt {prompt.id!r}: {error}")
     if bad:
         raise DataError(listed(bad))
 
 
-def _answers(better: WrittenConversation, worse: WrittenConversation) -> Sides:
-    """Both from the first message on in which they differ. Raises MessagesRefused."""
+def _answers(better: TrainingConversation, worse: TrainingConversation) -> Sides:
+    """Both from the first message on in which they differ. Raises UnsupportedMessages."""
     alike = zip(better.tidied(), worse.tidied(), strict=False)
     first = next((place for place, (one, other) in enumerate(alike) if one != other), None)
     if first is None:
-        raise MessagesRefused("one conversation of its pair begins with the whole of the other")
+        raise UnsupportedMessages("one conversation of its pair begins with the whole of the other")
     for side in (better, worse):
         if (role := side.messages[first].get("role")) != "assistant":
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"its conversations first differ in message {first + 1}, of the role {role!r:.40}; a pair has two "
                 "answers of the assistant to the same messages"
             )
     answers = _from(better, first), _from(worse, first)
     for which, side in zip(SIDES, answers, strict=True):
         if not side.learned()[1]:
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"the assistant's messages of its {which} conversation have a weight of 0 from message {first + 1} on, "
                 "where the other differs, so there is nothing to compare; remove the weight or the row"
             )
     return answers
 
 
-def _from(side: WrittenConversation, first: int) -> WrittenConversation:
-    return WrittenConversation(id=side.id, messages=side.messages, tools=side.tools, first=first)
+def _from(side: TrainingConversation, first: int) -> TrainingConversation:
+    return TrainingConversation(id=side.id, messages=side.messages, tools=side.tools, first=first)
 
 
 def _weight(place: int, message: Mapping[str, Any]) -> int:
@@ -166,14 +177,14 @@ def _weight(place: int, message: Mapping[str, Any]) -> int:
     marks = {key: value for key in _MARKS if (value := message.get(key)) is not None}
     for key, value in marks.items():
         if key in _DETAILS:
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"message {place + 1}: {key}={value!r:.100} names parts of it, and a turn is learned as a whole or not "
                 "at all; write train instead, or weight"
             )
         if value not in (0, 1):
-            raise MessagesRefused(f"message {place + 1}: {key}={value!r:.100}; it must be 0 or 1, or false or true")
+            raise UnsupportedMessages(f"message {place + 1}: {key}={value!r:.100}; it must be 0 or 1, or false or true")
     if len(said := set(map(int, marks.values()))) > 1:
-        raise MessagesRefused(
+        raise UnsupportedMessages(
             f"message {place + 1}: {', '.join(f'{key}={value!r}' for key, value in marks.items())} say different "
             "things; keep one of them"
         )

@@ -26,38 +26,38 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")  # the last two in Ope
 _UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
 
 
-class MessagesRefused(RLMegatronError, ValueError):
+class UnsupportedMessages(RLMegatronError, ValueError):
     """Messages that cannot become a prompt: of an unknown form, or refused by the model's chat template."""
 
 
-def tidied(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+def normalize_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """The messages without null keys. Content is a text, reasoning is ``reasoning_content``, arguments are parsed.
 
-    Arguments that are not JSON stay the text that they are. Raises MessagesRefused that names the message.
+    Arguments that are not JSON stay the text that they are. Raises UnsupportedMessages that names the message.
     """
     if not messages:
-        raise MessagesRefused("messages is empty; send at least one")
+        raise UnsupportedMessages("messages is empty; send at least one")
     return tuple(_tidied(place, message) for place, message in enumerate(messages, 1))
 
 
 def same(known: ChatMessage, given: ChatMessage) -> bool:
-    """Whether two tidied messages are `alike`, with equal other keys."""
-    return alike(known, given) and with_others(known, given) is known
+    """Whether two tidied messages are `same_for_client`, with equal other keys."""
+    return same_for_client(known, given) and merge_keys(known, given) is known
 
 
-def alike(known: ChatMessage, given: ChatMessage) -> bool:
+def same_for_client(known: ChatMessage, given: ChatMessage) -> bool:
     """Whether two tidied messages say the same to their client: ids of calls do not count, nor does reasoning that
     ``given`` lacks, nor keys that are neither content nor reasoning nor calls."""
     if known == given:  # of most messages of a long history, in a tenth of the time
         return True
     if known["role"] != given["role"] or known["content"] != given["content"]:
         return False
-    if reasoning_of(given) not in ("", reasoning_of(known)):
+    if get_reasoning(given) not in ("", get_reasoning(known)):
         return False
     return _functions(known) == _functions(given)
 
 
-def with_others(known: ChatMessage, given: ChatMessage) -> ChatMessage:
+def merge_keys(known: ChatMessage, given: ChatMessage) -> ChatMessage:
     """The known message with the other keys of ``given``; itself where it has these."""
     own, others = _others(known), _others(given)
     if own == others:
@@ -65,12 +65,12 @@ def with_others(known: ChatMessage, given: ChatMessage) -> ChatMessage:
     return {key: value for key, value in known.items() if key not in own} | others
 
 
-def reasoning_of(message: ChatMessage) -> str:
+def get_reasoning(message: ChatMessage) -> str:
     """The reasoning of a tidied message, empty if it has none."""
     return str(message.get(REASONING[0], ""))
 
 
-def in_parts(messages: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[str, str]]]:
+def content_parts(messages: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[str, str]]]:
     """The contents of several texts, by their place, as chat templates read them."""
     contents = [(place, one.get("content")) for place, one in enumerate(messages)]
     return {
@@ -80,14 +80,14 @@ def in_parts(messages: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[str, 
     }
 
 
-def losable(messages: Sequence[ChatMessage]) -> list[int]:
+def messages_losing_content(messages: Sequence[ChatMessage]) -> list[int]:
     """The places of the assistant's messages of which templates leave out more than thinking."""
     return [
         place for place, one in enumerate(messages) if one["role"] == "assistant" and not one.keys().isdisjoint(LOSABLE)
     ]
 
 
-def written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_json(message: Mapping[str, Any]) -> dict[str, Any]:
     """A tidied message whose calls have their arguments as JSON text."""
     if "tool_calls" not in message:
         return dict(message)
@@ -98,22 +98,22 @@ def written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tidied(place: int, given: ChatMessage) -> ChatMessage:
     if not isinstance(given, (dict, Mapping)) or not isinstance(given.get("role"), str):  # an ABC's check takes longer
-        raise MessagesRefused(f"message {place} is {given!r:.200}; it must be an object with a role")
+        raise UnsupportedMessages(f"message {place} is {given!r:.200}; it must be an object with a role")
     if given.keys() == _PLAIN and isinstance(given["content"], str):
         return dict(given)
     message = {key: value for key, value in given.items() if value is not None}
     says_nothing = message.get("content") in (None, []) and given["role"] != "assistant"
     if says_nothing and (given["role"] in _SAYING or any(message[key] for key in message.keys() - _OF_RESULT)):
-        raise MessagesRefused(
+        raise UnsupportedMessages(
             f"message {place}, of the role {given['role']!r}, has no content, but {sorted(message)!r:.200}; name "
             "its text content, which may be empty"
         )
     message["content"] = _content(place, given.get("content"))
     if reasoning := [message.pop(key) for key in REASONING if key in message]:
         if not all(isinstance(text, str) for text in reasoning):
-            raise MessagesRefused(f"message {place}: its reasoning is {reasoning!r:.200}; it must be a text")
+            raise UnsupportedMessages(f"message {place}: its reasoning is {reasoning!r:.200}; it must be a text")
         if len(texts := {text.strip(): text for text in reversed(reasoning) if text}) > 1:
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"message {place} has thinking under several of {', '.join(REASONING)}, which differ; keep one of them"
             )
         if texts:
@@ -121,7 +121,7 @@ def _tidied(place: int, given: ChatMessage) -> ChatMessage:
     calls = message.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list | tuple):
-            raise MessagesRefused(f"message {place} has the tool_calls {calls!r:.200}; it must be a list of calls")
+            raise UnsupportedMessages(f"message {place} has the tool_calls {calls!r:.200}; it must be a list of calls")
         message["tool_calls"] = [_call(place, call) for call in calls]
     return message
 
@@ -131,7 +131,9 @@ def _content(place: int, content: object) -> str:
         return content or ""
     parts: list[Any] = content if isinstance(content, list) else [None]
     if not all(map(_is_text_part, parts)):
-        raise MessagesRefused(f"message {place} has content {content!r:.200}; it must be a text, or a list of texts")
+        raise UnsupportedMessages(
+            f"message {place} has content {content!r:.200}; it must be a text, or a list of texts"
+        )
     return "".join(part["text"] for part in parts)
 
 
@@ -145,11 +147,13 @@ def _is_text_part(part: object) -> bool:
 def _call(place: int, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessagesRefused(f"message {place} has the call {call!r:.200}; it must have function.name and arguments")
+        raise UnsupportedMessages(
+            f"message {place} has the call {call!r:.200}; it must have function.name and arguments"
+        )
     arguments = function.get("arguments")
     others = [] if arguments is not None else [key for key in function if key != "name" and function[key]]
     if others or not isinstance(arguments or "", str | Mapping):
-        raise MessagesRefused(
+        raise UnsupportedMessages(
             f"message {place} has the call {call!r:.200}; its arguments must be an object, or the JSON text of one"
             + (f", under the name arguments, not {others[0]!r:.40}" if others else "")
         )

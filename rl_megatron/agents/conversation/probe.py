@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_megatron.agents.conversation.messages import REASONING, ChatMessage, MessagesRefused, tidied
+from rl_megatron.agents.conversation.messages import REASONING, ChatMessage, UnsupportedMessages, normalize_messages
 from rl_megatron.agents.conversation.templates import Rewritten, Template, Tools
 
 Habit = Literal["appends", "drops thinking at user turns", "drops thinking at every turn", "rewrites"]
@@ -74,7 +74,7 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
     for name, turns in _SCRIPTS.items():
         try:
             found = _play(template, asked, turns, tools, (None,) if name == _CUT else tuple(stop_token_ids))
-        except MessagesRefused as error:
+        except UnsupportedMessages as error:
             refused[name] = str(error)
             continue
         begun[name] = tuple(why for _, why in found)
@@ -96,7 +96,7 @@ def _beginning(template: Template) -> tuple[Sequence[ChatMessage], Tools]:
     for asked in ([_ASKED], [_SYSTEM, _ASKED]):
         try:
             template.begin(asked, _TOOLS)
-        except MessagesRefused:
+        except UnsupportedMessages:
             continue
         return asked, _TOOLS
     return [_ASKED], ()
@@ -109,8 +109,8 @@ def _play(
     tools: Tools,
     stops: Sequence[int | None],
 ) -> list[tuple[ChatMessage, Rewritten]]:
-    """The turns after which a row began, each with the reason. Raises MessagesRefused."""
-    messages: tuple[ChatMessage, ...] = tidied(asked)
+    """The turns after which a row began, each with the reason. Raises UnsupportedMessages."""
+    messages: tuple[ChatMessage, ...] = normalize_messages(asked)
     _, before = template.begin(messages, tools)
     begun: list[tuple[ChatMessage, Rewritten]] = []
     for turn in turns[:-1]:
@@ -118,7 +118,7 @@ def _play(
             {"role": "tool", "tool_call_id": call["id"], "name": "add", "content": "2"}
             for call in turn.get("tool_calls", ())
         ]
-        messages = tidied([*messages, turn, *(results or [{"role": "user", "content": "Again?"}])])
+        messages = normalize_messages([*messages, turn, *(results or [{"role": "user", "content": "Again?"}])])
         tried = [template.proceed(before, messages, tools, ended) for ended in stops]
         going_on = [one for one in tried if not isinstance(one, str)]
         if not going_on:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
-from rl_megatron.agents.conversation.messages import REASONING, ChatMessage, MessagesRefused, written_arguments
+from rl_megatron.agents.conversation.messages import REASONING, ChatMessage, UnsupportedMessages, arguments_json
 from rl_megatron.agents.conversation.templates import Tools
 from rl_megatron.chat_templates import TemplateFailed, check_syntax, template_text
 from rl_megatron.errors import ConfigError
@@ -46,15 +46,15 @@ class ChatRenderer:
     """A tokenizer's chat template, with ``options`` for variables of its own (``enable_thinking``)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError as `template_of`, and for a template that is no Jinja."""
-        alone, beside = (template_of(tokenizer, with_tools=given) for given in (False, True))
+        """Raises ConfigError as `get_chat_template`, and for a template that is no Jinja."""
+        alone, beside = (get_chat_template(tokenizer, with_tools=given) for given in (False, True))
         self._without_tools = _Jinja(alone)
         self._with_tools = self._without_tools if beside == alone else _Jinja(beside)
         self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}
         self._shows_tools = set[str]()  # in messages of which the first has one of these roles
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
-        """The template's text, with the generation prompt if ``opened``. Raises MessagesRefused with its reason.
+        """The template's text, with the generation prompt if ``opened``. Raises UnsupportedMessages with its reason.
 
         Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
         A message whose role the template passes over is refused; a ``developer``'s is then tried as the system's. Tools
@@ -70,17 +70,17 @@ class ChatRenderer:
 
     def lost(self, messages: Sequence[ChatMessage], tools: Tools, places: Collection[int]) -> list[tuple[int, str]]:
         """What of the assistant's messages at ``places`` is not in the text of all messages, which nothing follows: the
-        place and the name of each part. Raises MessagesRefused."""
+        place and the name of each part. Raises UnsupportedMessages."""
         marks = dict[str, tuple[int, str]]()
 
-        def marked(place: int, message: ChatMessage) -> ChatMessage:
+        def mark_texts(place: int, message: ChatMessage) -> ChatMessage:
             def mark(part: str) -> str:
                 marks[new := f"{_SHOWN}{len(marks)}x"] = place, part
                 return new
 
             return _with_marks(message, mark) if place in places else message
 
-        text = self._rendered([marked(place, one) for place, one in enumerate(messages)], tools, opened=False)
+        text = self._rendered([mark_texts(place, one) for place, one in enumerate(messages)], tools, opened=False)
         return [part for mark, part in marks.items() if mark not in text]
 
     def joins(self, messages: Sequence[ChatMessage], parts: Mapping[int, object], tools: Tools) -> bool:
@@ -89,7 +89,7 @@ class ChatRenderer:
         given = [{**one, "content": parts[place]} if place in parts else one for place, one in enumerate(messages)]
         try:
             return self._rendered(given, tools, opened=False) == self._rendered(messages, tools, opened=False)
-        except MessagesRefused:
+        except UnsupportedMessages:
             return False
 
     def _know_role(self, messages: Sequence[ChatMessage], place: int, tools: Tools) -> None:
@@ -102,9 +102,9 @@ class ChatRenderer:
                 if _SHOWN in self._rendered([*messages[:place], marked, *messages[place + 1 :]], tools, True):
                     self._jinja(tools).roles[role, place == 0] = shown_as
                     return
-            except MessagesRefused as error:
+            except UnsupportedMessages as error:
                 reason = error
-        raise reason or MessagesRefused(
+        raise reason or UnsupportedMessages(
             f"the model's chat template passes over message {place + 1}, of the role {role!r}, which would be lost: "
             "give it a role that the template shows there (system, user or tool), or the model a template that shows it"
         )
@@ -114,13 +114,13 @@ class ChatRenderer:
         first = tools[0]
         function = first.get("function", first) if isinstance(first, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
-            raise MessagesRefused(f"tool 1 is {first!r:.200}; it must be an object with function.name")
+            raise UnsupportedMessages(f"tool 1 is {first!r:.200}; it must be an object with function.name")
         marked = {**function, "name": f"{name}{_SHOWN}"}
         marked = {**first, "function": marked} if "function" in first else marked
         if _SHOWN not in self._rendered(messages, [marked, *tools[1:]], opened=True):
             where, advice = self._place_of_tools(messages, [marked, *tools[1:]])
             more = f" and {len(tools) - 1} more" if tools[1:] else ""
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"the model's chat template shows no tools{where}, so the model would not know of {name:.100}{more}: "
                 f"{advice}give the model a template that shows them, or describe them in a message and send none"
             )
@@ -133,7 +133,7 @@ class ChatRenderer:
         try:
             if not others or _SHOWN not in self._rendered(others, tools, opened=True):
                 return "", ""
-        except MessagesRefused:
+        except UnsupportedMessages:
             return "", ""
         if is_system:
             return " beside a message of the system", "leave that message out, "
@@ -150,14 +150,14 @@ class ChatRenderer:
                 return template_text(jinja.source, {**self._variables, **given})
             except TemplateFailed as error:
                 reason = error
-        raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
+        raise UnsupportedMessages(f"the model's chat template refuses these messages: {reason}")
 
 
 def _forms(messages: Sequence[ChatMessage], jinja: _Jinja) -> Iterator[list[ChatMessage]]:
     shown = [_shown(_of_role(message, not place, jinja), jinja) for place, message in enumerate(messages)]
     yield shown
     if any("tool_calls" in message for message in messages):
-        yield [written_arguments(message) for message in shown]
+        yield [arguments_json(message) for message in shown]
 
 
 def _of_role(message: ChatMessage, first: bool, jinja: _Jinja) -> ChatMessage:
@@ -176,7 +176,7 @@ def _shown(message: ChatMessage, jinja: _Jinja) -> ChatMessage:
     return shown | {"content": None} if asks else shown
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool) -> str:
+def get_chat_template(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool) -> str:
     """The Jinja of the chat template that transformers and engines apply: of several by name ``tool_use`` beside tools,
     if it is there, else ``default``. Raises ConfigError that names those that are there, and for none."""
     given = tokenizer.chat_template
@@ -199,13 +199,13 @@ def unwritten_header(template: ChatRenderer) -> str:
     try:
         closed, prompt = (template.render([asked], (), opened=opened) for opened in (False, True))
         whole = template.render([asked, answer], (), opened=False)
-    except MessagesRefused:
+    except UnsupportedMessages:
         return ""
     ignored = closed == prompt and whole.startswith(prompt)
     return whole[len(prompt) :].partition(_SHOWN)[0].strip() if ignored else ""
 
 
-def without_thinking(message: ChatMessage) -> ChatMessage:
+def strip_thinking(message: ChatMessage) -> ChatMessage:
     """The message without reasoning, neither as such nor, in an assistant's, before ``</think>`` in its content."""
     kept = {key: value for key, value in message.items() if key != REASONING[0]}
     if message["role"] == "assistant":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from typing_extensions import override
 
-from rl_megatron.agents.conversation.messages import LOSABLE, ChatMessage, MessagesRefused
+from rl_megatron.agents.conversation.messages import LOSABLE, ChatMessage, UnsupportedMessages
 from rl_megatron.chat_templates import prompt_tokens
 from rl_megatron.columns import TokenIds
 
@@ -27,7 +27,7 @@ than before; it writes another ``closing`` token than was sampled; or it ``refus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
+class RenderedPrompt:
     """A prompt as its template shows it. The next one is compared with it."""
 
     text: str | None  # with the generation prompt; None: it is rendered again where it is needed
@@ -38,26 +38,26 @@ class Rendered:
 class Template(Protocol):
     """Makes tokens of messages, which are tidied (`messages.tidied`)."""
 
-    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
-        """The whole prompt. Raises MessagesRefused, as for tools that it does not show."""
+    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, RenderedPrompt]:
+        """The whole prompt. Raises UnsupportedMessages, as for tools that it does not show."""
         ...
 
     def proceed(
-        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
-    ) -> tuple[TokenIds, Rendered] | Rewritten:
+        self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
+    ) -> tuple[TokenIds, RenderedPrompt] | Rewritten:
         """The tokens that follow the turn that answered ``before``; ``messages`` has it next after those of ``before``.
 
-        ``ended`` is the stop token that the turn ends with, None if it was cut. Raises MessagesRefused.
+        ``ended`` is the stop token that the turn ends with, None if it was cut. Raises UnsupportedMessages.
         """
         ...
 
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
-        """Whether the prompts of both have the same text. Raises MessagesRefused."""
+        """Whether the prompts of both have the same text. Raises UnsupportedMessages."""
         ...
 
     def lost(self, messages: Sequence[ChatMessage], tools: Tools, places: Collection[int]) -> list[tuple[int, str]]:
         """What of the assistant's messages at ``places`` is not in the text of all messages, which nothing follows: the
-        place and the name of each part. Raises MessagesRefused."""
+        place and the name of each part. Raises UnsupportedMessages."""
         ...
 
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
@@ -72,16 +72,18 @@ class PlainText(Template):
         self._tokenizer = tokenizer
 
     @override
-    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
+    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, RenderedPrompt]:
         text = _text_of(messages, tools)
-        return tokens_of_text(self._tokenizer, text, begins=True), Rendered(text=text, messages=messages, tools=tools)
+        return encode_text(self._tokenizer, text, begins=True), RenderedPrompt(
+            text=text, messages=messages, tools=tools
+        )
 
     @override
     def proceed(
-        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
-    ) -> tuple[TokenIds, Rendered]:
+        self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
+    ) -> tuple[TokenIds, RenderedPrompt]:
         new = _text_of(messages[len(before.messages) + 1 :], tools)
-        return tokens_of_text(self._tokenizer, new), Rendered(text=new, messages=messages, tools=tools)
+        return encode_text(self._tokenizer, new), RenderedPrompt(text=new, messages=messages, tools=tools)
 
     @override
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
@@ -93,33 +95,33 @@ class PlainText(Template):
 
     @override
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
-        return text_of(self._tokenizer, token_ids, special=special)
+        return decode_text(self._tokenizer, token_ids, special=special)
 
 
 def _text_of(messages: Sequence[ChatMessage], tools: Tools) -> str:
     if tools:
-        raise MessagesRefused(
+        raise UnsupportedMessages(
             "environment.template=plain shows no tools, so the model would not know of them: set "
             "environment.template=chat, or describe them in a message and send none"
         )
     return "".join(message["content"] for message in messages)
 
 
-def tokens_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = False) -> TokenIds:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = False) -> TokenIds:
     """int32 tokens of the text; with what the tokenizer puts in front of every text if it ``begins`` a row.
 
-    Raises MessagesRefused for halves of surrogate pairs, which no tokenizer takes.
+    Raises UnsupportedMessages for halves of surrogate pairs, which no tokenizer takes.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise MessagesRefused(
+        raise UnsupportedMessages(
             f"character {error.start} of {text[max(0, error.start - 20) :]!r:.60} is half of a surrogate pair; decode "
             "bytes with errors='replace'"
         ) from error
     return np.array(prompt_tokens(tokenizer, [text], begins=begins)[0], np.int32)
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, *, special: bool = False) -> str:
+def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, *, special: bool = False) -> str:
     """The text of tokens as it is, with special tokens or without."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from rl_megatron.agents.conversation.forms import (
     SIDES,
-    WrittenConversation,
+    TrainingConversation,
     behind_common,
     written_conversation,
     written_sides,
@@ -32,15 +32,22 @@ from rl_megatron.agents.conversation.messages import (
     LOSABLE,
     REASONING,
     ChatMessage,
-    MessagesRefused,
-    in_parts,
-    losable,
-    reasoning_of,
+    UnsupportedMessages,
+    content_parts,
+    get_reasoning,
+    messages_losing_content,
 )
-from rl_megatron.agents.conversation.rendering import THOUGHT, ChatRenderer, without_thinking
-from rl_megatron.agents.conversation.templates import Rendered, Rewritten, Template, Tools, text_of, tokens_of_text
+from rl_megatron.agents.conversation.rendering import THOUGHT, ChatRenderer, strip_thinking
+from rl_megatron.agents.conversation.templates import (
+    RenderedPrompt,
+    Rewritten,
+    Template,
+    Tools,
+    decode_text,
+    encode_text,
+)
 from rl_megatron.columns import TokenIds
-from rl_megatron.data.samples import Pair, WrittenRow
+from rl_megatron.data.samples import Pair, SupervisedRow
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -63,16 +70,16 @@ class RowTexts:
 
 
 def _check_turn(place: int, message: ChatMessage) -> None:
-    """Raises MessagesRefused for a tidied message that no model should learn to write."""
+    """Raises UnsupportedMessages for a tidied message that no model should learn to write."""
     for call in message.get("tool_calls", ()):
         if not isinstance(arguments := call["function"]["arguments"], Mapping):
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"message {place + 1}: the arguments of its call of {call['function']['name']:.100} are no object in "
                 f"JSON, but {arguments!r:.100}, so a model would learn a call that nothing can read; write them as "
                 "one, or give the message a weight of 0"
             )
-    if reasoning_of(message) and THOUGHT in message["content"]:
-        raise MessagesRefused(
+    if get_reasoning(message) and THOUGHT in message["content"]:
+        raise UnsupportedMessages(
             f"message {place + 1} has thinking twice, as reasoning_content and before {THOUGHT} in its content, so a "
             "model would learn to write both; leave one of them out, or give the message a weight of 0"
         )
@@ -99,7 +106,7 @@ class ChatTemplate(ChatRenderer, Template):
         """
         super().__init__(tokenizer, options)
         sample = "\n user: 1"
-        if (back := text_of(tokenizer, tokens_of_text(tokenizer, sample), special=True)) != sample:
+        if (back := decode_text(tokenizer, encode_text(tokenizer, sample), special=True)) != sample:
             raise ConfigError(
                 f"the model's tokenizer makes {back!r} of {sample!r}, so that what its template writes behind a turn "
                 "cannot be encoded alone; use a tokenizer that gives every text back as it was"
@@ -109,14 +116,14 @@ class ChatTemplate(ChatRenderer, Template):
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
 
     @override
-    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
+    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, RenderedPrompt]:
         text = self.render(messages, tools)
-        return tokens_of_text(self._tokenizer, text), Rendered(text=text, messages=messages, tools=tools)
+        return encode_text(self._tokenizer, text), RenderedPrompt(text=text, messages=messages, tools=tools)
 
     @override
     def proceed(
-        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
-    ) -> tuple[TokenIds, Rendered] | Rewritten:
+        self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
+    ) -> tuple[TokenIds, RenderedPrompt] | Rewritten:
         found = self._behind(before, messages, tools)
         if isinstance(found, str):
             return found
@@ -131,7 +138,7 @@ class ChatTemplate(ChatRenderer, Template):
         elif has_calls:
             return "closing"
         shown = self.render(messages, tools) if whole is None else whole
-        return tokens_of_text(self._tokenizer, text), Rendered(text=shown, messages=messages, tools=tools)
+        return encode_text(self._tokenizer, text), RenderedPrompt(text=shown, messages=messages, tools=tools)
 
     @override
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
@@ -139,15 +146,15 @@ class ChatTemplate(ChatRenderer, Template):
 
     @override
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
-        return text_of(self._tokenizer, token_ids, special=special)
+        return decode_text(self._tokenizer, token_ids, special=special)
 
     def _text_of_stop(self, token: int) -> str:
         if token not in self._stops:
-            self._stops[token] = text_of(self._tokenizer, np.array([token], np.int32), special=True)
+            self._stops[token] = decode_text(self._tokenizer, np.array([token], np.int32), special=True)
         return self._stops[token]
 
     def _behind(
-        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools
+        self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[str, bool, str | None] | Rewritten:
         """The text after the turn's last mark, whether it has the turn's calls, and the whole text without marks.
 
@@ -161,21 +168,21 @@ class ChatTemplate(ChatRenderer, Template):
             try:
                 now = self.render([*messages[:place], marked, *messages[place + 1 :]], tools)
                 break
-            except MessagesRefused:
+            except UnsupportedMessages:
                 continue
         else:
             return "refused"
         parts = _parted(now, marked)
         if parts is not None and self._extends(parts, before):
             return parts.behind, has_calls, None if "tool_calls" in turn else parts.whole
-        bare = [without_thinking(message) for message in messages]
+        bare = [strip_thinking(message) for message in messages]
         marked = bare[place] = _marked(bare[place], has_calls)
         parts = _parted(self.render(bare, tools), marked)
         if parts is None or not parts.begins_with(self.render(bare[:place], before.tools, opened=False)):
             return "context"
         return (parts.behind, has_calls, None) if self._thinking == "keep" else "thinking"
 
-    def _extends(self, now: _Parts, before: Rendered) -> bool:
+    def _extends(self, now: _Parts, before: RenderedPrompt) -> bool:
         """Whether the text begins with the prompt before, whose opening of a turn need not be what a history shows."""
         text = self.render(before.messages, before.tools) if before.text is None else before.text
         return now.begins_with(text) or now.begins_with(self.render(before.messages, before.tools, opened=False))
@@ -239,13 +246,13 @@ def end_of_turns(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[in
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     made_up = Prompt(id="", text=json.dumps({"messages": messages, "tools": []}), token_ids=(), answer="")
     try:
-        (row,) = WrittenConversations(tokenizer, stop_token_ids).rows([made_up])
+        (row,) = ConversationRows(tokenizer, stop_token_ids).rows([made_up])
     except (ConfigError, DataError):
         return None
     return int(row.token_ids[-1])
 
 
-class WrittenConversations:
+class ConversationRows:
     """Makes rows of conversations by the chat template of a model, whose sampling ends with ``stop_token_ids``."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
@@ -257,12 +264,12 @@ class WrittenConversations:
         each = (self._stops[i : i + 1] for i in range(len(self._stops)))
         self._endings = tuple(self._template.decode(one, special=True) for one in each)
 
-    def rows(self, prompts: Sequence[Prompt]) -> list[WrittenRow]:
+    def rows(self, prompts: Sequence[Prompt]) -> list[SupervisedRow]:
         """The rows of the prompts, of each one or several, in their order. Raises as ``rows_of``."""
         found = self.rows_of([written_conversation(one) for one in prompts])
         return [row for rows in found for row in rows]
 
-    def rows_of(self, conversations: Sequence[WrittenConversation]) -> list[list[WrittenRow]]:
+    def rows_of(self, conversations: Sequence[TrainingConversation]) -> list[list[SupervisedRow]]:
         """The rows of each conversation.
 
         Raises DataError that names its prompt: the template refuses its messages, does not show a turn after its own
@@ -276,14 +283,14 @@ class WrittenConversations:
             for one, rows in zip(conversations, made, strict=True)
         ]
 
-    def texts(self, conversation: WrittenConversation) -> list[RowTexts]:
+    def texts(self, conversation: TrainingConversation) -> list[RowTexts]:
         """The rows of a conversation. Raises DataError that names its prompt, as `rows_of`."""
         try:
             return self._rows(conversation)
-        except MessagesRefused as error:
+        except UnsupportedMessages as error:
             raise DataError(f"prompt {conversation.id!r}: {error}") from error
 
-    def whole(self, conversation: WrittenConversation) -> str:
+    def whole(self, conversation: TrainingConversation) -> str:
         """The template's text of all messages.
 
         Raises DataError that names the prompt, as for calls or an answer's content that are not in it.
@@ -291,21 +298,24 @@ class WrittenConversations:
         try:
             known = conversation.scored()
             self._check_parts(conversation, known)
-            text, places = self._template.render(known, conversation.tools, opened=False), losable(known)
+            text, places = (
+                self._template.render(known, conversation.tools, opened=False),
+                messages_losing_content(known),
+            )
             for place, part in self._template.lost(known, conversation.tools, places) if places else ():
                 is_context = place < len(known) - 1
                 if is_context and part in ("reasoning", "content"):  # gpt-oss's content of a call is thinking
                     self._warn(conversation.id, place, part)
                 elif part != "reasoning":
-                    raise MessagesRefused(
+                    raise UnsupportedMessages(
                         f"message {place + 1}: the model's chat template does not write its {part}, so what is scored "
                         "would lack it; give the model a template that writes it"
                     )
             return text
-        except MessagesRefused as error:
+        except UnsupportedMessages as error:
             raise DataError(f"prompt {conversation.id!r}: {error}") from error
 
-    def _rows(self, conversation: WrittenConversation) -> list[RowTexts]:
+    def _rows(self, conversation: TrainingConversation) -> list[RowTexts]:
         (known, turns), tools, rows = conversation.learned(), conversation.tools, list[RowTexts]()
         self._check_parts(conversation, known)
         for place in turns:
@@ -320,11 +330,11 @@ class WrittenConversations:
         self._look_at_context(conversation.id, known, turns, tools)
         return rows
 
-    def _check_parts(self, conversation: WrittenConversation, known: Sequence[ChatMessage]) -> None:
-        """Raises MessagesRefused for contents of several texts, if the template does not join them as they are."""
-        parts = in_parts(conversation.messages)
+    def _check_parts(self, conversation: TrainingConversation, known: Sequence[ChatMessage]) -> None:
+        """Raises UnsupportedMessages for contents of several texts, if the template does not join them as they are."""
+        parts = content_parts(conversation.messages)
         if parts and not self._template.joins(known, parts, conversation.tools):
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"message {next(iter(parts)) + 1} has a content of several texts, which the model's chat template does "
                 "not put one after the other (vLLM would put a line feed between them, SGLang a blank): make them one "
                 "text, with what belongs between them"
@@ -337,14 +347,14 @@ class WrittenConversations:
         whole = self._template.render(known, tools, opened=False)
         if not whole.startswith(prompt):
             at = next(i for i, (one, other) in enumerate(zip(prompt, whole + "\0", strict=False)) if one != other)
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"message {place + 1}: the chat template's prompt for it has {prompt[at : at + 40]!r} where with the "
                 f"message there is {whole[at : at + 40]!r}, so which tokens the model would sample is not known; "
                 "write the message as the model says it (with its thinking), or give it a weight of 0"
             )
         turn = whole[len(prompt) :]
         if lost := self._lost(known, tools, turn):
-            raise MessagesRefused(
+            raise UnsupportedMessages(
                 f"message {place + 1}: the model's chat template does not write its {lost}, so a model would learn to "
                 "leave it out; give the model a template that writes it, or the message a weight of 0"
             )
@@ -356,14 +366,14 @@ class WrittenConversations:
         for call in message.get("tool_calls", ()):
             if (name := call["function"]["name"]) not in turn:
                 return f"call of {name}"
-        texts = message["content"].strip(), reasoning_of(message).strip()
+        texts = message["content"].strip(), get_reasoning(message).strip()
         if message.keys().isdisjoint(LOSABLE) and all(text in turn for text in texts):
             return ""
         return next((part for _, part in self._template.lost(known, tools, [len(known) - 1])), "")
 
     def _look_at_context(self, name: str, known: Sequence[ChatMessage], turns: Sequence[int], tools: Tools) -> None:
         """Warn of what the template leaves out of messages before the last turn that are context alone."""
-        places = [place for place in losable(known[: turns[-1]]) if place not in turns] if turns else []
+        places = [place for place in messages_losing_content(known[: turns[-1]]) if place not in turns] if turns else []
         if places and not self._warned:
             for place, part in self._template.lost(known[: turns[-1] + 1], tools, places):
                 self._warn(name, place, part)
@@ -383,14 +393,14 @@ class WrittenConversations:
         """What ends the sampling of a message and is written with the one after it: GLM's models stop by its role."""
         if not self._endings or whole.rstrip().endswith(self._endings):
             return ""
-        bare = [without_thinking(one) for one in known[: place + 1]]
+        bare = [strip_thinking(one) for one in known[: place + 1]]
         behind = known[place + 1] if place + 1 < len(known) else {"role": "user", "content": "."}
         whole = self._template.render(bare, tools, opened=False)  # without thinking, which is dropped before users
         more = self._template.render([*bare, behind], tools, opened=False)
         found = more[len(whole) :] if more.startswith(whole) else ""
         return next((ending for ending in self._endings if found.startswith(ending)), "")
 
-    def _row(self, name: str, row: RowTexts, encoded: Sequence[Sequence[int]]) -> WrittenRow:
+    def _row(self, name: str, row: RowTexts, encoded: Sequence[Sequence[int]]) -> SupervisedRow:
         tokens, turns = list[int](), list[tuple[int, int]]()
         for (text, is_turn), ids in zip(row.parts, encoded, strict=True):
             if is_turn:
@@ -414,13 +424,13 @@ class WrittenConversations:
                     )
                 turns.append((len(tokens), len(tokens) + int(ends[0]) + 1))
             tokens += ids
-        return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
+        return SupervisedRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
 
 
-def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[Pair]:
+def split_answer_pair(prompts: Sequence[Prompt], conversations: ConversationRows) -> list[Pair]:
     """The rows of either conversation's turns after their common beginning.
 
-    Raises DataError that names the prompt: as `WrittenConversations.rows_of`; the conversations first differ in what
+    Raises DataError that names the prompt: as `ConversationRows.rows_of`; the conversations first differ in what
     the assistant did not say; one has no turn to learn there; a template shows one of these turns otherwise later on,
     so that they are in several rows; or it shows both alike, as it trims white space.
     """
@@ -441,10 +451,10 @@ def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversation
     return pairs
 
 
-def single_answers(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[Prompt, WrittenRow]]:
+def single_answers(prompts: Sequence[Prompt], conversations: ConversationRows) -> list[tuple[Prompt, SupervisedRow]]:
     """The row of each conversation's turns, without conversations that have none to learn.
 
-    Raises DataError that names the prompt: as `WrittenConversations.rows_of`, and where turns are in several rows.
+    Raises DataError that names the prompt: as `ConversationRows.rows_of`, and where turns are in several rows.
     """
     found = conversations.rows_of([written_conversation(one) for one in prompts])
     for prompt, rows in zip(prompts, found, strict=True):
@@ -456,9 +466,9 @@ def single_answers(prompts: Sequence[Prompt], conversations: WrittenConversation
     return [(prompt, row) for prompt, rows in zip(prompts, found, strict=True) for row in rows]
 
 
-def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[str, str]]:
+def split_text_pair(prompts: Sequence[Prompt], conversations: ConversationRows) -> list[tuple[str, str]]:
     """The chat template's texts of both conversations. Raises DataError that names the prompt: as
-    `WrittenConversations.whole`, and where the texts are equal."""
+    `ConversationRows.whole`, and where the texts are equal."""
     found = []
     for prompt in prompts:
         better, worse = written_sides(prompt)

@@ -24,11 +24,11 @@ import uvicorn
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.conversation.messages import UnsupportedMessages
 from rl_megatron.agents.endpoint.shapes import (
     ChatRequest,
-    RequestRefused,
-    Served,
+    ConversationHandler,
+    RequestRejected,
     TokenRequest,
     chat_answer,
     chat_stream,
@@ -51,12 +51,12 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: ReceivePart) -> bytes:
-    """The body of a request. Raises RequestRefused where it is too long, ends early or is not there in 30 seconds."""
+    """The body of a request. Raises RequestRejected where it is too long, ends early or is not there in 30 seconds."""
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             return await _body(headers, receive)
     except TimeoutError as error:
-        raise RequestRefused(408, f"the body was not there within {_BODY_SECONDS:g} s") from error
+        raise RequestRejected(408, f"the body was not there within {_BODY_SECONDS:g} s") from error
 
 
 async def _body(headers: Mapping[bytes, bytes], receive: ReceivePart) -> bytes:
@@ -66,7 +66,7 @@ async def _body(headers: Mapping[bytes, bytes], receive: ReceivePart) -> bytes:
     while more and have <= _READ_ON * MAX_BODY_BYTES:
         event = await receive()
         if event["type"] == "http.disconnect":
-            raise RequestRefused(400, "the body ended early")
+            raise RequestRejected(400, "the body ended early")
         part, more = event.get("body", b""), event.get("more_body", False)
         have += len(part)
         too_long = too_long or have > MAX_BODY_BYTES
@@ -75,25 +75,25 @@ async def _body(headers: Mapping[bytes, bytes], receive: ReceivePart) -> bytes:
         else:
             parts.append(part)
     if too_long:
-        raise RequestRefused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+        raise RequestRejected(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
     return b"".join(parts)
 
 
 def read_request(body: bytes, kind: type[R]) -> R:
-    """The request. Raises RequestRefused."""
+    """The request. Raises RequestRejected."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestRefused(400, f"the body is no request of this path: {error}") from error
+        raise RequestRejected(400, f"the body is no request of this path: {error}") from error
 
 
 def method_of(scope: Mapping[str, Any], methods: Mapping[str, str]) -> str:
-    """The path of a request. Raises RequestRefused for one that is not in ``methods``, or by another method."""
+    """The path of a request. Raises RequestRejected for one that is not in ``methods``, or by another method."""
     path: str = scope["path"]
     if (wanted := methods.get(path)) is None:
-        raise RequestRefused(404, f"there is no {path!r:.100}; there are {', '.join(sorted(methods))}")
+        raise RequestRejected(404, f"there is no {path!r:.100}; there are {', '.join(sorted(methods))}")
     if scope["method"] != wanted:
-        raise RequestRefused(405, f"{path} takes {wanted}, not {scope['method']}")
+        raise RequestRejected(405, f"{path} takes {wanted}, not {scope['method']}")
     return path
 
 
@@ -121,7 +121,7 @@ class RequestCounts:
 class OpenConversation:
     """One open conversation, its answers by what was asked last, and all turns that are being sampled."""
 
-    served: Served
+    served: ConversationHandler
     requests: RequestCounts = field(default_factory=RequestCounts)
     answers: dict[bytes, asyncio.Task[Any]] = field(default_factory=dict)
     sampling: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -147,14 +147,14 @@ class OpenConversation:
             task.cancel()
 
 
-class Keys:
+class ConversationRegistry:
     """Keys of open conversations, by their digests: no comparison of a key depends on another's first characters."""
 
     def __init__(self) -> None:
         self._lines: dict[bytes, OpenConversation] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
 
-    def open(self, served: Served) -> str:
+    def open(self, served: ConversationHandler) -> str:
         """A key of 256 random bits for the conversation."""
         key = secrets.token_hex(32)
         self._lines[_digest(key)] = OpenConversation(served=served)
@@ -175,16 +175,16 @@ class Keys:
         return self._lines[_digest(key)].requests
 
     def line(self, headers: Mapping[bytes, bytes]) -> OpenConversation:
-        """The conversation of a request. Raises RequestRefused: 401 for no key or a foreign one, 410 for an ended."""
+        """The conversation of a request. Raises RequestRejected: 401 for no key or a foreign one, 410 for an ended."""
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise RequestRefused(401, "no key; send the conversation's as Authorization: Bearer")
+            raise RequestRejected(401, "no key; send the conversation's as Authorization: Bearer")
         digest = _digest(key.strip())
         if (line := self._lines.get(digest)) is not None:
             return line
         if digest in self._ended:
-            raise RequestRefused(410, "this conversation has ended")
-        raise RequestRefused(401, "the key is no conversation's")
+            raise RequestRejected(410, "this conversation has ended")
+        raise RequestRejected(401, "the key is no conversation's")
 
 
 def _digest(key: str) -> bytes:
@@ -208,7 +208,7 @@ class _Asked:
 class Application:
     """ASGI: one HTTP request a call."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: ConversationRegistry) -> None:
         self._keys, self._turns, self._warned = keys, itertools.count(1), False
 
     async def __call__(self, scope: Mapping[str, Any], receive: ReceivePart, send: SendPart) -> None:
@@ -218,8 +218,12 @@ class Application:
         try:
             line = self._keys.line(dict(scope["headers"]))
             kind, parts = await self._answer(scope, receive, line)
-        except (RequestRefused, MessagesRefused, RecursionError) as error:  # read, but too deep to be written again
-            status = error.status if isinstance(error, RequestRefused) else 400
+        except (
+            RequestRejected,
+            UnsupportedMessages,
+            RecursionError,
+        ) as error:  # read, but too deep to be written again
+            status = error.status if isinstance(error, RequestRejected) else 400
             kind, parts = b"application/json", [msgspec.json.encode(refused_body(status, str(error)))]
             if line is not None:
                 line.requests.refused += 1
@@ -291,7 +295,7 @@ class Application:
             turn = await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise RequestRefused(410, "this conversation has ended") from None
+                raise RequestRejected(410, "this conversation has ended") from None
             raise
         except Exception:
             asked.line.forget(digest, task)
@@ -337,12 +341,12 @@ class Endpoint:
     """
 
     def __init__(self) -> None:
-        self._keys = Keys()
+        self._keys = ConversationRegistry()
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._base_url = ""
 
-    def open(self, conversation: Served) -> tuple[str, str]:
+    def open(self, conversation: ConversationHandler) -> tuple[str, str]:
         """``(base_url, api_key)``, at which the conversation is until `close`."""
         if self._serving is None or self._serving.done():
             self._listen()

@@ -25,7 +25,7 @@ class ServedTurn:
     completion_tokens: int
 
 
-class Served(Protocol):
+class ConversationHandler(Protocol):
     """One conversation. Calls may come at once."""
 
     @property
@@ -43,16 +43,16 @@ class Served(Protocol):
     ) -> ServedTurn:
         """Sample the turn that follows ``messages``, of ``max_tokens`` at most.
 
-        Raises RequestRefused, MessagesRefused and EngineError.
+        Raises RequestRejected, UnsupportedMessages and EngineError.
         """
         ...
 
     async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
-        """Sample what follows the tokens. Raises RequestRefused and EngineError."""
+        """Sample what follows the tokens. Raises RequestRejected and EngineError."""
         ...
 
 
-class RequestRefused(Exception):
+class RequestRejected(Exception):
     """A request that is not answered: its HTTP status, and the reason."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -95,7 +95,7 @@ class ChatRequest(msgspec.Struct):
         return min(given, default=None)
 
     def check(self) -> None:
-        """Raise RequestRefused for what the endpoint cannot do, with the reason."""
+        """Raise RequestRejected for what the endpoint cannot do, with the reason."""
         for refused, reason in (
             (self.n not in (None, 1), f"n={self.n}; a request samples one answer: send another for each"),
             (bool(self.stop), "stop: a text that ends turns would cut tokens after they were sampled; leave it out"),
@@ -110,7 +110,7 @@ class ChatRequest(msgspec.Struct):
             ),
         ):
             if refused:
-                raise RequestRefused(400, reason)
+                raise RequestRejected(400, reason)
 
 
 class TokenParams(msgspec.Struct):
@@ -133,12 +133,12 @@ class TokenRequest(msgspec.Struct):
     stream: bool | None = None
 
     def check(self, stop_token_ids: Sequence[int]) -> None:
-        """Raise RequestRefused for what the endpoint cannot do, with the reason."""
+        """Raise RequestRejected for what the endpoint cannot do, with the reason."""
         params = self.sampling_params
         if params.n not in (None, 1) or params.stop or self.stream:
-            raise RequestRefused(400, "n above 1, stop and stream: a request samples one answer; leave them out")
+            raise RequestRejected(400, "n above 1, stop and stream: a request samples one answer; leave them out")
         if other := sorted(set(params.stop_token_ids) - set(stop_token_ids)):
-            raise RequestRefused(
+            raise RequestRejected(
                 400, f"stop_token_ids has {other}; the run's turns end with {sorted(stop_token_ids)} alone"
             )
 

@@ -150,7 +150,7 @@ def sequence_multiple(dims: ParallelDims) -> int:
     return 2 * dims.cp if dims.cp > 1 else 1
 
 
-def most_padded(tokens: int, dims: ParallelDims) -> int:
+def max_padded_length(tokens: int, dims: ParallelDims) -> int:
     """The positions that a micro-batch of at most ``tokens`` has at most with its padding for TP and CP."""
     return padded_tokens(tokens, sequence_multiple(dims) * dims.tp, ())
 

@@ -69,7 +69,7 @@ _ABBREVIATED = 4  # characters with which engines may know an option: --ho
 _NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
 
 
-def stands_for(word: str, option: str) -> bool:
+def same_option(word: str, option: str) -> bool:
     """Whether engines may read ``word`` of a command line as ``option``: by its name, by the name's first letters, or
     with a value right behind one letter (-n2). A key of the value may follow the name (--option.key)."""
     name = _name_of(word)
@@ -160,7 +160,7 @@ class ServerSection(Section):
             ) from error
         for word in words:
             for reason, refused in _NOT_OPTIONS:
-                if any(stands_for(word, option) for option in refused):
+                if any(same_option(word, option) for option in refused):
                     given = {"name": _name_of(word), "reason": reason}
                     raise PydanticCustomError("of_the_run", "Input should be without {name}: {reason}", given)
         return options

@@ -20,9 +20,9 @@ def _of_server(text: str) -> str:
 
 
 _BRACES = "{NAME} is a field of the row, and braces of the text are written twice, as in \\boxed{{}}"
-ANOTHER_FIELD = "right_completion"
+OTHER_COMPLETION_FIELD = "right_completion"
 """What a prompt calls another completion of the group, which is right."""
-ANOTHER = -1
+OTHER_COMPLETION_TOKEN = -1
 """Stands among the tokens of a prompt where that completion's go."""
 TEACHER = "teacher_"
 """How roles of teachers begin."""
@@ -77,7 +77,7 @@ class TeacherSection(Section):
     @property
     def reads_another(self) -> bool:
         """Whether it reads another completion of the group."""
-        return ANOTHER_FIELD in self._named
+        return OTHER_COMPLETION_FIELD in self._named
 
     @property
     def _named(self) -> list[str | None]:
@@ -103,9 +103,10 @@ class TeacherSection(Section):
             )
         if self.prompt is not None and "prompt" not in self._named:
             raise ValueError(f"prompt={self.prompt!r:.80} has no {{prompt}}; write it where the problem goes")
-        if (times := self._named.count(ANOTHER_FIELD)) > 1:
+        if (times := self._named.count(OTHER_COMPLETION_FIELD)) > 1:
             raise ValueError(
-                f"prompt={self.prompt!r:.80} has {{{ANOTHER_FIELD}}} {times} times, and one completion is shown; write "
+                f"prompt={self.prompt!r:.80} has {{{OTHER_COMPLETION_FIELD}}} {times} times, and one completion is "
+                "shown; write "
                 "it once"
             )
         return self

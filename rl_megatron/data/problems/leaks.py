@@ -48,7 +48,7 @@ class ProblemTexts:
     digests: Callable[[NDArray[np.int64]], NDArray[np.uint64]]  # 128 bits of the texts of ascending rows: [R, 2]
 
 
-def spaced(*texts: str) -> str:
+def normalize_whitespace(*texts: str) -> str:
     """The texts of a problem as one, in which all white space is one blank."""
     return "\0".join(" ".join(text.split()) for text in texts)
 
@@ -64,7 +64,7 @@ def digests_of(texts: Iterable[str]) -> NDArray[np.uint64]:
     return np.frombuffer(data, np.uint64).reshape(-1, 2)
 
 
-def repeated(texts: ProblemTexts, hashes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def find_duplicates(texts: ProblemTexts, hashes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rows whose text an earlier row has, ascending, and the first row that has it."""
     suspects = _of_equal_hash(hashes)
     digests = texts.digests(suspects)
@@ -89,7 +89,7 @@ def _of_equal_hash(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.sort(order[shared])
 
 
-def leaked(
+def find_leaks(
     texts: ProblemTexts, hashes: NDArray[np.int64], held_out: Mapping[str, ProblemTexts]
 ) -> tuple[NDArray[np.int64], list[str]]:
     """The rows whose text is held out, ascending, and where each is. Warns of those with the 64 bits of one alone."""
@@ -124,18 +124,18 @@ def rows_to_keep(
     """
     kept = np.ones(texts.size, np.bool_)
     hashes = texts.hashes()
-    rows, firsts = repeated(wholes, wholes.hashes())
+    rows, firsts = find_duplicates(wholes, wholes.hashes())
     if len(rows):
         kept[rows] = False
         logger.warning(
             "dropped %d of %d training problems that are there twice; the first is %s, which is %s again",
             *(len(rows), texts.size, texts.place(int(rows[0])), texts.place(int(firsts[0]))),
         )
-    found, places = leaked(texts, hashes, held_out)
+    found, places = find_leaks(texts, hashes, held_out)
     if not len(found):
         return kept
     if on_leak == "fail":
-        raise DataError(leaks_named(texts, found, places))
+        raise DataError(leak_error(texts, found, places))
     if on_leak == "drop":
         kept[found] = False
     done = "dropped" if on_leak == "drop" else "kept, by data.on_leak=keep,"
@@ -144,8 +144,8 @@ def rows_to_keep(
     return kept
 
 
-def leaks_named(texts: ProblemTexts, found: NDArray[np.int64], places: Sequence[str]) -> str:
-    """The error of `leaked` rows: each by file and line, and what to set."""
+def leak_error(texts: ProblemTexts, found: NDArray[np.int64], places: Sequence[str]) -> str:
+    """The error of `find_leaks` rows: each by file and line, and what to set."""
     lines = [_line(texts, row, place) for row, place in zip(found[:_MOST_SHOWN], places, strict=False)]
     more = len(found) - len(lines)
     return (

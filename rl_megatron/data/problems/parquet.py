@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.data.problems.leaks import ProblemKey, ProblemTexts, digests_of, hashes_of
-from rl_megatron.data.problems.rendering import Problem, conversation, fields_of, form_of, problem_in, unrendered
+from rl_megatron.data.problems.rendering import Example, conversation, fields_of, form_of, problem_in, unrendered
 from rl_megatron.data.problems.rows import (
     NESTED,
     Record,
@@ -34,7 +34,7 @@ from rl_megatron.data.problems.rows import (
     null_field,
     parsed_lines,
     record_of,
-    shortened,
+    truncate_text,
     unread_field,
     values_of,
 )
@@ -74,7 +74,7 @@ def unread_rows(batch: Any, names: Sequence[str], key: str) -> Iterator[tuple[in
                 try:
                     column.slice(row, 1).validate(full=True)
                 except pa.ArrowInvalid as error:
-                    yield row, f"field {name!r} cannot be read: {shortened(str(error))}, for {key}"
+                    yield row, f"field {name!r} cannot be read: {truncate_text(str(error))}, for {key}"
 
 
 def is_text(kind: Any) -> bool:
@@ -135,7 +135,7 @@ class ParquetRows:
         for path in paths:
             with _told(path):
                 if not path.is_file():
-                    raise DataError(f"{key}={shortened(str(path))}: no such file")
+                    raise DataError(f"{key}={truncate_text(str(path))}: no such file")
                 self._stamps[path] = _stamp(path)
                 self._metadata[path] = footer = self._open(path).metadata
                 _check_columns(path, footer.schema.to_arrow_schema(), fields, others, lists=lists)
@@ -287,7 +287,7 @@ class ParquetRows:
             columns = [values_of(column) for column in batch.columns]
         except (pa.ArrowException, ValueError, OverflowError) as error:  # such as bad UTF-8 in a list
             if len(batch) == 1:
-                yield f"the row cannot be read: {shortened(str(error))}"
+                yield f"the row cannot be read: {truncate_text(str(error))}"
                 return
             for row in range(len(batch)):
                 yield from self._records_of(batch.slice(row, 1))
@@ -377,7 +377,7 @@ def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tup
 
     if len(set(schema.names)) < len(schema.names):
         name, count = Counter(schema.names).most_common(1)[0]
-        raise DataError(f"{path}: {count} columns are called {shortened(repr(name))}; keep one of them")
+        raise DataError(f"{path}: {count} columns are called {truncate_text(repr(name))}; keep one of them")
     check_there(path, schema, (*fields, *others))
     for name in fields[:1]:
         kind = value_at(kinds_of(schema), name)
@@ -387,7 +387,7 @@ def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tup
             nested = isinstance(kind, dict) or pa.types.is_nested(kind)
             wanted = NESTED if nested else "it must be text, so write it as string"
             shown = f"struct of {', '.join(kind)}" if isinstance(kind, dict) else str(kind)
-            raise DataError(f"{path}: column {name!r} is of {shortened(shown)}; {wanted}")
+            raise DataError(f"{path}: column {name!r} is of {truncate_text(shown)}; {wanted}")
 
 
 def _is_list(kind: Any) -> bool:
@@ -429,7 +429,7 @@ def _told(path: Path, part: str = "") -> Iterator[None]:
         raise
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
         what = f"{part}: cannot be read" if part else "not a readable parquet file"
-        raise DataError(f"{shortened(str(path))}: {what}: {shortened(str(error))}") from error
+        raise DataError(f"{truncate_text(str(path))}: {what}: {truncate_text(str(error))}") from error
 
 
 class FileRows(ParquetRows):
@@ -454,7 +454,7 @@ class FileRows(ParquetRows):
         """True if Arrow can compare the first ``texts`` fields, and no other field is read of a problem."""
         return not (_others(self.data) or self.data.fields["rejected"]) and self.are_texts(texts)
 
-    def problem(self, row: int, record: Record | str) -> Problem:
+    def problem(self, row: int, record: Record | str) -> Example:
         """The problem of a row, without the tokenizer's template. Raises DataError as `problem_in` and `checked`."""
         return problem_in(self.checked(row, record), *self.line(row), self.data)
 
@@ -471,7 +471,7 @@ def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = Non
 
     ``key`` is the config key that gave ``path``; ``lists``: prompts may be ones. Raises DataError with all bad rows.
     """
-    shown = f"{key}={shortened(str(path))}"
+    shown = f"{key}={truncate_text(str(path))}"
     if path.suffix == ".parquet":
         files = FileRows([path], data, key, lists=lists)
         numbers = np.arange(len(files) if most is None else min(most, len(files)))
@@ -487,7 +487,7 @@ def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = Non
         if not found:
             raise DataError(f"{key}={path}: the file is empty; give at least one row")
     else:
-        raise DataError(f"{shown}: unknown extension {shortened(repr(path.suffix))}; allowed: .jsonl, .parquet")
+        raise DataError(f"{shown}: unknown extension {truncate_text(repr(path.suffix))}; allowed: .jsonl, .parquet")
     if problems := [f"{path}:{number}: {row}" for number, row in enumerate(found, 1) if isinstance(row, str)]:
         raise DataError(listed(problems))
     return [row for row in found if not isinstance(row, str)]

@@ -29,7 +29,14 @@ from rl_megatron.data.problems.mixture import (
     digest_of_prompts,
 )
 from rl_megatron.data.problems.parquet import FileRows
-from rl_megatron.data.problems.rendering import RowForm, TooLong, conversation, rendered, tokenized_one, unrendered
+from rl_megatron.data.problems.rendering import (
+    PromptExcess,
+    RowForm,
+    conversation,
+    render_row,
+    tokenize_one,
+    unrendered,
+)
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.types import Prompt
 
@@ -43,7 +50,7 @@ _MOST_ROWS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class Upcoming:
+class NextDraw:
     """The number of a draw, and a function that gives the rows of the draws from one number to another. Any thread may
     call it."""
 
@@ -51,16 +58,16 @@ class Upcoming:
     rows: Callable[[int, int], NDArray[np.integer]]
 
 
-class Pool(Sequence[Prompt]):
+class PromptPool(Sequence[Prompt]):
     """Prompts by row. ``dropped``: prompts that it lacks, which were too long as files were read."""
 
     dropped: int = 0
 
     @abstractmethod
-    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
         """The prompt of the draw ``upcoming.number``, which this row is; None if it is too long."""
 
-    def read_ahead(self, row: int, upcoming: Upcoming) -> bool:
+    def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
         """Read what `at` needs for this row and some that follow, and render the row; whether it is short enough. May
         take minutes. Raises as `at`."""
         return True
@@ -101,14 +108,14 @@ class Pool(Sequence[Prompt]):
         if isinstance(row, slice):
             return [self[one] for one in range(*row.indices(len(self)))]
         at = range(len(self))[row]  # IndexError, and rows from the end
-        rows = Upcoming(at, lambda start, stop: np.arange(start, min(stop, len(self)), dtype=np.uint32))
+        rows = NextDraw(at, lambda start, stop: np.arange(start, min(stop, len(self)), dtype=np.uint32))
         prompt = self.at(at, rows)
         if prompt is None:
             raise DataError(f"prompt {self.name_of(at)!r} has too many tokens")
         return prompt
 
 
-class Listed(Pool):
+class ListPool(PromptPool):
     """Prompts that are in memory."""
 
     def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
@@ -118,7 +125,7 @@ class Listed(Pool):
         return len(self._prompts)
 
     @override
-    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
         return self._prompts[row]
 
     @override
@@ -157,7 +164,7 @@ class Listed(Pool):
         return hashes[rows], rows
 
 
-class RowsOfPrompts(Pool):
+class FilePool(PromptPool):
     """Rows of files, of which those that are drawn next are held: once a window of them is in use, a thread reads the
     following one. The order of draws does not depend on windows."""
 
@@ -170,7 +177,7 @@ class RowsOfPrompts(Pool):
         self._following: Future[_Held] | None = None
         self._reader = ThreadPoolExecutor(1, "parquet")
         self._too_long = 0
-        self._made: dict[int, Prompt | TooLong] = {}  # rows that were read ahead, by their numbers
+        self._made: dict[int, Prompt | PromptExcess] = {}  # rows that were read ahead, by their numbers
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -181,7 +188,7 @@ class RowsOfPrompts(Pool):
         return True
 
     @override
-    def read_ahead(self, row: int, upcoming: Upcoming) -> bool:
+    def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
         number = int(self._kept[row])
         if number not in self._made:
             if self._held.batch(number) is None:
@@ -191,16 +198,16 @@ class RowsOfPrompts(Pool):
             if data.fields["messages"] is not None:
                 self._made[number] = unrendered([conversation(record, path, line, data)])[0]
             else:
-                problem = rendered(record, path, line, data, form.tokenizer)
-                self._made[number] = tokenized_one(problem, form, chat=data.chat_template)
+                problem = render_row(record, path, line, data, form.tokenizer)
+                self._made[number] = tokenize_one(problem, form, chat=data.chat_template)
         return isinstance(self._made[number], Prompt)
 
     @override
-    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
         self.read_ahead(row, upcoming)
         number = int(self._kept[row])
         prompt = self._made.pop(number)
-        if isinstance(prompt, TooLong):
+        if isinstance(prompt, PromptExcess):
             self._is_long(self._files.place(number), prompt)
             return None
         return self._named(prompt)
@@ -237,7 +244,7 @@ class RowsOfPrompts(Pool):
         """The prompt with the source in its id, if that is one of a mixture."""
         return replace(prompt, id=f"{self._source}/{prompt.id}", source=self._source) if self._source else prompt
 
-    def _move(self, number: int, upcoming: Upcoming) -> None:
+    def _move(self, number: int, upcoming: NextDraw) -> None:
         """Hold the following window, or, if it lacks the row that is drawn, one that begins with it."""
         following, self._following = self._following, None
         held = following.result() if following is not None else None
@@ -246,7 +253,7 @@ class RowsOfPrompts(Pool):
         self._held = held
         self._following = self._reader.submit(self._read, held.stop, upcoming)
 
-    def _read(self, start: int, upcoming: Upcoming) -> _Held:
+    def _read(self, start: int, upcoming: NextDraw) -> _Held:
         """The window that begins with this draw, across the end of an epoch if need be."""
         each = self._files.row_bytes
         most = max(_WINDOW_BYTES // each, min(len(self) // _MOST_WINDOWS, _LARGE_WINDOW_BYTES // each), 1)
@@ -254,7 +261,7 @@ class RowsOfPrompts(Pool):
         numbers = np.unique(self._kept[upcoming.rows(start, stop)]).astype(np.int64)
         return _Held(numbers, tuple(self._files.selected(numbers, None)), stop)
 
-    def _is_long(self, place: str, why: TooLong) -> None:
+    def _is_long(self, place: str, why: PromptExcess) -> None:
         if self._form.on_long == "fail":
             raise DataError(f"{place}: the prompt has {why}; raise it or set {self._form.keys[1]}=drop")
         self._too_long += 1
@@ -282,10 +289,10 @@ class _Held:
         return self._batches[part].slice(at - int(self._starts[part]), 1)
 
 
-class Joined(Pool):
+class JoinedPool(PromptPool):
     """Pools of several sources, one after the other; each has one source."""
 
-    def __init__(self, parts: Sequence[Pool]) -> None:
+    def __init__(self, parts: Sequence[PromptPool]) -> None:
         self._parts = parts
         self._starts = np.cumsum([0, *map(len, parts)])
         self.dropped = sum(part.dropped for part in parts)
@@ -294,7 +301,7 @@ class Joined(Pool):
         return int(self._starts[-1])
 
     @override
-    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
         part, start = self._part(row)
         return part.at(row - start, _inside(upcoming, start, len(part)))
 
@@ -304,7 +311,7 @@ class Joined(Pool):
         return any(part.reads for part in self._parts)
 
     @override
-    def read_ahead(self, row: int, upcoming: Upcoming) -> bool:
+    def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
         part, start = self._part(row)
         return part.read_ahead(row - start, _inside(upcoming, start, len(part)))
 
@@ -336,19 +343,19 @@ class Joined(Pool):
         part, start = self._part(int(rows[0]))
         return part.digest(rows - np.uint32(start), of)
 
-    def _part(self, row: int) -> tuple[Pool, int]:
+    def _part(self, row: int) -> tuple[PromptPool, int]:
         at = int(np.searchsorted(self._starts, row, "right")) - 1
         return self._parts[at], int(self._starts[at])
 
 
-def _inside(upcoming: Upcoming, start: int, count: int) -> Upcoming:
+def _inside(upcoming: NextDraw, start: int, count: int) -> NextDraw:
     """The draws of the part that has ``count`` rows from ``start`` on, with the rows' numbers in it."""
 
     def rows(first: int, stop: int) -> NDArray[np.integer]:
         found = upcoming.rows(first, stop)
         return found[(found >= start) & (found < start + count)] - np.uint32(start)
 
-    return Upcoming(upcoming.number, rows)
+    return NextDraw(upcoming.number, rows)
 
 
 _PRIOR = 0.5, 1.0  # a value, and of how many completions: Beta(1/2, 1/2)
@@ -376,7 +383,7 @@ class PromptTable:
 
     def __init__(
         self,
-        prompts: Pool,
+        prompts: PromptPool,
         sources: Mapping[str, NDArray[np.integer]],
         section: CurriculumSection,
         *,
@@ -511,7 +518,10 @@ class PromptStream:
     ) -> None:
         if not len(prompts):
             raise DataError("no prompts to train on")
-        self._pool, self._weights = prompts if isinstance(prompts, Pool) else Listed(prompts), dict(weights or {})
+        self._pool, self._weights = (
+            prompts if isinstance(prompts, PromptPool) else ListPool(prompts),
+            dict(weights or {}),
+        )
         self.left_out = set[int]()
         rows = self._pool.sources(list(self._weights)) if weights else {"": np.arange(len(prompts), dtype=np.uint32)}
         self._epochs = {name: Epochs(own, seed=seed) for name, own in rows.items()}
@@ -533,7 +543,7 @@ class PromptStream:
         for epochs in self._epochs.values():
             number = epochs.drawn
             (row,) = epochs.draws(number, number + 1).tolist()
-            self._pool.read_ahead(row, Upcoming(number, epochs.draws))
+            self._pool.read_ahead(row, NextDraw(number, epochs.draws))
 
     @property
     def reads(self) -> bool:
@@ -551,7 +561,7 @@ class PromptStream:
                 if row in self.left_out or (self.table and not self.table.draws(row, number // len(epochs.rows))):
                     continue
                 try:
-                    left -= self._pool.read_ahead(row, Upcoming(number, epochs.draws))
+                    left -= self._pool.read_ahead(row, NextDraw(number, epochs.draws))
                 except DataError:
                     return
                 if not left:
@@ -631,7 +641,7 @@ class PromptStream:
             row = epochs.next()
             tried += 1
             if row not in self.left_out and (table is None or table.draws(row, epochs.epoch)):
-                prompt = self._pool.at(row, Upcoming(epochs.drawn - 1, epochs.draws))
+                prompt = self._pool.at(row, NextDraw(epochs.drawn - 1, epochs.draws))
                 if prompt is not None:
                     return prompt
                 if table is not None:

@@ -41,16 +41,16 @@ from rl_megatron.data.problems.leaks import (
     texts_for,
 )
 from rl_megatron.data.problems.parquet import FileRows, read_records
-from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowsOfPrompts
+from rl_megatron.data.problems.pool import FilePool, JoinedPool, ListPool, PromptPool
 from rl_megatron.data.problems.rendering import (
     LABEL,
-    Problem,
+    Example,
     RowForm,
     conversation,
     fields_in,
     messages_of,
     rendered_rows,
-    tokenized,
+    tokenize,
     unrendered,
 )
 from rl_megatron.data.problems.rows import files_in, listed, local_files
@@ -110,7 +110,7 @@ def load_prompts(
     rewards: Mapping[str, RewardSection] | None = None,
     begun_by_messages: Collection[str] = (),
     teachers: Mapping[str, TeacherSection] | None = None,
-) -> tuple[Pool, list[Prompt]]:
+) -> tuple[PromptPool, list[Prompt]]:
     """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
     follow each other, and their ids begin with its name.
 
@@ -136,7 +136,7 @@ def load_prompts(
         trained = {key: train for key, (train, _) in splits.items()}
         written = key_of_written(samples, rows)
         kept |= without_leaks(trained, held, on_leak, environments or {}, rewards or {}, written=written)
-    pools, held_out = list[Pool](), list[Prompt]()
+    pools, held_out = list[PromptPool](), list[Prompt]()
     of_drawn = form if samples else replace(form, max_tokens=sys.maxsize)
     for key, source in sources.items():
         name = name_of(key) if isinstance(data, MixtureData) else ""
@@ -147,13 +147,13 @@ def load_prompts(
             numbers = np.arange(len(train)) if mask is None else np.flatnonzero(mask)
             for one, teacher in taught.items():
                 train.check_read(fields_in(teacher.prompt or ""), numbers, f"algorithm.kl.teachers.{one}.prompt")
-            pools.append(RowsOfPrompts(train, mask, replace(of_drawn, teachers=taught), source=name))
+            pools.append(FilePool(train, mask, replace(of_drawn, teachers=taught), source=name))
         else:
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
             made = _named(formed(ours, source, replace(form, teachers=taught)), name)
-            pools.append(Listed(made, len(ours) - len(made)))
+            pools.append(ListPool(made, len(ours) - len(made)))
         held_out += _named(formed(theirs, source, form), name)
-    return pools[0] if len(pools) == 1 else Joined(pools), held_out
+    return pools[0] if len(pools) == 1 else JoinedPool(pools), held_out
 
 
 def load_held_out(
@@ -169,11 +169,11 @@ def taught_in(source: str, teachers: Mapping[str, TeacherSection] | None) -> dic
     return {name: one for name, one in (teachers or {}).items() if source in (one.sources or (source,))}
 
 
-def formed(problems: Sequence[Problem], source: OneSource | FileKeys, form: RowForm) -> list[Prompt]:
-    """The prompts of a source's problems: conversations without tokens, others with them. Raises as `tokenized`."""
+def formed(problems: Sequence[Example], source: OneSource | FileKeys, form: RowForm) -> list[Prompt]:
+    """The prompts of a source's problems: conversations without tokens, others with them. Raises as `tokenize`."""
     if isinstance(source, FileKeys) and source.fields["messages"] is not None:
         return unrendered(problems)
-    return tokenized(problems, form, chat=isinstance(source, FileKeys) and source.chat_template)
+    return tokenize(problems, form, chat=isinstance(source, FileKeys) and source.chat_template)
 
 
 def _compared_by(environment: EnvironmentSection | None, reward: RewardSection | None) -> ProblemKey:
@@ -200,8 +200,8 @@ def key_of_written(samples: bool, rows: RowsOf) -> ProblemKey | None:
 
 
 def without_leaks(
-    train: Mapping[str, Sequence[Problem] | FileRows],
-    held_out: Mapping[str, Sequence[Problem]],
+    train: Mapping[str, Sequence[Example] | FileRows],
+    held_out: Mapping[str, Sequence[Example]],
     on_leak: OnLeak,
     environments: Mapping[str, EnvironmentSection],
     rewards: Mapping[str, RewardSection],
@@ -231,7 +231,7 @@ def without_leaks(
     return kept
 
 
-def _texts(problems: Sequence[Problem], by: ProblemKey) -> ProblemTexts:
+def _texts(problems: Sequence[Example], by: ProblemKey) -> ProblemTexts:
     texts, hashed = (one.compared(by) for one in problems), (one.hashed(by.hashed) for one in problems)
     return listed_texts([one.place for one in problems], texts, hashed)
 
@@ -243,7 +243,7 @@ def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
 
 def _problems(
     key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, rows: RowsOf = "answers", lists: bool
-) -> tuple[list[Problem] | FileRows, list[Problem]]:
+) -> tuple[list[Example] | FileRows, list[Example]]:
     """Both splits of a source; ``key``: of its section."""
     if isinstance(source, ArithmeticData):
         return _arithmetic_problems(key, source, seed, pairs=rows == "pairs")
@@ -260,7 +260,7 @@ def _problems(
 
 def _held_out(
     key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, rows: RowsOf = "answers", lists: bool
-) -> list[Problem]:
+) -> list[Example]:
     """The held-out split of a source alone."""
     if isinstance(source, ArithmeticData):
         return _arithmetic_problems(key, source, seed, pairs=rows == "pairs")[1]
@@ -302,26 +302,28 @@ def first_problem(data: OneSource, key: str) -> Prompt:
     return replace(made_up, text=text, question=question, answer=answer, meta=record.others)
 
 
-def _arithmetic(a: int, b: int, data: ArithmeticData) -> Problem:
+def _arithmetic(a: int, b: int, data: ArithmeticData) -> Example:
     digits, sign = data.digits, "+" if data.operation == "sum" else "*"
     text = f"{a:0{digits}}{sign}{b:0{digits}}"  # digits are in the same columns in every problem
     answer = f"{a + b:0{digits + 1}}"[::-1] if data.operation == "sum" else str(a * b)
-    return Problem(id=text, place=text, text=f"{text}=", raw=text, answer=answer, form="{prompt}=")
+    return Example(id=text, place=text, text=f"{text}=", raw=text, answer=answer, form="{prompt}=")
 
 
 def _arithmetic_problems(
     key: str, data: ArithmeticData, seed: int, *, pairs: bool
-) -> tuple[list[Problem], list[Problem]]:
+) -> tuple[list[Example], list[Example]]:
     train, held_out = (
         [_arithmetic(a, b, data) for a, b in split]
         for split in split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed, key=key)
     )
     if pairs:
-        train, held_out = ([replace(one, rejected=(wrong(one),)) for one in split] for split in (train, held_out))
+        train, held_out = (
+            [replace(one, rejected=(wrong_answer(one),)) for one in split] for split in (train, held_out)
+        )
     return train, held_out
 
 
-def wrong(problem: Problem) -> str:
+def wrong_answer(problem: Example) -> str:
     """A number of as many digits as the answer, which it is not: with equal chance one digit is another, or any number
     may be it. It depends on the problem alone."""
     source, right = random.Random(problem.id), problem.answer
@@ -340,10 +342,10 @@ def read_problems(
     most: int | None = None,
     *,
     lists: bool,
-) -> list[Problem]:
+) -> list[Example]:
     """The problems of the files' first ``most`` rows; no others are read. Only ``chat_template`` needs the tokenizer.
     Raises DataError that names all bad rows."""
-    found, bad = list[Problem](), list[str]()
+    found, bad = list[Example](), list[str]()
     for file in files_in(path, key):
         left = None if most is None else most - len(found)
         if left == 0:

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rl_megatron.chat_templates import TemplateFailed, TemplateUnbounded, prompt_tokens, template_texts
 from rl_megatron.config.sections.data import TURNS_IN_TEXT, FileKeys
-from rl_megatron.config.sections.teachers import ANOTHER, ANOTHER_FIELD, TeacherSection, prompt_parts
-from rl_megatron.data.problems.leaks import ProblemKey, spaced
+from rl_megatron.config.sections.teachers import (
+    OTHER_COMPLETION_FIELD,
+    OTHER_COMPLETION_TOKEN,
+    TeacherSection,
+    prompt_parts,
+)
+from rl_megatron.data.problems.leaks import ProblemKey, normalize_whitespace
 from rl_megatron.data.problems.rows import (
     Record,
     beyond_embedding,
@@ -293,7 +298,9 @@ _to_sorted_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
 _CHANGED = ("assistant", "tool")  # templates leave out thinking, and quote results
 _ASKS = {"role": "user"}
-_PLACE = f"\ue000{ANOTHER_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
+_PLACE = (
+    f"\ue000{OTHER_COMPLETION_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
+)
 
 OnLongPrompt = Literal["fail", "drop"]
 LimitKeys = tuple[str, str]
@@ -313,7 +320,7 @@ class RowForm:
     teachers: Mapping[str, TeacherSection] = field(default_factory=dict)
 
 
-class TooLong(NamedTuple):
+class PromptExcess(NamedTuple):
     """Why a prompt is left out: its ``length`` in words, the ``key`` of the limit, and that."""
 
     length: str
@@ -325,7 +332,7 @@ class TooLong(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Example:
     """A prompt before tokenization. ``place`` says in errors where it comes from."""
 
     id: str
@@ -352,7 +359,9 @@ class Problem:
 
     def hashed(self, texts: int) -> str:
         """The part of what is compared that is quickly read: as of `ProblemKey.hashed`."""
-        return spaced(*filter(None, (self.form.replace("{prompt}", self.asked.strip()), self.answer)[:texts]))
+        return normalize_whitespace(
+            *filter(None, (self.form.replace("{prompt}", self.asked.strip()), self.answer)[:texts])
+        )
 
     def compared(self, by: ProblemKey) -> str:
         """Returns the text that equal problems share. Null keys do not count, because parquet's messages lack them."""
@@ -362,7 +371,9 @@ class Problem:
         fields = {name: _value_at(self.meta, name) for name in self.meta if by.fields is None}
         fields |= {name: _value_at(self.meta, name) for name in by.fields or ()}
         others = [*chat, *(one for one in (asks, without_null_keys(fields)) if one not in (_ASKS, {}))]
-        return spaced(self.form.replace("{prompt}", self.asked.strip()), *answers, *map(_to_sorted_json, others))
+        return normalize_whitespace(
+            self.form.replace("{prompt}", self.asked.strip()), *answers, *map(_to_sorted_json, others)
+        )
 
 
 def form_of(data: FileKeys) -> str:
@@ -386,9 +397,9 @@ def fields_of(data: FileKeys) -> tuple[str, ...]:
     return data.prompt_field, data.answer_field, *pairs
 
 
-def rendered(
+def render_row(
     record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase | None
-) -> Problem:
+) -> Example:
     """The problem in a row of a file, with its templates. Raises DataError as `check_pair` and `messages_of` do, and
     where the tokenizer's template fails."""
     (problem,) = rendered_rows([record], path, line, data, tokenizer)
@@ -399,13 +410,13 @@ def rendered(
 
 def rendered_rows(
     records: Sequence[Record], path: Path, first: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase | None
-) -> Iterator[Problem | DataError]:
-    """Yields what `rendered` returns for each row from line ``first`` on: a problem, or the error of its row. Raises
+) -> Iterator[Example | DataError]:
+    """Yields what `render_row` returns for each row from line ``first`` on: a problem, or the error of its row. Raises
     DataError for the first row that exceeds a limit of templates."""
     for start in range(0, len(records), _RENDERED_TOGETHER):
         part = records[start : start + _RENDERED_TOGETHER]
         made = [_before_template(record, path, line, data) for line, record in enumerate(part, first + start)]
-        good = [one for one in made if isinstance(one, Problem)] if data.chat_template else []
+        good = [one for one in made if isinstance(one, Example)] if data.chat_template else []
         texts = iter(_as_chats([(one.text, one.messages, one.place) for one in good], tokenizer))
         for one in made:
             if isinstance(one, DataError) or not data.chat_template:
@@ -415,7 +426,7 @@ def rendered_rows(
                 yield text if isinstance(text, DataError) else replace(one, text=text)
 
 
-def problem_in(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
+def problem_in(record: Record, path: Path, line: int, data: FileKeys) -> Example:
     """The problem in a row of a file, without the tokenizer's template, or its conversation. Raises DataError as
     `check_pair`, `messages_of` and `conversation_text` do."""
     one = _before_template(record, path, line, data) if data.fields["messages"] is None else None
@@ -424,7 +435,7 @@ def problem_in(record: Record, path: Path, line: int, data: FileKeys) -> Problem
     return conversation(record, path, line, data) if one is None else one
 
 
-def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> Problem | DataError:
+def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> Example | DataError:
     place = f"{path}:{line}"
     try:
         check_pair(record, place, data)
@@ -433,7 +444,7 @@ def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> P
         margin = margin_of(record, place, data)
     except DataError as error:
         return error
-    return Problem(
+    return Example(
         id=f"{path.stem}:{line}",
         place=place,
         text=data.prompt_template.replace("{prompt}", messages[-1]["content"]),
@@ -447,17 +458,17 @@ def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> P
     )
 
 
-def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
+def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Example:
     """The conversation in a row of a file, or the pair of them. Raises as `conversation_text`, which it has."""
     place = f"{path}:{line}"
     text = conversation_text(record, place, data, in_structs=path.suffix == ".parquet")
     margin = margin_of(record, place, data)
-    return Problem(
+    return Example(
         id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, margin=margin, meta=record.others
     )
 
 
-def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
+def unrendered(conversations: Sequence[Example]) -> list[Prompt]:
     """The conversations as prompts without tokens, which whoever trains on them makes of ``text``."""
     return [
         Prompt(id=one.id, text=one.text, token_ids=(), answer="", question=one.raw, margin=one.margin, meta=one.meta)
@@ -525,13 +536,13 @@ def _failed(place: str, error: TemplateFailed) -> DataError:
 def fields_in(prompt: str) -> list[str]:
     """The fields of a row that a teacher's prompt names, each once, besides the problem and its answer."""
     names = dict.fromkeys(name for _, name in prompt_parts(prompt) if name is not None)
-    return [name for name in names if name not in (*_OF_PROBLEM, ANOTHER_FIELD)]
+    return [name for name in names if name not in (*_OF_PROBLEM, OTHER_COMPLETION_FIELD)]
 
 
-def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key: str) -> str:
+def _with_fields(problem: Example, parts: Sequence[tuple[str, str | None]], key: str) -> str:
     """A teacher's prompt of a problem, of its `prompt_parts`. Raises DataError that names the place for a field that
     its row lacks, or that is null."""
-    known = {**dict(zip(_OF_PROBLEM, (problem.asked, problem.answer), strict=True)), ANOTHER_FIELD: _PLACE}
+    known = {**dict(zip(_OF_PROBLEM, (problem.asked, problem.answer), strict=True)), OTHER_COMPLETION_FIELD: _PLACE}
 
     def of_field(name: str) -> str:
         if name in known:
@@ -549,14 +560,14 @@ def _with_fields(problem: Problem, parts: Sequence[tuple[str, str | None]], key:
     return "".join(text + ("" if name is None else of_field(name)) for text, name in parts)
 
 
-def tokenized(problems: Sequence[Problem], form: RowForm, *, chat: bool = False) -> list[Prompt]:
+def tokenize(problems: Sequence[Example], form: RowForm, *, chat: bool = False) -> list[Prompt]:
     """The prompts in their order, ``chat``: their texts are chats. One that is too long, or whose prompt of a teacher
     is, raises DataError, or is dropped with a warning. Raises DataError for a field that a teacher's prompt lacks, and
     for a token that the model's embedding lacks."""
     prompts: list[Prompt] = []
-    long: list[tuple[Problem, TooLong]] = []
+    long: list[tuple[Example, PromptExcess]] = []
     for problem, prompt in zip(problems, _prompts(problems, form, chat), strict=True):
-        if isinstance(prompt, TooLong):
+        if isinstance(prompt, PromptExcess):
             long.append((problem, prompt))
         else:
             prompts.append(prompt)
@@ -575,21 +586,21 @@ def tokenized(problems: Sequence[Problem], form: RowForm, *, chat: bool = False)
     return prompts
 
 
-def tokenized_one(problem: Problem, form: RowForm, *, chat: bool = False) -> Prompt | TooLong:
-    """The prompt, as `tokenized` makes it, or why it is too long."""
+def tokenize_one(problem: Example, form: RowForm, *, chat: bool = False) -> Prompt | PromptExcess:
+    """The prompt, as `tokenize` makes it, or why it is too long."""
     return next(_prompts([problem], form, chat))
 
 
-def _prompts(problems: Sequence[Problem], form: RowForm, chat: bool) -> Iterator[Prompt | TooLong]:
+def _prompts(problems: Sequence[Example], form: RowForm, chat: bool) -> Iterator[Prompt | PromptExcess]:
     own = _encoded((problem.text for problem in problems), form.tokenizer, not chat, form.max_tokens, form.keys[0])
     theirs = {name: _of_teacher(problems, form.tokenizer, name, one, chat) for name, one in form.teachers.items()}
     for problem, ids in zip(problems, own, strict=True):
         read_by = {name: next(of_teacher) for name, of_teacher in theirs.items()}
         for one in (ids, *read_by.values()):
-            if not isinstance(one, TooLong) and (most := max(one, default=0)) >= form.vocab_size:
+            if not isinstance(one, PromptExcess) and (most := max(one, default=0)) >= form.vocab_size:
                 raise DataError(f"{problem.place} {beyond_embedding(most, form.vocab_size)}")
-        long = [one for one in (ids, *read_by.values()) if isinstance(one, TooLong)]
-        if long or isinstance(ids, TooLong):
+        long = [one for one in (ids, *read_by.values()) if isinstance(one, PromptExcess)]
+        if long or isinstance(ids, PromptExcess):
             yield long[0]
             continue
         yield Prompt(
@@ -602,58 +613,60 @@ def _prompts(problems: Sequence[Problem], form: RowForm, chat: bool) -> Iterator
             margin=problem.margin,
             meta=problem.meta,
             messages=() if chat else problem.begins,
-            read_by={name: of_teacher for name, of_teacher in read_by.items() if not isinstance(of_teacher, TooLong)},
+            read_by={
+                name: of_teacher for name, of_teacher in read_by.items() if not isinstance(of_teacher, PromptExcess)
+            },
         )
 
 
 def _of_teacher(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, name: str, teacher: TeacherSection, chat: bool
-) -> Iterator[tuple[int, ...] | TooLong]:
+    problems: Sequence[Example], tokenizer: PreTrainedTokenizerBase, name: str, teacher: TeacherSection, chat: bool
+) -> Iterator[tuple[int, ...] | PromptExcess]:
     """The prompt that a teacher reads in place of each problem's."""
     key = f"algorithm.kl.teachers.{name}"
     assert teacher.prompt is not None
     assert teacher.max_prompt_tokens is not None
     parts, most = prompt_parts(teacher.prompt), teacher.max_prompt_tokens
 
-    def text(problem: Problem) -> str:
+    def text(problem: Example) -> str:
         found = _with_fields(problem, parts, f"{key}.prompt")
         return _as_chat(found, problem.messages, problem.place, tokenizer) if chat else found
 
     limit = f"{key}.max_prompt_tokens"
     if not teacher.reads_another:
         return _encoded(map(text, problems), tokenizer, not chat, most, limit)
-    firsts, lasts = tee(_in_two(text(problem), problem) for problem in problems)
+    firsts, lasts = tee(_split_template(text(problem), problem) for problem in problems)
     before = _encoded((first for first, _ in firsts), tokenizer, not chat, most, limit)
     behind = _encoded((last for _, last in lasts), tokenizer, False, most, limit)
-    return (_around(*both, most, limit) for both in zip(before, behind, strict=True))
+    return (_split_around(*both, most, limit) for both in zip(before, behind, strict=True))
 
 
-def _in_two(text: str, problem: Problem) -> tuple[str, str]:
+def _split_template(text: str, problem: Example) -> tuple[str, str]:
     """What is before and behind the place of another completion. Raises DataError for a chat template without it."""
     if text.count(_PLACE) != 1:
         raise DataError(
-            f"{problem.place}: a teacher's prompt has {{{ANOTHER_FIELD}}} once, and behind the chat template "
+            f"{problem.place}: a teacher's prompt has {{{OTHER_COMPLETION_FIELD}}} once, and behind the chat template "
             f"{text.count(_PLACE)} times; fix the model's chat_template.jinja, or set chat_template=false"
         )
     before, _, behind = text.partition(_PLACE)
     return before, behind
 
 
-def _around(
-    before: tuple[int, ...] | TooLong, behind: tuple[int, ...] | TooLong, most: int, key: str
-) -> tuple[int, ...] | TooLong:
-    """The tokens around another completion, with ``ANOTHER`` between them, which is no token."""
-    if isinstance(before, TooLong):
+def _split_around(
+    before: tuple[int, ...] | PromptExcess, behind: tuple[int, ...] | PromptExcess, most: int, key: str
+) -> tuple[int, ...] | PromptExcess:
+    """The tokens around another completion, with ``OTHER_COMPLETION_TOKEN`` between them, which is no token."""
+    if isinstance(before, PromptExcess):
         return before
-    if isinstance(behind, TooLong):
+    if isinstance(behind, PromptExcess):
         return behind
     length = len(before) + len(behind)
-    return (*before, ANOTHER, *behind) if length <= most else TooLong(f"{length} tokens", key, most)
+    return (*before, OTHER_COMPLETION_TOKEN, *behind) if length <= most else PromptExcess(f"{length} tokens", key, most)
 
 
 def _encoded(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, begins: bool, most: int, key: str
-) -> Iterator[tuple[int, ...] | TooLong]:
+) -> Iterator[tuple[int, ...] | PromptExcess]:
     """The tokens of each text. One of too many characters to fit is not encoded; of the others few are at a time,
     because a tokenizer's own records take 100 bytes a token while they exist."""
     left, most_characters = iter(texts), most * _MOST_CHARACTERS
@@ -662,7 +675,7 @@ def _encoded(
         encoded = iter(prompt_tokens(tokenizer, fit, begins=begins))
         for text in part:
             if len(text) > most_characters:
-                yield TooLong(f"{len(text)} characters", key, most)
+                yield PromptExcess(f"{len(text)} characters", key, most)
                 continue
             ids = next(encoded)
-            yield tuple(ids) if len(ids) <= most else TooLong(f"{len(ids)} tokens", key, most)
+            yield tuple(ids) if len(ids) <= most else PromptExcess(f"{len(ids)} tokens", key, most)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.sections.data import FileKeys, HubData
-from rl_megatron.errors import DataError, cut_to
+from rl_megatron.errors import DataError, truncate
 from rl_megatron.files import value_at
 
 NESTED = (
@@ -115,12 +115,12 @@ def _json_of(column: Any) -> list[Any]:
         ]
     if pa.types.is_dictionary(kind):
         return _json_of(column.dictionary_decode())
-    found: list[Any] = _dates(column) if pa.types.is_temporal(kind) else widened(column).to_pylist()
+    found: list[Any] = _dates(column) if pa.types.is_temporal(kind) else widen_dtypes(column).to_pylist()
     is_json = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
     return found if is_json else [as_json(value) for value in found]
 
 
-def widened(column: Any) -> Any:
+def widen_dtypes(column: Any) -> Any:
     """Floats of 16 or 32 bits as those of 64: whole numbers as they are, others by their shortest decimal, 0.1 as 0.1;
     other columns as they are."""
     import pyarrow as pa
@@ -202,7 +202,7 @@ def missing_field(name: str, row: Mapping[str, Any]) -> str:
     names = sorted(set(_leaves(row)))
     near = difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"no field {name!r}; it has {shortened(', '.join(names)) or 'none'}{hint}"
+    return f"no field {name!r}; it has {truncate_text(', '.join(names)) or 'none'}{hint}"
 
 
 def without_null_keys(value: object) -> object:
@@ -261,9 +261,9 @@ def _leaves(row: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{name}.{one}" for one in inner) if inner else (name,)
 
 
-def shortened(text: str) -> str:
+def truncate_text(text: str) -> str:
     """Its first 500 characters."""
-    return cut_to(text, _MAX_SHOWN)
+    return truncate(text, _MAX_SHOWN)
 
 
 _MOST_LEVELS = 128  # of lists and objects in a row; checkpoints are read with at most 200, of which some are around it
@@ -287,8 +287,8 @@ def local_files(data: FileKeys, key: str, names: Iterable[str]) -> FileKeys:
             found = hf_hub_download(data.repo, path.as_posix(), repo_type="dataset", revision=data.revision)
         except Exception as error:  # of many libraries
             raise DataError(
-                f"{key}.{name}={shortened(str(path))}: not in the hub's cache here, and not to be had from "
-                f"{data.repo} at {data.revision}: {shortened(str(error).strip())}; on a machine with a connection, "
+                f"{key}.{name}={truncate_text(str(path))}: not in the hub's cache here, and not to be had from "
+                f"{data.repo} at {data.revision}: {truncate_text(str(error).strip())}; on a machine with a connection, "
                 "rl-megatron train --check downloads it into HF_HOME"
             ) from error
         paths[name] = Path(found)
@@ -299,14 +299,17 @@ def files_in(path: Path, key: str) -> list[Path]:
     """The file, or the parquet files of a folder by name. Raises DataError where a folder has none, and for a list."""
     if any(mark in str(path) for mark in ",*") and not os.path.exists(path):
         raise DataError(
-            f"{key}={shortened(str(path))}: no such file; give one file, or a folder of .parquet files (several files "
+            f"{key}={truncate_text(str(path))}: no such file; give one file, or a folder of .parquet files "
+            "(several files "
             "are sources of data=mixture)"
         )
     if path.suffix == ".jsonl" or not os.path.isdir(path):  # false, not an error, for what no file can be called
         return [path]
     found = sorted(path.glob("*.parquet"))
     if not found:
-        raise DataError(f"{key}={shortened(str(path))}: the folder has no .parquet file; give such a folder, or a file")
+        raise DataError(
+            f"{key}={truncate_text(str(path))}: the folder has no .parquet file; give such a folder, or a file"
+        )
     return found
 
 

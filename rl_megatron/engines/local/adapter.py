@@ -19,15 +19,15 @@ from typing_extensions import TypedDict, override
 
 from rl_megatron.columns import read_column, written_column
 from rl_megatron.config.sections.rollout import RunningRequests
-from rl_megatron.engines.adapter import Adapter, Command, Description, EngineGauges, StartOptions
-from rl_megatron.engines.answers import as_form
+from rl_megatron.engines.adapter import Adapter, EngineGauges, ServerInfo, StartCommand, StartOptions
+from rl_megatron.engines.answers import decode_as
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, SamplingParams, Span
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.compare import ReportReader
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import ChecksumReport
 from rl_megatron.weights.layouts.recorded import Boxes
 
 PROTOCOL = "5"
@@ -119,13 +119,13 @@ class EmbeddedAdapter(Adapter):
         self._shape, self._reader = shape, ReportReader()
 
     @override
-    def command(self, options: StartOptions) -> Command:
+    def command(self, options: StartOptions) -> StartCommand:
         if options.extra:
             raise ConfigError(
                 f"rollout.server.options={' '.join(options.extra)}: servers of rollout.engine=local have none; leave "
                 "the key out"
             )
-        return Command(
+        return StartCommand(
             arguments=(
                 str(options.python),
                 *("-P", "-m", "rl_megatron.engines.local.server", "--model", str(options.bare_folder)),
@@ -137,9 +137,9 @@ class EmbeddedAdapter(Adapter):
         )
 
     @override
-    async def describe(self, server: Server) -> Description:
+    async def describe(self, server: Server) -> ServerInfo:
         found = await server.get("/openapi.json")
-        return Description(
+        return ServerInfo(
             version=str(found.get("protocol", "unknown")),
             dtype=str(found["dtype"]),
             architecture=str(found["architecture"]),
@@ -183,7 +183,7 @@ class EmbeddedAdapter(Adapter):
     @override
     async def load(
         self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
-    ) -> list[Report]:
+    ) -> list[ChecksumReport]:
         if straight:
             raise SyncError(f"{server.url}: servers of rollout.engine=local load files; set weights.transport=auto")
         body = {"path": str(path), "version": version, "known": self._reader.known}
@@ -191,7 +191,7 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return [await server.reported("/boxes", None, partial(as_form, form=dict[str, Box]))]
+        return [await server.reported("/boxes", None, partial(decode_as, form=dict[str, Box]))]
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
@@ -210,5 +210,5 @@ class EmbeddedAdapter(Adapter):
         """Does nothing, as `release`."""
 
     @override
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
         return [await server.reported("/held", {"known": self._reader.known}, self._reader.read)]

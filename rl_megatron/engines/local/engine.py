@@ -34,13 +34,13 @@ from typing_extensions import override
 
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.models.kv_cache import KVCache, Prefix
-from rl_megatron.models.reference import ReferenceModel, WholeSequences
+from rl_megatron.models.kv_cache import KVCache, PrefixCache
+from rl_megatron.models.reference import DecoderModel, FullAttention
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
 from rl_megatron.section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from rl_megatron.types import Completion, GenerationRequest, Span
-from rl_megatron.weights.layouts.families import family_of, hf_layout
+from rl_megatron.weights.layouts.families import find_family, hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 
 # Padded prompt tokens prefilled at once: bounds a block's memory.
@@ -55,7 +55,7 @@ _POSITION, _PRODUCED, _OUT, _LIMIT, _STOPS, _OLDEST, _TOKEN = range(7)
 _COLUMNS = 7
 
 
-class Batched(RolloutEngine, ABC):
+class BatchingEngine(RolloutEngine, ABC):
     """Distributes the requests of one turn of the event loop over ``replicas``."""
 
     def __init__(self, replicas: int) -> None:
@@ -107,7 +107,7 @@ class Batched(RolloutEngine, ABC):
                 answer.set_result(completions)
 
 
-class InThisProcess(Batched):
+class InProcessEngine(BatchingEngine):
     """One in-process engine, which decodes in a thread."""
 
     def __init__(self, engine: LocalEngine) -> None:
@@ -129,8 +129,8 @@ class LocalEngine:
     def __init__(
         self, shape: ModelShape, *, slots: int, dtype: torch.dtype, device: torch.device | str, max_length: int
     ) -> None:
-        family = family_of(shape)
-        self.model = ReferenceModel(
+        family = find_family(shape)
+        self.model = DecoderModel(
             shape, dtype=dtype, device=device, max_length=max_length, names=family.names, decoder=family.decoder
         )
         self._tensors = {**self.model.tensors, **_draft_tensors(shape, dtype, device)}
@@ -244,7 +244,7 @@ def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device |
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continuations:
+class PendingSequences:
     """Sequences that continue one prompt with the parameters of ``request``; their prompt is prefilled once.
 
     The lists have an entry for each sequence: its place, the seed of its random numbers, its number among the seed's
@@ -263,11 +263,11 @@ class Continuations:
         return len(self.request.token_ids) - 1
 
 
-def continuations_of(requests: Sequence[GenerationRequest]) -> list[Continuations]:
+def continuations_of(requests: Sequence[GenerationRequest]) -> list[PendingSequences]:
     """All completions of the requests, at places from 0 on."""
     ends = accumulate(request.num_completions for request in requests)
     return [
-        Continuations(
+        PendingSequences(
             request=request,
             places=range(end - request.num_completions, end),
             seeds=[request.params.seed] * request.num_completions,
@@ -282,7 +282,7 @@ def continuations_of(requests: Sequence[GenerationRequest]) -> list[Continuation
 class _Block:
     """Prompts prefilled together, and the sequences that wait for rows to continue them."""
 
-    prefix: Prefix  # of each prompt without its last token
+    prefix: PrefixCache  # of each prompt without its last token
     places: Tensor
     prompts: Tensor  # of each place's sequence: the number of its prompt in ``prefix``
     started: int = 0
@@ -293,7 +293,7 @@ class Decoding:
 
     def __init__(
         self,
-        model: ReferenceModel,
+        model: DecoderModel,
         cache: KVCache,
         *,
         places: int,
@@ -320,7 +320,7 @@ class Decoding:
         self._lengths = self._initial.new_zeros(places)
         self._stopped = self._initial.new_zeros(places, dtype=torch.bool)
         self._clock = self._oldest = self._active = 0
-        self._waiting: deque[Continuations] = deque()
+        self._waiting: deque[PendingSequences] = deque()
         self._block: _Block | None = None
         self._ended: list[Tensor] = []
 
@@ -329,7 +329,7 @@ class Decoding:
         """Whether a sequence is still decoding (if one waits, another decodes)."""
         return self._active > 0
 
-    def add(self, asked: Sequence[Continuations]) -> None:
+    def add(self, asked: Sequence[PendingSequences]) -> None:
         """Have the sequences wait behind all others, and start as many as there are free rows."""
         if not asked:
             return
@@ -416,7 +416,7 @@ class Decoding:
             self._retire(ended, torch.zeros_like(ended))
             self._see_oldest()
 
-    def completions(self, asked: Sequence[Continuations], version: int) -> list[Completion]:
+    def completions(self, asked: Sequence[PendingSequences], version: int) -> list[Completion]:
         """The sequences' completions, in order, labeled with weight ``version``; their places are free again.
 
         Raises EngineError if a log-prob is not finite.
@@ -455,7 +455,7 @@ class Decoding:
         return torch.zeros(size, dtype=getattr(torch, s.route_dtype), device=self._model.device)
 
     def _routes(
-        self, asked: Sequence[Continuations], places: Tensor, inside: Tensor, lengths: Sequence[int]
+        self, asked: Sequence[PendingSequences], places: Tensor, inside: Tensor, lengths: Sequence[int]
     ) -> Iterator[NDArray[Any] | None]:
         """The routes of each sequence whose request asks for them: its prompt's, then its sampled tokens'."""
         wanted = [_ROUTES in one.request.columns for one in asked for _ in one.places]
@@ -470,7 +470,7 @@ class Decoding:
             else:
                 yield torch.cat((of_prompt.cpu(), own)).numpy()
 
-    def _write_tables(self, asked: Sequence[Continuations]) -> None:
+    def _write_tables(self, asked: Sequence[PendingSequences]) -> None:
         """Write what each of the sequences is: its first state, how it is sampled, its random numbers."""
         device, vocabulary = self._model.device, self._model.shape.vocab_size
         counts = torch.tensor([len(one.places) for one in asked], device=device)
@@ -526,7 +526,7 @@ class Decoding:
         streams, levels = self._noise_streams.to(places.device), self._noise_levels.to(places.device)
         return self._noise(streams.take(places), self._state[_POSITION, :rows], levels.take(places))
 
-    def _noise_of_prompts(self, asked: Sequence[Continuations], positions: Tensor) -> RouterNoise:
+    def _noise_of_prompts(self, asked: Sequence[PendingSequences], positions: Tensor) -> RouterNoise:
         """The noise of these prompts without their last tokens."""
         seeds = torch.tensor([_signed(one.seeds[0]) for one in asked])
         levels = torch.tensor([one.request.params.router_noise for one in asked])
@@ -546,7 +546,7 @@ class Decoding:
 
     def _prefill(self) -> _Block:
         """Prefill the prompts that waited longest, as many as the free rows can start within the token limit."""
-        longest, sequences, taken = 0, 0, list[Continuations]()
+        longest, sequences, taken = 0, 0, list[PendingSequences]()
         free = self._cache.rows - self._active
         while self._waiting and (not taken or sequences < free):
             longest = max(longest, self._waiting[0].prefix_length)
@@ -556,7 +556,7 @@ class Decoding:
             sequences += len(taken[-1].places)
         shape, device = self._model.shape, self._model.device
         lengths = [one.prefix_length for one in taken]
-        whole = WholeSequences(lengths, shape=shape, device=device, keep=self._model.dtype)
+        whole = FullAttention(lengths, shape=shape, device=device, keep=self._model.dtype)
         prompts = [token for one in taken for token in one.request.token_ids[:-1]]
         routes = None if self._out_routes is None else self._room(len(prompts))
         if prompts:

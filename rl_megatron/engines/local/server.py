@@ -31,16 +31,16 @@ from starlette.routing import Route
 
 from rl_megatron.agents.endpoint.server import BoundedProtocol
 from rl_megatron.config.sections.rollout import RunningRequests
-from rl_megatron.engines.answers import joined, spans_of
-from rl_megatron.engines.engine_token import EngineToken
+from rl_megatron.engines.answers import join_continuation, make_spans
+from rl_megatron.engines.engine_token import AuthMiddleware
 from rl_megatron.engines.local import adapter
-from rl_megatron.engines.local.engine import Continuations, Decoding, LocalEngine, decoder_of
+from rl_megatron.engines.local.engine import Decoding, LocalEngine, PendingSequences, decoder_of
 from rl_megatron.errors import EngineError, RLMegatronError
 from rl_megatron.models.families.fields import read_config
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Span
 from rl_megatron.weights.boxes import whole_box
-from rl_megatron.weights.checks.reports import Report, checksum, packed_report
+from rl_megatron.weights.checks.reports import ChecksumReport, checksum, packed_report
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.routes import mirror
 
@@ -72,8 +72,8 @@ class _Sequence:
 
     def whole(self, rest: Completion) -> Completion:
         """The completion, of which ``rest`` was made since ``part``."""
-        rest = replace(rest, spans=spans_of(self.versions))
-        return rest if self.part is None else joined(self.part, rest)
+        rest = replace(rest, spans=make_spans(self.versions))
+        return rest if self.part is None else join_continuation(self.part, rest)
 
 
 class RunningBatch:
@@ -92,7 +92,7 @@ class RunningBatch:
         )
         self._free = list(range(slots))
         self._queue: deque[_Sequence] = deque()
-        self._decoded: dict[int, tuple[_Sequence, Continuations]] = {}  # by place
+        self._decoded: dict[int, tuple[_Sequence, PendingSequences]] = {}  # by place
         self._done: dict[str, dict[int, Completion]] = {}  # of requests that are not finished, by number
         self._counts: dict[str, int] = {}
         self.tokens = 0  # sampled since the start
@@ -176,9 +176,9 @@ class RunningBatch:
             groups.setdefault((*alike, *own), []).append(one)
         self._decoding.add([self._asked(sequences) for sequences in groups.values()])
 
-    def _asked(self, sequences: list[_Sequence]) -> Continuations:
+    def _asked(self, sequences: list[_Sequence]) -> PendingSequences:
         first, text = sequences[0], sequences[0].text
-        asked = Continuations(
+        asked = PendingSequences(
             request=replace(first.request, token_ids=text, params=first.params, num_completions=len(sequences)),
             places=[self._free.pop() for _ in sequences],
             seeds=[one.request.params.seed for one in sequences],
@@ -404,7 +404,7 @@ class Service:
         body = await asked.json()
         path, version = Path(body["path"]), int(body["version"])
 
-        def load() -> Report:
+        def load() -> ChecksumReport:
             if not self._sampler.paused:
                 raise EngineError("pause before weights are replaced")
             found = mirror.read(path, version)
@@ -423,11 +423,11 @@ class Service:
     async def _boxes(self, _: Request) -> Response:
         return JSONResponse({name: whole_box(tensor.shape) for name, tensor in self._engine.tensors.items()})
 
-    def _checked(self) -> Report:
+    def _checked(self) -> ChecksumReport:
         """Checksums of the tensors that the engine holds."""
         tensors = self._engine.tensors.items()
         rows = [(name, name, whole_box(one.shape), checksum(one, tuple(one.shape))) for name, one in tensors]
-        return Report(rows=rows, seconds=0.0)
+        return ChecksumReport(rows=rows, seconds=0.0)
 
 
 async def _refused(_: Request, error: Exception) -> Response:
@@ -456,7 +456,7 @@ def application(options: argparse.Namespace) -> Starlette:
     return Starlette(
         routes=service.routes(),
         lifespan=service.running,
-        middleware=[Middleware(EngineToken)],
+        middleware=[Middleware(AuthMiddleware)],
         exception_handlers={RLMegatronError: _refused},
     )
 

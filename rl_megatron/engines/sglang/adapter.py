@@ -28,33 +28,33 @@ from typing_extensions import override
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import (
     MOVES_EXPERTS,
-    Command,
-    Description,
     EngineGauges,
     ForeignEngine,
+    ServerInfo,
+    StartCommand,
     StartOptions,
     described_by,
+    option_value,
     refused_option,
-    value_given,
     variables_of,
     version_fields,
 )
 from rl_megatron.engines.answers import (
-    Judged,
     LabeledSpan,
     SampledColumns,
-    as_form,
-    checked_routes,
+    TopLogprobs,
+    check_routes,
     completion_seed,
+    decode_as,
     logprob_column,
     token_column,
 )
-from rl_megatron.engines.http import AttemptFailed, Refused, Server, read_beside
+from rl_megatron.engines.http import AttemptFailed, Server, ServerRefusal, decode_in_thread
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, limits_of
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checks.reports import Report, of_one_rank
+from rl_megatron.weights.checks.reports import ChecksumReport, merge_rank_reports
 from rl_megatron.weights.layouts.recorded import Boxes
 
 _LOW_FIRST = "schedule_low_priority_values_first"
@@ -67,9 +67,9 @@ _OVERFLOWS = (
 def priority_options(extra: Sequence[str]) -> tuple[str, ...]:
     """The options for it, unless ``extra`` has a policy of its own. Raises ConfigError if by ``extra`` lower priorities
     go first, with which a server ends."""
-    if value_given(extra, f"--{_LOW_FIRST.replace('_', '-')}") is not None:
+    if option_value(extra, f"--{_LOW_FIRST.replace('_', '-')}") is not None:
         raise ConfigError(f"rollout.server.options has {_OVERFLOWS}")
-    own = value_given(extra, "--schedule-policy") is not None
+    own = option_value(extra, "--schedule-policy") is not None
     return () if own else ("--enable-priority-scheduling", "--disable-priority-preemption")
 
 
@@ -150,7 +150,7 @@ def degrees(options: StartOptions) -> tuple[str, ...]:
     return tuple(out)
 
 
-def outliving_pushes(options: StartOptions, shape: ModelShape) -> tuple[str, ...]:
+def push_safe_options(options: StartOptions, shape: ModelShape) -> tuple[str, ...]:
     """The options without which a push could end the server; ``options.extra`` behind them may have others.
 
     SGLang 0.5.21's watchdog takes a pause that keeps running requests for one step. The experts' kernels that it
@@ -159,7 +159,7 @@ def outliving_pushes(options: StartOptions, shape: ModelShape) -> tuple[str, ...
     """
     watchdog = ("--watchdog-timeout", str(max(_WATCHDOG_SECONDS, _PARTS * options.timeout_seconds)))
     written_over = options.device == "cpu" or options.quantization != "none" or shape.family == "gpt_oss"
-    if written_over or not shape.num_experts or value_given(options.extra, "--moe-a2a-backend") is not None:
+    if written_over or not shape.num_experts or option_value(options.extra, "--moe-a2a-backend") is not None:
         return watchdog
     return (*watchdog, "--moe-runner-backend", "triton")
 
@@ -203,11 +203,11 @@ class SGLangAdapter(ForeignEngine):
         self._counters = tuple(name for one in self.hooks for name in one.counters)
 
     @override
-    def command(self, options: StartOptions) -> Command:
+    def command(self, options: StartOptions) -> StartCommand:
         refuse_start(options, self._shape)
         cached, folder = options.slots * (options.max_length + _MARGIN), str(options.model_folder)
         more = [word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)]
-        return Command(
+        return StartCommand(
             arguments=(
                 str(options.python),
                 *("-P", "-m", "rl_megatron.engines.sglang.server"),
@@ -217,7 +217,7 @@ class SGLangAdapter(ForeignEngine):
                 *("--custom-weight-loader", _LOADER),
                 # Other nodes answer /health, always with 200, and may be on this machine.
                 *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
-                *("--dtype", options.dtype, *degrees(options), *outliving_pushes(options, self._shape)),
+                *("--dtype", options.dtype, *degrees(options), *push_safe_options(options, self._shape)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--sleep-on-idle", *(("--tokenizer-path", folder) if options.stops else ("--skip-tokenizer-init",))),
                 *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),
@@ -252,7 +252,7 @@ class SGLangAdapter(ForeignEngine):
     def batch_problem(self, extra: Sequence[str]) -> str:
         known = _INVARIANT if self._shape.latent is None else _INVARIANT_LATENTS
         for option in _ATTENTION:
-            given = value_given(extra, option)
+            given = option_value(extra, option)
             if given is not None and given not in known:
                 return (
                     f"rollout.server.batch_invariant=true with {option} {given}: SGLang 0.5.21 has no kernel of it for "
@@ -263,7 +263,7 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
-        if quantization != "fp8" or capability < _BLACKWELL or value_given(extra, "--fp8-gemm-backend") is not None:
+        if quantization != "fp8" or capability < _BLACKWELL or option_value(extra, "--fp8-gemm-backend") is not None:
             return ""
         return (
             "rollout.server.quantization=fp8: on Blackwell, SGLang 0.5.21 packs the scales of float8 for DeepGEMM and "
@@ -271,7 +271,7 @@ class SGLangAdapter(ForeignEngine):
         )
 
     @override
-    async def describe(self, server: Server) -> Description:
+    async def describe(self, server: Server) -> ServerInfo:
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it lacks {path}; start it as docs/engines.md shows" for path in _NEEDED if path not in paths]
         if not problems and not await self.tokens(server):
@@ -283,7 +283,7 @@ class SGLangAdapter(ForeignEngine):
         most_cached = int(settings["max_total_num_tokens"]) - 2 * int(settings["page_size"])
         if settings.get(_LOW_FIRST):
             problems.append(f"it has {_OVERFLOWS}")
-        return Description(
+        return ServerInfo(
             version=str(settings["version"]),
             dtype=str(settings["dtype"]),
             architecture=",".join(info["architectures"] or ()),
@@ -343,7 +343,7 @@ class SGLangAdapter(ForeignEngine):
         return logprobs
 
     @override
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         body = {**scoring(server, text), "top_logprobs_num": top}
         read = partial(read_judged, length=len(text), top=top)
         return await server.sampled("/generate", body, read, beside=True)
@@ -389,18 +389,18 @@ class SGLangAdapter(ForeignEngine):
     @override
     async def load(
         self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
-    ) -> list[Report]:
+    ) -> list[ChecksumReport]:
         order = {"do": "receive" if straight else "load", "version": version, "private": sorted(private)}
         return await self._reports(server, path, order, label=self.labels.candidate(version))
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return await self._order(server, path, {"do": "boxes"}, partial(as_form, form=dict[str, Box]))
+        return await self._order(server, path, {"do": "boxes"}, partial(decode_as, form=dict[str, Box]))
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
         order = {"do": "join", "place": rendezvous, "first": first}
-        await self._order(server, path, order, partial(as_form, form=dict[str, object]))
+        await self._order(server, path, order, partial(decode_as, form=dict[str, object]))
 
     async def _order(
         self,
@@ -420,13 +420,15 @@ class SGLangAdapter(ForeignEngine):
         async with self._paused(server):
             ranks = int((await server.get("/server_info"))["tp_size"])
             answer = (server.answers or path.parent) / f"held-{uuid.uuid4().hex}"
-            payload = packed({**order, "path": str(path), "answer": str(answer), "runner": runner})
+            payload = encode_request({**order, "path": str(path), "answer": str(answer), "runner": runner})
             flushes = order["do"] in ("load", "receive") and server.salt is None
             body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": flushes}
             async with update(server, to := {"selector": runner}):
                 await server.post("/update_weights_from_tensor", {**body, **to, "weight_version": label})
         said = await asyncio.to_thread(loaders_answers, answer, ranks)
-        return [await read_beside(partial(read_loaders, read=read, rank=rank), one) for rank, one in enumerate(said)]
+        return [
+            await decode_in_thread(partial(read_loaders, read=read, rank=rank), one) for rank, one in enumerate(said)
+        ]
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
@@ -447,18 +449,18 @@ class SGLangAdapter(ForeignEngine):
         await server.post("/resume_memory_occupation", {"tags": tags})
 
     @override
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
         return await self._reports(server, path, {"do": "held", "private": sorted(private)})
 
     async def _reports(
         self, server: Server, path: Path, order: Mapping[str, object], label: str | None = None
-    ) -> list[Report]:
+    ) -> list[ChecksumReport]:
         """Each rank's, on its models; the policy's is the last: a label says that a server has all."""
         order, read = {**order, "known": self._reader.known}, self._reader.read
         more = [model for one in self.hooks for model in one.models(server)]
         said = [await self._order(server, path, order, read, runner=model) for model in more]
         said.append(await self._order(server, path, order, read, label=label))
-        return [of_one_rank(of_rank) for of_rank in zip(*said, strict=True)]
+        return [merge_rank_reports(of_rank) for of_rank in zip(*said, strict=True)]
 
 
 def names(request: GenerationRequest, request_id: str) -> list[str]:
@@ -480,7 +482,7 @@ def labels(server: Server, birth: int) -> dict[str, object]:
     return {**first, **({} if server.salt is None else {"extra_key": server.salt})}
 
 
-def packed(order: Mapping[str, object]) -> str:
+def encode_request(order: Mapping[str, object]) -> str:
     """An order as the name of a tensor without numbers, as /update_weights_from_tensor takes those of one rank."""
     return base64.b64encode(pickle.dumps([(json.dumps(order), torch.empty(0))])).decode()
 
@@ -490,8 +492,8 @@ async def update(server: Server, to: Mapping[str, str]) -> AsyncIterator[None]:
     """A weight update of what ``to`` selects. First ends one that a killed run left open: SGLang refuses a second."""
     try:
         await server.post("/begin_weight_update", to)
-    except Refused:
-        with contextlib.suppress(Refused):
+    except ServerRefusal:
+        with contextlib.suppress(ServerRefusal):
             await server.post("/end_weight_update", {})
         await server.post("/begin_weight_update", to)
     try:
@@ -564,7 +566,7 @@ class _Refused(msgspec.Struct):
 def read_loaders(text: bytes, *, read: Callable[[bytes], T], rank: int) -> T:
     """The answer of a rank's loader by ``read``. Raises CorruptionError with its error, and EngineError."""
     try:
-        if (error := as_form(text, _Refused).error) is not None:
+        if (error := decode_as(text, _Refused).error) is not None:
             raise CorruptionError(f"rank {rank}: {error}")
         return read(text)
     except ValueError as error:
@@ -579,21 +581,21 @@ def _sampled_form(counters: tuple[str, ...]) -> Any:
 
 def read_sampled(text: bytes, counters: tuple[str, ...] = ()) -> list[SampledColumns]:
     """The completions, in the order asked, with more integer fields of each, the ``counters``. Raises ValueError as
-    `as_form` does."""
-    said = [one.meta_info for one in as_form(text, _sampled_form(counters))]
+    `decode_as` does."""
+    said = [one.meta_info for one in decode_as(text, _sampled_form(counters))]
     return [_answer(one, tuple(getattr(one, name) for name in counters)) for one in said]
 
 
 def read_scored(text: bytes) -> list[float]:
-    """Log-probs of the tokens after the first that have one. Raises ValueError as `as_form` does."""
-    said = as_form(text, _Scored).meta_info.input_token_logprobs[1:]
+    """Log-probs of the tokens after the first that have one. Raises ValueError as `decode_as` does."""
+    said = decode_as(text, _Scored).meta_info.input_token_logprobs[1:]
     return [one.logprob for one in said if one.logprob is not None]
 
 
-def read_judged(answer: bytes, *, length: int, top: int) -> Judged:
-    """What it says of a text of ``length`` tokens. Raises ValueError as `as_form` does, and where a place has fewer
+def read_judged(answer: bytes, *, length: int, top: int) -> TopLogprobs:
+    """What it says of a text of ``length`` tokens. Raises ValueError as `decode_as` does, and where a place has fewer
     probable tokens than ``top``, as of a vocabulary of fewer."""
-    said = as_form(answer, _TopScored).meta_info
+    said = decode_as(answer, _TopScored).meta_info
     logprobs = [one.logprob for one in said.input_token_logprobs[1:] if one.logprob is not None]
     places = [place or [] for place in said.input_top_logprobs[1:]] if top else [[] for _ in logprobs]
     if len(logprobs) != length - 1 or len(places) != length - 1:
@@ -601,7 +603,7 @@ def read_judged(answer: bytes, *, length: int, top: int) -> Judged:
     if any(len(place) != top for place in places):
         raise ValueError(f"a place has {min(map(len, places))} probable tokens, {top} were asked for")
     shape = len(places), top
-    return Judged(
+    return TopLogprobs(
         logprobs=logprob_column(logprobs),
         top_ids=np.array([one.token for place in places for one in place], np.int32).reshape(shape),
         top_logprobs=np.array([one.logprob for place in places for one in place], np.float32).reshape(shape),
@@ -614,7 +616,7 @@ def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray
         experts = np.frombuffer(base64.b64decode(given or ""), "<i4")
     except ValueError as error:
         raise EngineError(f"its routes are not an array: {error!s:.200}") from error
-    return checked_routes(experts, positions=positions, shape=shape)
+    return check_routes(experts, positions=positions, shape=shape)
 
 
 def _answer(said: _Meta, counts: tuple[int, ...]) -> SampledColumns:

@@ -21,20 +21,20 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
-from rl_megatron.engines.engine_token import VARIABLE, EngineToken, authorization
-from rl_megatron.user_code import import_from
+from rl_megatron.engines.engine_token import VARIABLE, AuthMiddleware, authorization
+from rl_megatron.user_code import add_import_folder
 
 _SECONDS = 10.0
 
 
 def main() -> None:
     """Start the server as ``python -m sglang.launch_server`` does."""
-    import_from(Path.cwd())
+    add_import_folder(Path.cwd())
     load_plugins()
     arguments = prepare_server_args(["--skip-server-warmup", *sys.argv[1:]])
     from sglang.srt.entrypoints import http_server  # as SGLang does, after parsing arguments
 
-    http_server.app.add_middleware(EngineToken)
+    http_server.app.add_middleware(AuthMiddleware)
     http_server.app.post("/rl_megatron_abort")(_abort)
     http_server._freeze_gc_after_server_warmup = _freeze
     if arguments.nnodes == 1:

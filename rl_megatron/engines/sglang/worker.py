@@ -20,8 +20,14 @@ from torch import Tensor
 
 from rl_megatron.errors import RLMegatronError, WeightError
 from rl_megatron.files import write_atomically
-from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private, packed_report
+from rl_megatron.weights.checks.places import ParameterBox, record
+from rl_megatron.weights.checks.reports import (
+    BackgroundChecksums,
+    ChecksumReport,
+    box_checksums_in,
+    packed_report,
+    without_private,
+)
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.engine_ends import Receiver, one_thread
 from rl_megatron.weights.routes.rendezvous import Rendezvous
@@ -59,7 +65,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             report = _receive(model, order["version"], order["private"])
         elif order["do"] == "held":
             places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
-            report = checksums_of(not_private(places, order["private"]), dict(model.named_parameters()))
+            report = box_checksums_in(without_private(places, order["private"]), dict(model.named_parameters()))
         else:
             report = _load(model, path, order["version"], order["private"], reads=order["runner"] == "target")
         if report is not None:
@@ -87,11 +93,11 @@ RECEIVERS: dict[Any, Receiver] = {}
 """By model, the receiver of the shards that the learner's ranks send."""
 
 
-def _receive(model: Any, version: int, private: Sequence[str]) -> Report:
-    params, beside = dict(model.named_parameters()), Beside()
+def _receive(model: Any, version: int, private: Sequence[str]) -> ChecksumReport:
+    params, beside = dict(model.named_parameters()), BackgroundChecksums()
 
-    def whole(one: Held) -> None:
-        if not_private([one], private):
+    def whole(one: ParameterBox) -> None:
+        if without_private([one], private):
             beside.held([one], params)
         else:
             beside.sent(one, params[one.param])
@@ -103,13 +109,13 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> Report:
     return beside.report()
 
 
-def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads: bool) -> Report:
+def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads: bool) -> ChecksumReport:
     """``reads``: all of the file is checksummed as it is read, where no parameter is; once is enough for two models.
 
     Parameters are checksummed when the loader has returned: DeepSeek's hands copies to threads, and waits only then.
     """
-    found, params, beside = mirror.read(path, version), dict(model.named_parameters()), Beside()
-    places = {name: not_private(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
+    found, params, beside = mirror.read(path, version), dict(model.named_parameters()), BackgroundChecksums()
+    places = {name: without_private(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         """Checksums, for parameters with a private layout, the bytes read."""
@@ -124,10 +130,10 @@ def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads
 
 
 @cache
-def layout_of(model: Any, path: Path, *, partial: bool = False) -> dict[str, list[Held]]:
+def layout_of(model: Any, path: Path, *, partial: bool = False) -> dict[str, list[ParameterBox]]:
     """The places of a mirror file's tensors in the model (``partial``: of those merely copied), by HF name."""
     params = dict(model.named_parameters())
-    out: dict[str, list[Held]] = {}
+    out: dict[str, list[ParameterBox]] = {}
     for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtypes(path), partial=partial):
         out.setdefault(one.hf, []).append(one)
     return out

@@ -25,25 +25,25 @@ from rl_megatron.columns import TokenIds, freeze
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.adapter import (
     MOVES_EXPERTS,
-    Command,
-    Description,
     EngineGauges,
     ForeignEngine,
+    ServerInfo,
+    StartCommand,
     StartOptions,
     described_by,
+    option_value,
+    option_values,
     refused_option,
-    value_given,
-    values_given,
     variables_of,
     version_fields,
 )
 from rl_megatron.engines.answers import (
-    Judged,
     LabeledSpan,
     SampledColumns,
-    as_form,
-    as_form_at_once,
-    checked_routes,
+    TopLogprobs,
+    check_routes,
+    decode_as,
+    decode_raw,
     logprob_column,
     token_column,
     whole_numbers,
@@ -53,7 +53,7 @@ from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, limits_of
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checks.reports import REPORT_FORM, Report
+from rl_megatron.weights.checks.reports import REPORT_FORM, ChecksumReport
 from rl_megatron.weights.layouts.recorded import Boxes
 
 KEYS = {
@@ -88,7 +88,7 @@ VARIABLES = {
 
 def quantizes(extra: Sequence[str]) -> str:
     """Why options cannot have --hf-overrides of the model's quantization_config; or empty."""
-    for name, value in values_given(extra, "--hf-overrides"):
+    for name, value in option_values(extra, "--hf-overrides"):
         if "quantization_config" in f"{name} {_unescaped(value)}":
             return (
                 f"rollout.server.options has {name} of quantization_config, which rollout.server.quantization sets; "
@@ -108,9 +108,9 @@ def _unescaped(value: str) -> str:
 def attention_given(extra: Sequence[str]) -> str | None:
     """The attention that options name: by --attention-backend, or by the key ``backend`` of --attention-config, which
     is -ac, in its JSON or behind its name. None: they leave it to vLLM."""
-    if (named := value_given(extra, "--attention-backend")) is not None:
+    if (named := option_value(extra, "--attention-backend")) is not None:
         return named
-    for name, value in values_given(extra, "--attention-config", "-ac"):  # of several the last, as vLLM reads them
+    for name, value in option_values(extra, "--attention-config", "-ac"):  # of several the last, as vLLM reads them
         one = value if name.endswith(".backend") else None if "." in name else _backend_of(value)
         named = named if one is None else one
     return named
@@ -166,16 +166,16 @@ class VLLMAdapter(ForeignEngine):
     variables = VARIABLES
 
     @override
-    def command(self, options: StartOptions) -> Command:
+    def command(self, options: StartOptions) -> StartCommand:
         # Else a processor with AMX tiles uses kernels for latent attention that take bfloat16 alone.
         reference = options.device == "cpu" and self._shape.latent is not None and options.dtype != "bfloat16"
-        return Command(
+        return StartCommand(
             arguments=(
                 str(options.python),
                 *("-P", "-m", "rl_megatron.engines.vllm.server"),
                 *("--model", str(options.model_folder), "--served-model-name", "policy", "--load-format", "dummy"),
                 *("--host", options.host, "--port", str(options.port)),
-                *("--middleware", "rl_megatron.engines.engine_token.EngineToken"),
+                *("--middleware", "rl_megatron.engines.engine_token.AuthMiddleware"),
                 *("--dtype", options.dtype, "--max-model-len", str(options.max_length)),
                 *("--max-num-seqs", str(_slots_of_replica(options))),
                 *options_of_ranks(options),
@@ -220,7 +220,7 @@ class VLLMAdapter(ForeignEngine):
         )
 
     @override
-    async def describe(self, server: Server) -> Description:
+    async def describe(self, server: Server) -> ServerInfo:
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it lacks {path}; start it as docs/engines.md shows" for path in _NEEDED if path not in paths]
         if not _TOKENS.search(await server.text("/metrics")):
@@ -236,7 +236,7 @@ class VLLMAdapter(ForeignEngine):
                 )
             if found.get("reports") != REPORT_FORM:
                 problems.append("its rl_megatron reports weights in another form; start it with the trainer's version")
-        return Description(
+        return ServerInfo(
             version=(await server.get("/version"))["version"],
             dtype=found.get("dtype", "unknown"),
             architecture=found.get("architecture", "unknown"),
@@ -265,7 +265,7 @@ class VLLMAdapter(ForeignEngine):
             "request_id": request_id,
             "token_ids": request.token_ids,
             "sampling_params": sampling,
-            **salted(server),
+            **cache_salt(server),
             **version_fields(request.named),
         }
         if server.priorities:
@@ -287,7 +287,7 @@ class VLLMAdapter(ForeignEngine):
         return [found[str(token)] for token, found in zip(text[1:], said, strict=True)]
 
     @override
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         read = partial(read_judged, text=text, top=top)
         return await server.sampled("/inference/v1/generate", scoring(server, text, top), read, beside=True)
 
@@ -331,7 +331,7 @@ class VLLMAdapter(ForeignEngine):
     @override
     async def load(
         self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
-    ) -> list[Report]:
+    ) -> list[ChecksumReport]:
         info = {"path": str(path), "version": version, "straight": straight}
         for model in [name for one in self.hooks for name in one.models(server)]:  # labeled once it has all
             await self._update(server, f"/start_{model}_weight_update", info, {})
@@ -351,7 +351,7 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return await self._asked(server, partial(as_form, form=dict[str, Box]), "rl_megatron_boxes", str(path))
+        return await self._asked(server, partial(decode_as, form=dict[str, Box]), "rl_megatron_boxes", str(path))
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
@@ -371,7 +371,7 @@ class VLLMAdapter(ForeignEngine):
         await server.post("/wake_up", params={"tags": {"weights": "weights", "cache": "kv_cache"}[what]})
 
     @override
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
         given = str(path), sorted(private), self._reader.known
         return await self._asked(server, self._reader.read, "rl_megatron_held", *given)
 
@@ -418,7 +418,7 @@ def _slots_of_replica(options: StartOptions) -> int:
 def scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
     """A request for the log-probs of a text and of the ``top`` most probable tokens, with one token behind it."""
     sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": top, "ignore_eos": True, "detokenize": False}
-    return {"token_ids": list(text), "sampling_params": sampling, **salted(server)}
+    return {"token_ids": list(text), "sampling_params": sampling, **cache_salt(server)}
 
 
 def aborting(names: Collection[str]) -> dict[str, list[str]]:
@@ -427,7 +427,7 @@ def aborting(names: Collection[str]) -> dict[str, list[str]]:
     return {"request_ids": [f"generate-tokens-{name}" for name in names]}
 
 
-def salted(server: Server) -> dict[str, str]:
+def cache_salt(server: Server) -> dict[str, str]:
     """The key by which prefixes that other weights cached are not found."""
     return {} if server.salt is None else {"cache_salt": server.salt}
 
@@ -471,30 +471,30 @@ class _Called(msgspec.Struct):
 
 def read_gathered(text: bytes, read: Callable[[bytes], T]) -> list[T]:
     """Each rank's answer by ``read``, of which the first has gathered all; another thread may run between two. Raises
-    ValueError as `as_form` does."""
-    gathered = bytes(as_form(text, _Called).results[0])
-    return [read(bytes(one)) for one in as_form(gathered, list[msgspec.Raw])]
+    ValueError as `decode_as` does."""
+    gathered = bytes(decode_as(text, _Called).results[0])
+    return [read(bytes(one)) for one in decode_as(gathered, list[msgspec.Raw])]
 
 
 def read_sampled(text: bytes) -> list[SampledColumns]:
-    """The choices, in order. Raises ValueError as `as_form` does."""
-    raw = as_form_at_once(text, _RawSampled)
+    """The choices, in order. Raises ValueError as `decode_as` does."""
+    raw = decode_raw(text, _RawSampled)
     of_raw = [] if raw is None else [(choice, whole_numbers(choice.token_ids)) for choice in raw.choices]
     plain: list[tuple[_Choice, TokenIds]] = [(choice, ids) for choice, ids in of_raw if ids is not None]
     if raw is None or len(plain) < len(of_raw):  # anything else than usual, such as NaN, null and what is wrong
-        plain = [(choice, token_column(choice.token_ids or [])) for choice in as_form(text, _Sampled).choices]
+        plain = [(choice, token_column(choice.token_ids or [])) for choice in decode_as(text, _Sampled).choices]
     return [_answer(choice, ids) for choice, ids in sorted(plain, key=lambda one: one[0].index)]
 
 
 def read_scored(text: bytes) -> Sequence[Mapping[str, float]]:
-    """Log-probs by token id of each token after the first. Raises ValueError as `as_form` does."""
-    said = as_form(text, _Scored).prompt_logprobs[1:]
+    """Log-probs by token id of each token after the first. Raises ValueError as `decode_as` does."""
+    said = decode_as(text, _Scored).prompt_logprobs[1:]
     return [{token: one.logprob for token, one in (found or {}).items()} for found in said]
 
 
-def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> Judged:
-    """What it says of the ``text``. Raises ValueError as `as_form` does, and where a token has no log-prob, or a place
-    fewer probable tokens than ``top``, as of a vocabulary of fewer."""
+def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> TopLogprobs:
+    """What it says of the ``text``. Raises ValueError as `decode_as` does, and where a token has no log-prob, or a
+    place fewer probable tokens than ``top``, as of a vocabulary of fewer."""
     said = read_scored(answer)
     if len(said) != len(text) - 1:
         raise ValueError(f"log-probs of {len(said) + 1} tokens, and {len(text)} were sent")
@@ -507,7 +507,7 @@ def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> Judged:
         best = heapq.nlargest(top, found.items(), key=itemgetter(1))
         ids[place], of_ids[place] = [int(name) for name, _ in best], [logprob for _, logprob in best]
     freeze(logprobs)
-    return Judged(logprobs=logprobs, top_ids=ids, top_logprobs=of_ids)
+    return TopLogprobs(logprobs=logprobs, top_ids=ids, top_logprobs=of_ids)
 
 
 def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray[Any]:
@@ -518,7 +518,7 @@ def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray
         experts = np.load(io.BytesIO(base64.b64decode(given)), allow_pickle=False)
     except (ValueError, EOFError, MemoryError) as error:  # MemoryError: its header asks for too much memory
         raise EngineError(f"its routes are not an array: {error!s:.200}") from error
-    return checked_routes(experts, positions=positions, shape=shape)
+    return check_routes(experts, positions=positions, shape=shape)
 
 
 def _answer(choice: _Choice, token_ids: TokenIds) -> SampledColumns:

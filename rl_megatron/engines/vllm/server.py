@@ -14,12 +14,12 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from rl_megatron.user_code import import_from
+from rl_megatron.user_code import add_import_folder
 
 
 def main() -> None:
     """Serve until a signal ends it."""
-    import_from(Path.cwd())
+    add_import_folder(Path.cwd())
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(description="vLLM's server for a run"))
     arguments, serve = parser.parse_args(), ServeSubcommand()

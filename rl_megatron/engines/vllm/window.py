@@ -15,14 +15,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import Beside, Read, Report
+from rl_megatron.weights.checks.places import ParameterBox
+from rl_megatron.weights.checks.reports import BackgroundChecksums, ChecksumReport, Read
 
 Names = Mapping[str, str]
 """By its name in a module, the parameter's name in the model."""
 
 
-class Window:
+class LayerWindow:
     """The boxes ``held`` of ``params``, which are meta tensors, in memory of ``device`` that comes and goes.
 
     A module's memory is made before its first byte arrives, and zeroed, as padding never arrives. Once the module is
@@ -32,7 +32,7 @@ class Window:
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[ParameterBox],
         params: Mapping[str, Tensor],
         modules: Mapping[nn.Module, Names],
         device: torch.device,
@@ -43,8 +43,8 @@ class Window:
         self._expected = Counter(self._module_of[one.param] for one in held)
         self._tensors: dict[str, Tensor] = {}
         self._sizes: dict[str, int] = {}
-        self.boxes: dict[Held, Tensor] = {}
-        there: defaultdict[str, list[Held]] = defaultdict(list)
+        self.boxes: dict[ParameterBox, Tensor] = {}
+        there: defaultdict[str, list[ParameterBox]] = defaultdict(list)
         for one in held:
             there[one.param].append(one)
         for name, ones in there.items():
@@ -56,13 +56,13 @@ class Window:
 
     def begin(self) -> None:
         """Start a new version: nothing of it has arrived."""
-        self._left, self._turn, self._beside = Counter(self._expected), 0, Beside()
+        self._left, self._turn, self._beside = Counter(self._expected), 0, BackgroundChecksums()
         self._open: dict[nn.Module, int] = {}  # the turn of each module that has memory
         self._whole: deque[nn.Module] = deque()
         self._sums: defaultdict[nn.Module, list[Future[Read]]] = defaultdict(list)
         self._bytes = self.most_bytes = 0  # memory that is taken now, and the most since this version began
 
-    def coming(self, turn: int, held: Collection[Held]) -> None:
+    def coming(self, turn: int, held: Collection[ParameterBox]) -> None:
         """Make memory for boxes that are about to arrive. All that arrives in earlier turns has arrived."""
         while self._whole and (self._open[self._whole[0]] < self._turn < turn or self._known(self._whole[0])):
             self._convert(self._whole.popleft())
@@ -71,7 +71,7 @@ class Window:
             if module not in self._open:
                 self._make(module, turn)
 
-    def whole(self, one: Held) -> None:
+    def whole(self, one: ParameterBox) -> None:
         """Note that a box has arrived."""
         module = self._module_of[one.param]
         self._sums[module] += self._beside.sent(one, self._tensors[one.param])
@@ -79,7 +79,7 @@ class Window:
         if not self._left[module]:
             self._whole.append(module)
 
-    def finish(self) -> Report:
+    def finish(self) -> ChecksumReport:
         """Give the last layers to the kernels. Returns the checksums of all that arrived."""
         while self._whole:
             self._convert(self._whole.popleft())

@@ -31,21 +31,21 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
-from rl_megatron.engines.vllm.window import Window
+from rl_megatron.engines.vllm.window import LayerWindow
 from rl_megatron.errors import WeightError
-from rl_megatron.weights.checks.places import Held, record
+from rl_megatron.weights.checks.places import ParameterBox, record
 from rl_megatron.weights.checks.reports import (
     REPORT_FORM,
-    Beside,
-    Report,
-    checksums_of,
-    not_private,
-    of_one_rank,
+    BackgroundChecksums,
+    ChecksumReport,
+    box_checksums_in,
+    merge_rank_reports,
     packed_report,
+    without_private,
 )
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.engine_ends import Receiver
-from rl_megatron.weights.routes.rendezvous import Rendezvous, gather
+from rl_megatron.weights.routes.rendezvous import Rendezvous, gather_json
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class MirrorEngine(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Discard the remains of a failed update, and record each layer for the reload."""
-        abandon(self.model)
+        abort_update(self.model)
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
@@ -87,7 +87,7 @@ class MirrorEngine(WeightTransferEngine):
         if update_info.straight:
             READ[self.model] = STRAIGHT[self.model].receive(update_info.version)
             return
-        found, beside = mirror.read(Path(update_info.path), update_info.version), Beside()
+        found, beside = mirror.read(Path(update_info.path), update_info.version), BackgroundChecksums()
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             """Checksums tensors as they are read, because most end in a private layout of the kernels."""
@@ -117,7 +117,7 @@ def models_of(runner: Any) -> list[nn.Module]:
     return [runner.model] if proposer is None else [runner.model, proposer]
 
 
-def abandon(model: nn.Module) -> None:
+def abort_update(model: nn.Module) -> None:
     """Discard an update that failed half-way: tensors that it left in a layer would count for the next."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -180,7 +180,7 @@ class WorkerExtension:
     def rl_megatron_end_update(self) -> None:
         """End an update that failed or was left open; the layers get the kernels' tensors back."""
         for model in models_of(self.model_runner):
-            abandon(model)
+            abort_update(model)
         self.weight_transfer_engine.reset_weight_update_target()
         self._weight_update_active = False
 
@@ -191,10 +191,10 @@ class WorkerExtension:
         """
         own = []
         for model in models_of(self.model_runner):
-            places = not_private(layout_of(model, path, partial=True), private)
-            own.append(checksums_of(places, dict(model.named_parameters())))
-            own.append(READ.pop(model, Report(rows=(), seconds=0.0)))
-        return self._gathered(packed_report(of_one_rank(own), known))
+            places = without_private(layout_of(model, path, partial=True), private)
+            own.append(box_checksums_in(places, dict(model.named_parameters())))
+            own.append(READ.pop(model, ChecksumReport(rows=(), seconds=0.0)))
+        return self._gathered(packed_report(merge_rank_reports(own), known))
 
     def rl_megatron_boxes(self, path: str) -> list[dict[str, object]]:
         """The box of each Hugging Face tensor that each rank holds."""
@@ -203,10 +203,12 @@ class WorkerExtension:
     def rl_megatron_join(self, path: str, rendezvous: str, first: int) -> None:
         """Join the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective."""
         model = self.model_runner.model
-        abandon(model)
+        abort_update(model)
         if model in STRAIGHT:
             STRAIGHT.pop(model).close()
-        STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + get_world_group().rank)
+        STRAIGHT[model] = DirectReceiver(
+            model, path, Rendezvous(**json.loads(rendezvous)), first + get_world_group().rank
+        )
 
     def _gathered(self, own: T) -> list[T]:
         """The answers of all ranks of the server, in the order of their numbers; on the first of a dp replica alone.
@@ -214,7 +216,7 @@ class WorkerExtension:
 
         vLLM calls every rank, and returns what the ranks of one dp replica answer.
         """
-        said = gather(own, get_world_group().cpu_group)
+        said = gather_json(own, get_world_group().cpu_group)
         return [] if self.rank else said
 
     def _check_world(self) -> None:
@@ -223,22 +225,22 @@ class WorkerExtension:
             raise WeightError(f"{world} ranks of vLLM can answer, but it has {ranks}: tp * pp * dp")
 
 
-class Straight:
+class DirectReceiver:
     """This rank's end of a transport, and the window through which layers arrive."""
 
     def __init__(self, model: nn.Module, path: str, rendezvous: Rendezvous, rank: int) -> None:
         places, device = layout_of(model, path), next(model.parameters()).device
         wanted = {one.param for one in places}
         modules: dict[nn.Module, dict[str, str]] = {}
-        with as_loaded(model) as params:
+        with load_parameters(model) as params:
             for prefix, layer in model.named_modules():
                 for name in get_layer_tensors(layer):
                     if (param := f"{prefix}.{name}" if prefix else name) in wanted:
                         modules.setdefault(layer, {})[name] = param
-            self._window = Window(places, params, modules, device, give_to_kernels)
+            self._window = LayerWindow(places, params, modules, device, finish_layer_load)
         self._receiver = Receiver(rendezvous, rank, self._window.boxes)
 
-    def receive(self, version: int) -> Report:
+    def receive(self, version: int) -> ChecksumReport:
         """Receive a version, and convert each layer for the kernels. Returns its checksums.
 
         After an error some layers are of this version and others of the last.
@@ -255,7 +257,7 @@ class Straight:
         self._receiver.close()
 
 
-def give_to_kernels(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def finish_layer_load(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give a layer's tensors to its kernels, which copy what they need, as vLLM does after a load.
 
     Kernels of experts keep scales and biases themselves (FusedMoEQuantConfig), so these are copies: the memory of
@@ -271,26 +273,26 @@ def give_to_kernels(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     _layerwise_process(layer, get_layerwise_info(layer))
 
 
-STRAIGHT: dict[Any, Straight] = {}
+STRAIGHT: dict[Any, DirectReceiver] = {}
 """By model, the receiver of the shards that the learner's ranks send."""
 
 
-READ: dict[Any, Report] = {}
+READ: dict[Any, ChecksumReport] = {}
 """By model, the report of the last load, until it is asked for."""
 
 
 @cache
-def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Held]:
+def layout_of(model: Any, path: str, *, partial: bool = False) -> list[ParameterBox]:
     """The places of a mirror file's tensors in the model; with ``partial``, of those that its loader merely copies."""
-    with as_loaded(model) as params:
+    with load_parameters(model) as params:
         file = Path(path)
         return record(model.load_weights, mirror.shapes(file), params, mirror.dtypes(file), partial=partial)
 
 
 @contextmanager
-def as_loaded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def load_parameters(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """The parameters as the loader expects them, without data. On exit the kernels' own are restored."""
-    abandon(model)  # an update that was left open holds these
+    abort_update(model)  # an update that was left open holds these
     layers = list(model.modules())
     try:
         for layer in layers:

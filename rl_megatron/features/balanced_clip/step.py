@@ -9,16 +9,16 @@ from typing_extensions import override
 
 from rl_megatron.algorithms.objectives import ClipLimits, balanced_limits
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import part_of, tokens_of_part, unpack
+from rl_megatron.data.packing import minibatch_sequences, minibatch_token_mask, unpack
 from rl_megatron.feature import StepHooks
 from rl_megatron.features.balanced_clip.feature import balance_of
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.training.scores import LOGPROBS, Measured
+from rl_megatron.training.scores import LOGPROBS, ScoredSamples
 from rl_megatron.types import Batch
 
 
-def make_hooks(config: RunConfig, roles: Roles) -> BalancedClip | None:
+def make_hooks(config: RunConfig, roles: RunComponents) -> BalancedClip | None:
     """The limits of a run's minibatches; None without ``algorithm.balance.share``."""
     return None if balance_of(config).share is None else BalancedClip(config, roles)
 
@@ -31,12 +31,12 @@ class BalancedClip(StepHooks):
     of the batch; later ones take a pass of the policy each.
     """
 
-    def __init__(self, config: RunConfig, roles: Roles) -> None:
+    def __init__(self, config: RunConfig, roles: RunComponents) -> None:
         self._row, self._keys, self._policy = config.algorithm, balance_of(config), roles.policy
         self._scored: Tensor | None = None  # [N] log-probs of the policy, until the first minibatch
 
     @override
-    def scored(self, found: Measured) -> Measured:
+    def scored(self, found: ScoredSamples) -> ScoredSamples:
         self._scored = found.current
         return found
 
@@ -53,6 +53,6 @@ class BalancedClip(StepHooks):
     def _limits(self, batch: Batch, current: Tensor) -> ClipLimits:
         samples, keys = batch.samples, self._keys
         assert keys.share is not None
-        mine = tokens_of_part(samples, part_of(batch))
+        mine = minibatch_token_mask(samples, minibatch_sequences(batch))
         columns = (current[mine], samples.old_logprobs[mine], samples.advantages[mine])
         return balanced_limits(*columns, self._row, keys.share, most_high=keys.high, least_low=keys.low)

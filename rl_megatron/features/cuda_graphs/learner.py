@@ -50,7 +50,7 @@ class Graphs(LearnerHooks):
         """Micro-batches of each size, for a pass at whose end megatron captures all layers."""
         tp, most = parallel_state.get_tensor_model_parallel_world_size(), self._padding.sequences
         return [
-            pack_micro_batch(_made_up(size), tp=tp, cp=1, cp_rank=0, device=self._device, sequences=most)
+            pack_micro_batch(_sample_inputs(size), tp=tp, cp=1, cp_rank=0, device=self._device, sequences=most)
             for size in self._padding.sizes
         ]
 
@@ -73,7 +73,7 @@ class Graphs(LearnerHooks):
         return all(m.num_sequences <= most and len(m.input_ids) <= longest for m in micro_batches)
 
 
-def _made_up(size: int) -> Samples:
+def _sample_inputs(size: int) -> Samples:
     numbers, ids = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
     return Samples(
         input_ids=ids,

@@ -86,10 +86,10 @@ class VLLMDrafts(Drafts):
 
     @override
     async def counts(self, server: Server) -> tuple[float, float]:
-        return counted(await server.text("/metrics"))
+        return read_counts(await server.text("/metrics"))
 
 
-def counted(metrics: str) -> tuple[float, float]:
+def read_counts(metrics: str) -> tuple[float, float]:
     """Tokens that were proposed, and those accepted, over all data-parallel ranks; by the text of vLLM's /metrics."""
     said = _COUNTED.findall(metrics)
     proposed, accepted = (sum(float(count) for kind, count in said if kind == one) for one in ("draft", "accepted"))

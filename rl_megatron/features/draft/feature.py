@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.activations import kept
+from rl_megatron.config.activations import activation_bytes
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import Curve, Feature, Serving
 from rl_megatron.rules import SET, TEXT, Above, Excludes, Needs, Not, On, OneOf, Rule, excluded
@@ -61,10 +61,10 @@ def of_learner(learner: LearnerSection) -> DraftSection:
 
 
 def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
-    from rl_megatron.weights.layouts.families import family_of
+    from rl_megatron.weights.layouts.families import find_family
     from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 
-    if not has_draft_rows(family_of(shape).tables["megatron"]):
+    if not has_draft_rows(find_family(shape).tables["megatron"]):
         raise ConfigError(
             f"{_TRAIN}: draft layers of model_type={shape.family!r} are unknown (docs/checkpoints.md); leave it out"
         )
@@ -85,7 +85,7 @@ def _passes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
     seven hidden states of this rank's tokens (of the decoder, the embedding, both normed, joined twice as wide, and the
     last norm's), and the gathered one that log-probs are made of."""
     torch_layers = learner.model_copy(update={"layers": "torch"})
-    of_layer = kept(torch_layers, shape, shape.num_layers - 1, rank.longest)
+    of_layer = activation_bytes(torch_layers, shape, shape.num_layers - 1, rank.longest)
     around = (_STATES / learner.tp + 1) * shape.hidden_size * BYTES[learner.dtype]
     return rank.tokens * (of_layer + around)
 

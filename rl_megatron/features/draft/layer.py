@@ -26,16 +26,16 @@ from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection, RecomputeSection, RouterSection
 from rl_megatron.learner.model.attention import DecoderConfig
-from rl_megatron.learner.model.build import make_config, prepare_chunk
+from rl_megatron.learner.model.build import make_config, prepare_model_chunk
 from rl_megatron.learner.model.latent import latent_attention_spec
 from rl_megatron.learner.model.layers import RMSNorm, torch_layer_spec
-from rl_megatron.learner.packed import PackedAttentionParams, own_tokens
+from rl_megatron.learner.packed import PackedAttentionParams, local_tokens
 from rl_megatron.models.shape import ModelShape
 
 _PREFIX = "mtp.layers.0."
 
 
-class DraftModel(MegatronModule):
+class DraftHead(MegatronModule):
     """The draft layer on ranks of the last pipeline stage, nothing on others.
 
     Megatron asks it, as any chunk of a model, for the embedding that first and last stages share.
@@ -50,7 +50,7 @@ class DraftModel(MegatronModule):
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         layers = torch.nn.ModuleList([DraftLayer(shape, config)] if last else [])
         self.mtp = torch.nn.ModuleDict({"layers": layers})
-        prepare_chunk(self, fused=False)
+        prepare_model_chunk(self, fused=False)
 
     @property
     def layer(self) -> DraftLayer | None:
@@ -119,5 +119,5 @@ def embedded(weight: Tensor, tokens: Tensor, *, sequence_parallel: bool) -> Tens
     rows = F.embedding(local.where(here, 0), weight.detach()) * here[:, None]
     if group.size() > 1:
         dist.all_reduce(rows, group=group)
-    own: Tensor = rows[own_tokens(len(rows))] if sequence_parallel else rows
+    own: Tensor = rows[local_tokens(len(rows))] if sequence_parallel else rows
     return own[:, None]

@@ -23,11 +23,11 @@ from typing_extensions import override
 
 from rl_megatron.feature import Built, LearnerHooks
 from rl_megatron.features.draft.feature import FEATURE
-from rl_megatron.features.draft.layer import DraftModel, embedded
+from rl_megatron.features.draft.layer import DraftHead, embedded
 from rl_megatron.learner.heads import VocabHead, head_logprobs
 from rl_megatron.learner.keywords import keywords
-from rl_megatron.learner.model.build import freeze_routers, keep_buffers_float32, with_dtypes
-from rl_megatron.learner.optimizer import make_optimizer, norm_of, step
+from rl_megatron.learner.model.build import freeze_routers, restore_float32_buffers, with_dtypes
+from rl_megatron.learner.optimizer import gradient_norm, make_optimizer, step
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric, Samples
@@ -36,32 +36,32 @@ _ALONE = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Next:
+class NextTokens:
     """The position after each in its sequence: what a draft layer says, and whether that is trained."""
 
     targets: Tensor  # [t]
     mask: Tensor  # [t] bool
 
 
-def make_hooks(built: Built) -> Drafting | None:
+def make_hooks(built: Built) -> DraftTrainer | None:
     """The draft layer of a policy; None for a model without one, as a critic. Every rank calls it."""
-    return Drafting(built) if built.shape.drafts else None
+    return DraftTrainer(built) if built.shape.drafts else None
 
 
-class Drafting(LearnerHooks):
+class DraftTrainer(LearnerHooks):
     """The draft layer of one rank's policy."""
 
     def __init__(self, built: Built) -> None:
         shape, learner, models, head = built.shape, built.learner, built.models, built.head
         assert isinstance(head, VocabHead), "a model that scores has no draft layer"
         given = keywords(learner, shape)
-        self.model = DraftModel(shape, learner)
+        self.model = DraftHead(shape, learner)
         config = self.model.config
         if learner.router.frozen and self.model.layer is not None:
             freeze_routers([self.model.layer.transformer_layer])
         if config.bf16:
             self.model.bfloat16()
-        keep_buffers_float32([self.model])
+        restore_float32_buffers([self.model])
         ddp = DistributedDataParallelConfig(**{**with_dtypes(given.ddp), **_ALONE})
         self.chunks = [DistributedDataParallel(config, ddp, self.model.to(built.device))]
         self.optimizers = [make_optimizer(self.chunks, given)]
@@ -98,14 +98,14 @@ class Drafting(LearnerHooks):
         (hidden,) = self._seen
         self._seen.clear()
         after = micro_batch.extras[FEATURE.name]
-        assert isinstance(after, Next)
+        assert isinstance(after, NextTokens)
         with torch.enable_grad():
             logprobs = self._logprobs(hidden, micro_batch, after)
             loss = -(logprobs * after.mask).sum() / num_tokens
             loss.backward()
         return {"draft/loss": Metric(value=loss.detach(), weight=num_tokens)}
 
-    def _logprobs(self, hidden: Tensor, micro_batch: PackedMicroBatch, after: Next) -> Tensor:
+    def _logprobs(self, hidden: Tensor, micro_batch: PackedMicroBatch, after: NextTokens) -> Tensor:
         """[t] of the tokens after the targets, of the distribution that is sampled from, from the decoder's output
         [t / tp, 1, h]."""
         assert self.model.layer is not None
@@ -120,7 +120,7 @@ class Drafting(LearnerHooks):
 
     @override
     def norm(self) -> float:
-        self._norm = norm_of(self.optimizers[0])
+        self._norm = gradient_norm(self.optimizers[0])
         return self._norm
 
     @override
@@ -165,7 +165,7 @@ class Drafting(LearnerHooks):
         dist.broadcast(held, dist.get_process_group_ranks(group)[0], group=group)
 
 
-def next_positions(packed: PackedMicroBatch, samples: Samples) -> Next:
+def next_positions(packed: PackedMicroBatch, samples: Samples) -> NextTokens:
     """What a draft layer learns of ``packed``, made from ``samples``. A sequence's last position has none after it."""
     device, source = packed.targets.device, packed.source
     count = len(samples.input_ids)
@@ -174,7 +174,7 @@ def next_positions(packed: PackedMicroBatch, samples: Samples) -> Next:
     there = (source >= 0) & ~last[source.clamp(min=0)]
     after = (source + 1).where(there, 0)
     targets, mask = samples.targets[after].where(there, 0), samples.mask[after] & there
-    return Next(targets=targets.to(device), mask=mask.to(device))
+    return NextTokens(targets=targets.to(device), mask=mask.to(device))
 
 
 def _output_weight(model: Any) -> Tensor:

@@ -14,7 +14,7 @@ from rl_megatron.section import Positive, PositiveFraction, Section
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.algorithm import KLSection
-    from rl_megatron.interfaces import Learner, Roles
+    from rl_megatron.interfaces import Learner, RunComponents
     from rl_megatron.observability.recorder import Stopwatch
 
 
@@ -53,7 +53,7 @@ FEATURE = Feature(
 )  # fmt: skip
 
 
-def make_hooks(config: RunConfig, roles: Roles) -> Following | None:
+def make_hooks(config: RunConfig, roles: RunComponents) -> Following | None:
     """The reference's steps; None for a run whose reference does not follow."""
     kl = follow_of(config.algorithm.kl)
     if not config.reference_moves or kl.follow_rate is None:

@@ -17,16 +17,16 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from typing_extensions import override
 
-from rl_megatron.agents.conversation.templates import tokens_of_text
+from rl_megatron.agents.conversation.templates import encode_text
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import together
+from rl_megatron.errors import task_group
 from rl_megatron.feature import Generate, SamplerHooks, StepHooks
 from rl_megatron.features.interrupt.feature import InterruptSection, interrupt_of
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Row
 from rl_megatron.seeds import text_seed
-from rl_megatron.types import Chain, Completion, GenerationRequest, RolloutGroup, Span, Trajectory, Turn
+from rl_megatron.types import Completion, GenerationRequest, RolloutGroup, Span, TokenSequence, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ THINKING_ENDS = "</think>"
 """The text that ends thinking."""
 
 
-def make_step_hooks(config: RunConfig, roles: Roles) -> Interrupted | None:
+def make_step_hooks(config: RunConfig, roles: RunComponents) -> Interrupted | None:
     """What counts interrupted completions; None without ``rollout.interrupt.earliest``."""
     return Interrupted() if interrupt_of(config.rollout).earliest else None
 
@@ -51,12 +51,12 @@ class Interrupted(StepHooks):
         return {"response/interrupted_fraction": sum(count > 1 for count in turns) / len(turns)}
 
 
-def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Interruption | None:
+def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ThinkingBudget | None:
     """The text of ``rollout.interrupt``; None without ``earliest``. Warns of one that does not fit."""
     section, most = interrupt_of(config.rollout), config.rollout.max_new_tokens
     if not section.earliest:
         return None
-    text, ends = (tokens_of_text(tokenizer, one) for one in (section.text, THINKING_ENDS))
+    text, ends = (encode_text(tokenizer, one) for one in (section.text, THINKING_ENDS))
     latest = section.between(most)[1]
     if latest + len(text) >= most:
         logger.warning(
@@ -65,11 +65,11 @@ def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
             *(len(text), latest, most),
         )
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    return Interruption(section=section, token_ids=text, ends=ends, decode=decode)
+    return ThinkingBudget(section=section, token_ids=text, ends=ends, decode=decode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interruption(SamplerHooks):
+class ThinkingBudget(SamplerHooks):
     """The text's tokens, and when they come; ``decode`` is without special tokens.
 
     ``_behind``, ``_whole`` and ``_in_turns`` decode what may be long, in a thread.
@@ -98,7 +98,7 @@ class Interruption(SamplerHooks):
             (more,) = await generate(rest)
             return await asyncio.to_thread(self._whole, sampled, more)
 
-        async with together() as tasks:
+        async with task_group() as tasks:
             running = [tasks.create_task(gone_on(*one)) for one in enumerate(first)]
         return tuple(task.result() for task in running)
 
@@ -184,7 +184,7 @@ class Interruption(SamplerHooks):
             spans=tuple(Span(max(one.start - behind, 0), one.version) for one in turn.spans[len(older) - 1 :]),
             text=self.decode(completion.token_ids[behind:].tolist()),
         )
-        return replace(trajectory, chains=(Chain(token_ids=chain.token_ids, turns=(first, second)),))
+        return replace(trajectory, chains=(TokenSequence(token_ids=chain.token_ids, turns=(first, second)),))
 
     def _given(self, sampled: TokenIds) -> TokenIds:
         return self.token_ids[: 0 if self._thought(sampled) else None]

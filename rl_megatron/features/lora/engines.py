@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from rl_megatron.feature import EngineHooks
-from rl_megatron.features.lora.feature import AdapterPlaces
+from rl_megatron.features.lora.feature import AdapterSlots
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.types import NamedVersion
 from rl_megatron.weights.layouts.families import megatron_layout
@@ -35,11 +35,11 @@ class HeldAdapters(EngineHooks):
         await server.told(f"{self.path}/unload_lora_adapter", {"lora_name": version.name})
 
     @override
-    def arguments(self, given: AdapterPlaces | None, device: str) -> Sequence[str]:
+    def arguments(self, given: AdapterSlots | None, device: str) -> Sequence[str]:
         return () if given is None else self.options(given.count, self.ranks(given), device)
 
     @override
-    def problem(self, given: AdapterPlaces, device: str, dp: int) -> str:
+    def problem(self, given: AdapterSlots, device: str, dp: int) -> str:
         ranks = self.ranks(given)
         why = self.lacks(ranks, device, dp) if ranks else ""
         return why and f"{why}; or set weights.push=merged"
@@ -49,7 +49,7 @@ class HeldAdapters(EngineHooks):
         """A run starts its own servers, with their places."""
         return True
 
-    def ranks(self, given: AdapterPlaces) -> Mapping[str, int]:
+    def ranks(self, given: AdapterSlots) -> Mapping[str, int]:
         """The rank of each matrix that has adapters, by its pattern."""
         return LoraLayouts(given.lora).ranks(megatron_layout(self.shape))
 

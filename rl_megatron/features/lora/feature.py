@@ -64,7 +64,7 @@ class PushKeys(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterPlaces:
+class AdapterSlots:
     """The places of a server for adapters beside its model."""
 
     count: int
@@ -82,7 +82,7 @@ def lora_of(learner: LearnerSection) -> LoraSection:
     return learner.lora
 
 
-def places_of(config: RunConfig) -> AdapterPlaces | None:
+def places_of(config: RunConfig) -> AdapterSlots | None:
     """The servers' places for ``weights.push=adapters``; None without it.
 
     Completions that are trained on name one of ``train.max_staleness`` versions, and what begins the newest.
@@ -91,7 +91,7 @@ def places_of(config: RunConfig) -> AdapterPlaces | None:
     assert isinstance(weights, PushKeys)
     if weights.push != "adapters":
         return None
-    return AdapterPlaces(count=config.train.max_staleness + _SPARE, lora=lora_of(config.learner))
+    return AdapterSlots(count=config.train.max_staleness + _SPARE, lora=lora_of(config.learner))
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
@@ -197,7 +197,7 @@ FEATURE = Feature(
     ),
     pushes=Pushes(
         asked=lambda config: places_of(config) is not None,
-        sync="rl_megatron.features.lora.push:AdapterWeights",
+        sync="rl_megatron.features.lora.push:AdapterSync",
         ends="rl_megatron.features.lora.push:adapter_ends",
     ),
     prepare="rl_megatron.features.lora.learner:add_adapters",

@@ -38,7 +38,7 @@ def write_lora(folder: Path, lora: LoraSection, base: str | None = None) -> None
     write_atomically(folder / _KEYS, HeldLora(**lora.model_dump(), base=base).model_dump_json().encode())
 
 
-def held_lora(folder: Path) -> HeldLora | None:
+def stored_lora(folder: Path) -> HeldLora | None:
     """The adapters that a checkpoint holds in place of a model. Raises CheckpointError if that cannot be read."""
     path = folder / _KEYS
     if not path.is_file():
@@ -81,10 +81,10 @@ def adapters_to_peft(
     ``config`` is the folder of the model that they stand beside; where it has weights, they are compared. Returns and
     raises as `megatron_to_hf`, and as `raise_other_base`.
     """
-    lora, shape = held_lora(source), read_shape(config, family)
+    lora, shape = stored_lora(source), read_shape(config, family)
     if lora is None:
         raise ConfigError(f"{source} holds a whole model; there are no adapters to write")
-    if of_unknown_base(source, config) is None:
+    if unknown_base_reason(source, config) is None:
         base_digest = load_side("rl_megatron.features.lora.merging:base_digest")  # imports torch
         raise_other_base(source, lora, base_digest(config, family), str(config))
     tensors, files = adapter_copies(source, shape, lora)
@@ -101,10 +101,10 @@ def adapters_to_peft(
     )
 
 
-def of_unknown_base(source: Path, base: Path) -> str | None:
+def unknown_base_reason(source: Path, base: Path) -> str | None:
     """Why nothing says whether the adapters of ``source`` were trained beside the model of ``base``; None if it can be
     known."""
-    lora = held_lora(source)
+    lora = stored_lora(source)
     if lora is None or lora.base is None:
         return f"{source} does not say beside which model its adapters were trained"
     if is_megatron(base) or any((base / name).is_file() for name in (INDEX, SINGLE)):
@@ -112,10 +112,10 @@ def of_unknown_base(source: Path, base: Path) -> str | None:
     return f"{base} has no weights to compare with those that the adapters of {source} were trained beside"
 
 
-def left_by_peft(source: Path, config: Path, family: str | None) -> str | None:
+def peft_skips_note(source: Path, config: Path, family: str | None) -> str | None:
     """A line to show about adapters of ``source`` that peft leaves out, of the model of ``config``; None if it takes
     all."""
-    lora, shape = held_lora(source), read_shape(config, family)
+    lora, shape = stored_lora(source), read_shape(config, family)
     if lora is None or shape.family in WITH_EXPERTS:
         return None
     if not any("{expert}" in part for part in LoraLayouts(lora).ranks(megatron_layout(shape))):

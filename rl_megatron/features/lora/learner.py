@@ -26,9 +26,9 @@ from typing_extensions import override
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.feature import Built, ChunkAdapters, LearnerHooks
 from rl_megatron.features.lora.feature import LoraSection, lora_of
-from rl_megatron.features.lora.files import held_lora, raise_other_base, write_lora
+from rl_megatron.features.lora.files import raise_other_base, stored_lora, write_lora
 from rl_megatron.features.lora.merging import base_digest
-from rl_megatron.features.lora.rows import Adapted, adapted_rows, adapter_name
+from rl_megatron.features.lora.rows import AdaptedRow, adapted_rows, adapter_name
 from rl_megatron.learner.parameters import global_name
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.families import megatron_layout
@@ -62,7 +62,7 @@ class LoraHooks(LearnerHooks):
 
     @override
     def loading(self, folder: Path) -> None:
-        if self._base is not None and (held := held_lora(folder)) is not None:
+        if self._base is not None and (held := stored_lora(folder)) is not None:
             raise_other_base(folder, held, self._base, "model.path")
 
 
@@ -70,7 +70,7 @@ def add_adapters(shape: ModelShape, learner: LearnerSection, models: Sequence[GP
     """Freezes the chunks of this rank's policy, and gives each its adapters, whose values are undefined."""
     layout, lora = megatron_layout(shape, learner.dims, stages=learner.stages), lora_of(learner)
     at = coordinates(layout.dims, dist.get_rank())
-    rows: dict[str, Adapted] = {}
+    rows: dict[str, AdaptedRow] = {}
     for one in adapted_rows(layout.rows(), layout.shape, lora):
         for layer, stages in layout.layer_stages(one.base).items():
             for expert in range(layout.shape.num_experts if "{expert}" in one.base.name else 1):
@@ -81,7 +81,7 @@ def add_adapters(shape: ModelShape, learner: LearnerSection, models: Sequence[GP
         Adapters(model, rows, masks, lora)
 
 
-def _mask(one: Adapted, layout: Layout, chunk: int) -> Tensor | None:
+def _mask(one: AdaptedRow, layout: Layout, chunk: int) -> Tensor | None:
     """Which part [rows, parts] each row of a local matrix belongs to, as ones; None if it has one part."""
     if len(one.parts) == 1:
         return None
@@ -99,7 +99,7 @@ class Adapters(ChunkAdapters):
     mark = ".lora_"
 
     def __init__(
-        self, model: GPTModel, rows: Mapping[str, Adapted], masks: Mapping[str, Tensor | None], lora: LoraSection
+        self, model: GPTModel, rows: Mapping[str, AdaptedRow], masks: Mapping[str, Tensor | None], lora: LoraSection
     ) -> None:
         model.requires_grad_(False)
         self._model, self._base = model, dict[int, Tensor]()
@@ -200,7 +200,7 @@ class Linear:
     """A module's weights [out, in], of one linear or of one an expert, and their adapters, which it gets here."""
 
     def __init__(
-        self, module: torch.nn.Module, names: Sequence[str], row: Adapted, mask: Tensor | None, scale: float
+        self, module: torch.nn.Module, names: Sequence[str], row: AdaptedRow, mask: Tensor | None, scale: float
     ) -> None:
         self.module, self.names, self._scale, self._mask = module, tuple(names), scale, mask
         self.weights: list[Any] = [getattr(module, name) for name in names]

@@ -18,14 +18,14 @@ from typing_extensions import override
 
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import ConfigError
-from rl_megatron.features.lora.files import adapter_copies, held_lora, raise_other_base
+from rl_megatron.features.lora.files import adapter_copies, raise_other_base, stored_lora
 from rl_megatron.features.lora.rows import hf_adapter_name
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.bytes.bits import as_dtype, to_tensor
+from rl_megatron.weights.bytes.bits import cast_checked, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
-from rl_megatron.weights.checkpoints.safetensors_io import STD, MadeUp
+from rl_megatron.weights.checkpoints.safetensors_io import STD, RandomWeights
 from rl_megatron.weights.checkpoints.streaming import Copy, OnProgress, Share, Sliceable, fingerprint
 from rl_megatron.weights.formats.hf_folder import config_text, is_draft
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
@@ -33,7 +33,7 @@ from rl_megatron.weights.layouts.families import hf_layout, read_shape
 _SAMPLED = 4096  # numbers of a tensor
 
 
-class Untrained(MadeUp):
+class UntrainedAdapters(RandomWeights):
     """Adapters by peft's names before the first step, as peft draws them: A uniform up to 1 / sqrt(in), B 0."""
 
     @override
@@ -77,12 +77,12 @@ class _Merged:
     def __getitem__(self, box: tuple[slice, ...]) -> Bits:
         values = to_tensor(self.source[box].copy(), self.dtype).float()
         merged = values.addmm_(self.b[box[0]], self.a[:, box[1]])
-        return as_dtype(self.name, merged, self.dtype)
+        return cast_checked(self.name, merged, self.dtype)
 
 
 def export(source: Path, base: Path, out: Path, *, family: str | None, dtype: str) -> bool:
     """`rl_megatron.feature.exported` for adapters, which are merged. Raises as `merge_adapters`."""
-    if held_lora(source) is None:
+    if stored_lora(source) is None:
         return False
     merge_adapters(source, base, out, family=family, dtype=DType(dtype))
     return True
@@ -105,7 +105,7 @@ def merge_adapters(
     """
     if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: merge first, then convert the new folder")
-    lora, shape = held_lora(source), converted_shape(base, family=family)
+    lora, shape = stored_lora(source), converted_shape(base, family=family)
     if lora is None:
         raise ConfigError(f"{source} holds a whole model; there is nothing to merge")
     if lora.base is not None:

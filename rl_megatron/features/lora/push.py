@@ -23,21 +23,21 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.engines.engine import ServedEngine
-from rl_megatron.errors import ReplicasLost, SyncError
+from rl_megatron.engines.engine import ServerEngine
+from rl_megatron.errors import AllReplicasLost, SyncError
 from rl_megatron.features.lora.engines import HeldAdapters
 from rl_megatron.features.lora.feature import lora_of, places_of
 from rl_megatron.features.lora.rows import LoraLayouts
-from rl_megatron.files import naming, publish_folder, remove_folder
+from rl_megatron.files import add_path_to_errors, publish_folder, remove_folder
 from rl_megatron.observability import timeline
 from rl_megatron.types import Completion, GenerationRequest, NamedVersion, WeightUpdate
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import ChecksumReport
 from rl_megatron.weights.formats.hf_folder import PREFIX
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan_into_copies
 from rl_megatron.weights.push.sync import ServedSync
-from rl_megatron.weights.push.trust import Probed, Trust, Verified
+from rl_megatron.weights.push.trust import Probed, PushVerifier, VerifiedProbe
 from rl_megatron.weights.routes.delivery import Delivery, FileDelivery
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 
@@ -75,7 +75,7 @@ class _Pushed:
     checksums: Mapping[str, int]
 
 
-class AdapterWeights(ServedSync):
+class AdapterSync(ServedSync):
     """Serves versions of adapters. A request ends on the version that it began with, and none is paused.
 
     ``delivery`` moves the model before the first, ``file`` fills the mirror file at its path; ``trust`` probes every
@@ -85,11 +85,11 @@ class AdapterWeights(ServedSync):
     def __init__(
         self,
         config: RunConfig,
-        engine: ServedEngine,
+        engine: ServerEngine,
         learner: AdapterRanks,
         delivery: Delivery,
         file: FileDelivery,
-        trust_of: Callable[[Probed], Trust],
+        trust_of: Callable[[Probed], PushVerifier],
         *,
         run: str,
         nodes: int = 1,
@@ -97,12 +97,12 @@ class AdapterWeights(ServedSync):
         """``run`` is the first part of all names. ``nodes``: of a server, each of which reads the folder."""
         places = places_of(config)
         assert places is not None
-        self.servers, self._weights = Loras(engine, run=run, count=places.count), engine.weights
+        self.servers, self._weights = AdapterVersions(engine, run=run, count=places.count), engine.weights
         self._learner, self._delivery, self._file = learner, delivery, file
         self._trust, self._nodes = trust_of(self.servers), nodes
         self._lock = asyncio.Lock()
         self._model: _Pushed | None = None
-        self._verified: dict[NamedVersion, Verified | None] = {}
+        self._verified: dict[NamedVersion, VerifiedProbe | None] = {}
 
     @override
     async def push(self, version: int) -> WeightUpdate:
@@ -128,14 +128,14 @@ class AdapterWeights(ServedSync):
             try:
                 async with self._lock:
                     return await self._attempt(adapters, written)
-            except ReplicasLost as error:
+            except AllReplicasLost as error:
                 logger.warning("%s\nit is loaded again as soon as a server is back", error)
             if self._model is not None:
                 await self._weights.served_somewhere()
 
     async def _attempt(self, adapters: NamedVersion, written: WeightUpdate) -> WeightUpdate:
         model, num_bytes, version = self._model, written.num_bytes, adapters.version
-        reports: Mapping[str, Sequence[Report]] = {}
+        reports: Mapping[str, Sequence[ChecksumReport]] = {}
         with timeline.during(timeline.PUSHES, "deliver"):
             await self.servers.make_room()
             if model is None:
@@ -168,7 +168,7 @@ class AdapterWeights(ServedSync):
     async def _load(self, adapters: NamedVersion, folder: Path) -> None:
         try:
             await self.servers.load(adapters, folder)
-        except ReplicasLost:
+        except AllReplicasLost:
             raise
         except SyncError as error:
             raise SyncError(
@@ -220,13 +220,13 @@ class AdapterWeights(ServedSync):
                 await self._file.fill(self._model.version)  # for servers that are restarted
 
 
-class Loras:
+class AdapterVersions:
     """Every replica that serves holds the same versions, ``count`` at most; what begins is sampled with the newest.
 
     A request ends on the version that it began with; what goes on from tokens, on that of the last, if it is held.
     """
 
-    def __init__(self, engine: ServedEngine, *, run: str, count: int) -> None:
+    def __init__(self, engine: ServerEngine, *, run: str, count: int) -> None:
         """``run`` is the first part of all names."""
         self._weights, self._attempts, self._run, self._count = engine.weights, engine.attempts, run, count
         (self._hooks,) = (one for one in engine.adapter.hooks if isinstance(one, HeldAdapters))
@@ -269,7 +269,7 @@ class Loras:
     async def load(self, adapters: NamedVersion, folder: Path, *, only: str | None = None) -> None:
         """Have every server that holds the model, or ``only`` one, load adapters beside it.
 
-        Raises SyncError; ReplicasLost if all died.
+        Raises SyncError; AllReplicasLost if all died.
         """
         await self._weights.on_each(
             self._weights.loaded(only),
@@ -321,7 +321,7 @@ class AdapterFolders:
             remove_folder(left)
         work.parent.mkdir(exist_ok=True)
         work.mkdir()
-        with naming(final):
+        with add_path_to_errors(final):
             save_file({PREFIX + name: tensor for name, tensor in self.tensors.items()}, work / ADAPTERS)
         (work / "adapter_config.json").write_text(self._config)
         publish_folder(work, final)

@@ -34,7 +34,7 @@ WITH_EXPERTS = OF_EXPERTS_ALONE | {"mixtral", "minimax_m2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted:
+class AdaptedRow:
     """A row of matrices with the rows of its adapters; ``parts`` are its Hugging Face matrices, in order."""
 
     base: ParamSpec
@@ -60,7 +60,7 @@ class LoraLayouts(AdapterLayouts):
 
     lora: LoraSection
     section = "learner.lora"
-    untrained = "rl_megatron.features.lora.merging:Untrained"
+    untrained = "rl_megatron.features.lora.merging:UntrainedAdapters"
 
     @override
     def __hash__(self) -> int:
@@ -125,7 +125,7 @@ def layouts_of(learner: LearnerSection) -> LoraLayouts:
     return LoraLayouts(lora_of(learner))
 
 
-def adapted_rows(table: Sequence[ParamSpec], shape: ModelShape, lora: LoraSection) -> Iterator[Adapted]:
+def adapted_rows(table: Sequence[ParamSpec], shape: ModelShape, lora: LoraSection) -> Iterator[AdaptedRow]:
     """The rows of a table of the learner that have adapters."""
     ranks = lora.ranks(shape)
     for spec in table:
@@ -139,7 +139,7 @@ def _target(spec: ParamSpec) -> Adaptable:
     return "attention" if ".self_attention." in spec.name else "mlp"
 
 
-def _adapted(spec: ParamSpec, shape: ModelShape, rank: int, named: Callable[[str, str], str]) -> Adapted:
+def _adapted(spec: ParamSpec, shape: ModelShape, rank: int, named: Callable[[str, str], str]) -> AdaptedRow:
     pieces = [piece.hf for band in spec.bands(shape, 1) for piece in band]
     parts = tuple(dict.fromkeys(hf for hf in pieces if hf is not None))
 
@@ -165,4 +165,4 @@ def _adapted(spec: ParamSpec, shape: ModelShape, rank: int, named: Callable[[str
     else:
         a = replace(a, bands=cut("A"), others=of_rank)
         b = replace(b, bands=whole("B", lambda m: spec.others(m)[0]), others=of_rank, dim=0, axis=None, unit=one)
-    return Adapted(base=spec, a=a, b=b, parts=parts, rank=rank)
+    return AdaptedRow(base=spec, a=a, b=b, parts=parts, rank=rank)

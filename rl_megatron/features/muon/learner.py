@@ -34,7 +34,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 
 from rl_megatron.learner.keywords import NEWTON_SCHULZ_STEPS
-from rl_megatron.learner.model.experts import FusedExperts, TogetherExperts
+from rl_megatron.learner.model.experts import BatchedExperts, FusedExperts
 from rl_megatron.learner.parameters import by_decay
 
 _CUT_BY: Mapping[str, int | None] = {  # modules; TransformerEngine also marks weights as cut that are whole
@@ -116,7 +116,7 @@ def find_matrices(chunk: Any) -> Iterator[tuple[Tensor, Matrices | None]]:
 
 
 def _matrices_of(path: str, name: str, module: Any, parameter: Tensor, config: Any) -> Matrices | None:
-    if isinstance(module, TogetherExperts):
+    if isinstance(module, BatchedExperts):
         return (_FUSED if isinstance(module, FusedExperts) else _STACKED).get(name)
     if parameter.dim() != 2 or "bias" in name:
         return None

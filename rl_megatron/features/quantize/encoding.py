@@ -80,7 +80,7 @@ BLOCKS: Mapping[str, Blocks] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledLayout(Layout):
-    """A layout by `with_scales`: that of ``base``, and for each row with quantized weights one of their scales.
+    """A layout by `add_scale_rows`: that of ``base``, and for each row with quantized weights one of their scales.
 
     A rank has a tensor of a weight's scales if it holds a box of it, under the Hugging Face name, of the whole
     `Blocks.grid`. Of these it is the holder of those blocks that begin in its boxes.
@@ -166,7 +166,7 @@ class ScaledLayout(Layout):
         return iter(())
 
 
-def with_scales(layout: Layout, hf: Layout, blocks: Blocks) -> ScaledLayout:
+def add_scale_rows(layout: Layout, hf: Layout, blocks: Blocks) -> ScaledLayout:
     """The layout of quantized weights and their scales, of which ``hf`` is the checkpoint's.
 
     Raises ConfigError for a model that has no such format.
@@ -243,7 +243,7 @@ class Quantization(Encoding):
 
     @override
     def layout(self, layout: Layout, hf: Layout) -> Layout:
-        return with_scales(layout, hf, self.blocks)
+        return add_scale_rows(layout, hf, self.blocks)
 
     @override
     def write(self, name: str, values: Tensor, held: Mapping[str, Tensor]) -> tuple[float, float] | None:
@@ -287,7 +287,7 @@ def block_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     ranks = engine_layout(config, shape) if blocks is not None else None
     if not config.rollout.served or blocks is None or blocks.columns is None or ranks is None:
         return
-    scaled = with_scales(ranks, hf_layout(shape), blocks)
+    scaled = add_scale_rows(ranks, hf_layout(shape), blocks)
     found: dict[str, str] = {}
     for spec in scaled.of_weights.values():
         for slices in ranks.chunks(spec):

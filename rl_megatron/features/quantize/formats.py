@@ -38,7 +38,7 @@ _BAND = 2**24  # elements that are widened at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class EngineFormat:
     """One format. ``scales`` makes blocks' scales of their largest absolute values; ``round`` makes numbers."""
 
     blocks: Blocks
@@ -79,13 +79,13 @@ class Format:
         shape = tuple(values.shape)
         maxima = self.maxima(values, (0, 0), shape)
         if not bool(maxima.isfinite().all()):
-            raise not_finite(name)
+            raise non_finite_error(name)
         scales.copy_(self.scales(maxima))
         self.fill(weight, values, scales, (0, 0), shape)
         return self.change(weight, values, scales, (0, 0), shape)
 
 
-def not_finite(name: str) -> SyncError:
+def non_finite_error(name: str) -> SyncError:
     """The refusal of a tensor."""
     return SyncError(f"{name} has values that are NaN or infinite: the learner's weights are broken")
 
@@ -97,13 +97,13 @@ def _bands(values: Tensor) -> Iterator[tuple[int, int]]:
         yield low, min(low + step, len(values))
 
 
-FORMATS: Mapping[str, Format] = {
-    "fp8": Format(
+FORMATS: Mapping[str, EngineFormat] = {
+    "fp8": EngineFormat(
         blocks=BLOCKS["fp8"],
         scales=lambda maxima: powers_of_two(scales_to(LARGEST_FP8, maxima)),
         round=to_float8,
     ),
-    "int8": Format(blocks=BLOCKS["int8"], scales=partial(scales_to, LARGEST_INT8), round=to_int8),
+    "int8": EngineFormat(blocks=BLOCKS["int8"], scales=partial(scales_to, LARGEST_INT8), round=to_int8),
 }
 """By rollout.server.quantization, where that is not none."""
 
@@ -118,7 +118,7 @@ class Quantizer(Encoder):
     Refers to the tensors' storage: change them in place.
     """
 
-    def __init__(self, form: Format, layout: ScaledLayout, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, form: EngineFormat, layout: ScaledLayout, rank: int, tensors: Mapping[str, Tensor]) -> None:
         self._form, self._layout = form, layout
         self._boxes: defaultdict[str, dict[str, list[tuple[Box, Box]]]] = defaultdict(lambda: defaultdict(list))
         self._values = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -151,7 +151,7 @@ class Quantizer(Encoder):
         if self._layout.dims.world_size > 1:
             self._share(reduce)
         if not bool(self._flat.isfinite().all()):
-            raise not_finite(next(name for name, grid in self._grids.items() if not bool(grid.isfinite().all())))
+            raise non_finite_error(next(name for name, grid in self._grids.items() if not bool(grid.isfinite().all())))
         self._flat.copy_(self._form.scales(self._flat))
 
     @override

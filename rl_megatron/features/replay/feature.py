@@ -16,8 +16,8 @@ from rl_megatron.section import Section
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.algorithm import AlgorithmSection
-    from rl_megatron.interfaces import Roles
-    from rl_megatron.training.scores import Measured
+    from rl_megatron.interfaces import RunComponents
+    from rl_megatron.training.scores import ScoredSamples
     from rl_megatron.types import Want
 
 Replay: TypeAlias = Literal["off", "r2", "r3"]
@@ -46,7 +46,7 @@ def _wants(config: RunConfig) -> frozenset[Want]:
     return frozenset({"logprobs", "routes"}) if of_algorithm(config.algorithm) == "r2" else frozenset()
 
 
-def make_hooks(config: RunConfig, roles: Roles) -> Replayed | None:
+def make_hooks(config: RunConfig, roles: RunComponents) -> Replayed | None:
     """None where nothing is replayed, or what the engine chose, which samples have already (r3)."""
     return Replayed() if of_algorithm(config.algorithm) == "r2" else None
 
@@ -55,7 +55,7 @@ class Replayed(StepHooks):
     """Has the passes of an update replay what the learner's own pass over the old policy chose (r2)."""
 
     @override
-    def scored(self, found: Measured) -> Measured:
+    def scored(self, found: ScoredSamples) -> ScoredSamples:
         samples = found.samples
         return replace(found, samples=replace(samples, extra={**samples.extra, "routes": found.policy["routes"]}))
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 from rl_megatron.data.samples import dense_column
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.feature import Built, LearnerHooks
-from rl_megatron.learner.packed import PackedMicroBatch, own_tokens
+from rl_megatron.learner.packed import PackedMicroBatch, local_tokens
 from rl_megatron.types import Metric, Samples, Want
 
 _ROUTES = "routes"
@@ -114,7 +114,7 @@ class Routing(LearnerHooks):
             yield
             return
         self._replayed = True
-        own = own_tokens(len(routes))
+        own = local_tokens(len(routes))
         mine, real = routes[own].to(torch.int64), micro_batch.attention.real[own]
         for number, router in self._routers[chunk]:
             router.learns, router.real = torch.is_grad_enabled(), real
@@ -139,7 +139,7 @@ class Routing(LearnerHooks):
         if (routes := self._recorded.get(micro_batch.source)) is None:  # its first chunk here
             routes = torch.zeros((len(micro_batch.source), *self._size), dtype=self._dtype, device=self._device)
             self._recorded[micro_batch.source] = routes
-        own = routes[own_tokens(len(routes))]
+        own = routes[local_tokens(len(routes))]
         for column, router in self._routers[chunk]:
             own[:, column] = router.get_recorded_indices().to(routes.dtype)
 

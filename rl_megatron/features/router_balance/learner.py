@@ -38,7 +38,7 @@ from typing_extensions import override
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.feature import Built, LearnerHooks
 from rl_megatron.features.router_balance.feature import BalanceKeys, of_router
-from rl_megatron.learner.packed import PackedMicroBatch, own_tokens
+from rl_megatron.learner.packed import PackedMicroBatch, local_tokens
 from rl_megatron.types import Metric
 
 
@@ -135,7 +135,7 @@ class Balance(LearnerHooks):
     @contextlib.contextmanager
     def around_forward(self, chunk: Any, micro_batch: PackedMicroBatch, num_tokens: int) -> Iterator[None]:
         """Adds the losses of ``chunk`` to those of the forward pass within."""
-        own, device = own_tokens(len(micro_batch.segment_ids)), micro_batch.segment_ids.device
+        own, device = local_tokens(len(micro_batch.segment_ids)), micro_batch.segment_ids.device
         tokens = _Tokens(
             trained=micro_batch.columns["mask"][own].to(device),
             segment_ids=micro_batch.segment_ids[own],

@@ -15,18 +15,18 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.data.samples import dense_column, without_columns
 from rl_megatron.feature import Ask, StepHooks
 from rl_megatron.features.router_study.feature import alone, of_train
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Row
-from rl_megatron.training.scores import LOGPROBS, Measured
+from rl_megatron.training.scores import LOGPROBS, ScoredSamples
 from rl_megatron.types import Samples
 
 RATIO_BAND = 0.2
 """Half the width of the band around 1 that a token's importance ratio leaves: PPO's clip range."""
-MOST_COUNTED = 65_536
+MAX_COUNTED_POSITIONS = 65_536
 """Sampled tokens of a batch whose routes are compared; of more, evenly spaced ones."""
 
 
-def make_hooks(config: RunConfig, roles: Roles) -> RouteFlips | None:
+def make_hooks(config: RunConfig, roles: RunComponents) -> RouteFlips | None:
     """The counts of a run's steps; None without ``train.route_flips``."""
     return RouteFlips(alone=alone(config)) if of_train(config.train) else None
 
@@ -49,13 +49,13 @@ class RouteFlips(StepHooks):
         return without_columns(samples, ["routes"])
 
     @override
-    def described(self, found: Measured) -> Row:
+    def described(self, found: ScoredSamples) -> Row:
         if self._engine is None:
             return {}
         return engine_flips(self._engine, found.policy["routes"], found.samples.mask)
 
     @override
-    async def trained(self, found: Measured, ask: Ask) -> Row:
+    async def trained(self, found: ScoredSamples, ask: Ask) -> Row:
         """Takes one more pass."""
         samples, replayed = found.samples, dense_column(found.samples.extra, "routes")
         new = await ask(LOGPROBS if replayed is not None else LOGPROBS | {"routes"})
@@ -102,7 +102,7 @@ def update_flips(before: Tensor, after: Tensor, log_ratio: Tensor, mask: Tensor)
 def _counted(mask: Tensor) -> Tensor:
     """Positions of sampled tokens, [n], or so many of them as are counted."""
     sampled = mask.nonzero().view(-1)
-    return sampled[:: -(-len(sampled) // MOST_COUNTED) or 1]
+    return sampled[:: -(-len(sampled) // MAX_COUNTED_POSITIONS) or 1]
 
 
 def _shares(name: str, other: Tensor) -> Row:

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.feature import Compression
-from rl_megatron.weights.routes.ends import Parcel
+from rl_megatron.weights.routes.ends import BoundBucket
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -46,7 +46,7 @@ class Changes(Compression):
         return self._same[peer]
 
     @override
-    def pack(self, parcel: Parcel) -> Tensor | None:
+    def pack(self, parcel: BoundBucket) -> Tensor | None:
         bits = _BITS[parcel.bucket.dtype.itemsize]
         now = parcel.payload.view(bits)
         places = None
@@ -59,12 +59,12 @@ class Changes(Compression):
         low = (places % _BLOCK).to(torch.int32).to(torch.uint16)
         return torch.cat([_flat_bytes(piece) for piece in (parcel.trailer, counts, now[places], low)])
 
-    def _keep(self, parcel: Parcel) -> None:
+    def _keep(self, parcel: BoundBucket) -> None:
         base = self._base.get(id(parcel))
         self._base[id(parcel)] = parcel.payload.clone() if base is None else base.copy_(parcel.payload)
 
     @override
-    def unpack(self, frame: Tensor, parcel: Parcel) -> None:
+    def unpack(self, frame: Tensor, parcel: BoundBucket) -> None:
         """Change a copy of what is held here."""
         torch._foreach_copy_(parcel.views, parcel.tensors)
         size, blocks, trailer = parcel.bucket.dtype.itemsize, _blocks(parcel), parcel.trailer.nbytes
@@ -82,11 +82,11 @@ def compression(config: RunConfig) -> Compression | None:
     return Changes() if config.weights.delta else None
 
 
-def _blocks(parcel: Parcel) -> int:
+def _blocks(parcel: BoundBucket) -> int:
     return -(-(parcel.bucket.num_bytes // parcel.bucket.dtype.itemsize) // _BLOCK)
 
 
-def _frame_bytes(parcel: Parcel, changed: int) -> int:
+def _frame_bytes(parcel: BoundBucket, changed: int) -> int:
     """Trailer, changes of each block of places, changed elements, low half of their places."""
     return parcel.trailer.nbytes + 4 * _blocks(parcel) + changed * (parcel.bucket.dtype.itemsize + 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.sections.teachers import ANOTHER_FIELD, TeacherSection, teacher_role
+from rl_megatron.config.sections.teachers import OTHER_COMPLETION_FIELD, TeacherSection, teacher_role
 from rl_megatron.feature import Feature, RoleModel
 from rl_megatron.rules import UNSET, CheckFunction, Excludes, Needs, Not, On, ReadIf
 
@@ -27,7 +27,7 @@ def _roles(c: RunConfig) -> dict[str, RoleModel]:
 
 def _problems(c: RunConfig) -> Iterator[str]:
     """Teachers that judge no source, or several the same one, and prompts of their own that they cannot read."""
-    from rl_megatron.config.beside import with_own_prompt  # which sections import, and they this
+    from rl_megatron.config.beside import teachers_with_prompt  # which sections import, and they this
 
     kl, key = c.algorithm.kl, "algorithm.kl.teachers"
     if not kl.teachers:
@@ -46,13 +46,13 @@ def _problems(c: RunConfig) -> Iterator[str]:
                 f"{key}: {', '.join(of)} judge the same prompts, and estimator={kl.estimator} of several is no "
                 "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
             )
-    for name, one in with_own_prompt(c).items():
+    for name, one in teachers_with_prompt(c).items():
         yield from _of_own_prompt(c, name, one)
 
 
 def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str]:
     """A line for each reason why a teacher cannot read what is sampled behind a prompt of its own."""
-    from rl_megatron.config.beside import longest_read
+    from rl_megatron.config.beside import longest_scored_row
 
     key = f"algorithm.kl.teachers.{name}"
     for led, section in c.training_environments.items():
@@ -65,11 +65,12 @@ def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str
             )
     if one.reads_another and c.rollout.group_size == 1:
         yield (
-            f"{key}.prompt has {{{ANOTHER_FIELD}}} with rollout.group_size=1: no group has another completion; raise "
+            f"{key}.prompt has {{{OTHER_COMPLETION_FIELD}}} with rollout.group_size=1: no group has another "
+            "completion; raise "
             "group_size, or leave it out"
         )
     role, most = teacher_role(name), c.learner.max_tokens_per_micro_batch
-    named, longest = longest_read(c, role)
+    named, longest = longest_scored_row(c, role)
     if one.server is None and longest > most:
         yield (
             f"learner.max_tokens_per_micro_batch={most} is less than the longest sequence that {role} reads, ({named}) "

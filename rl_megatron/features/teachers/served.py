@@ -17,7 +17,7 @@ from typing_extensions import override
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import TeacherSection, teacher_role
 from rl_megatron.engines.adapter import Sampling
-from rl_megatron.engines.answers import Judged
+from rl_megatron.engines.answers import TopLogprobs
 from rl_megatron.engines.http import Server, Unauthorized
 from rl_megatron.errors import EngineError
 from rl_megatron.http.client import TryAgain, retried
@@ -31,7 +31,7 @@ _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 
 
 @dataclass(slots=True, kw_only=True)
-class Teacher(FrozenModel):
+class ServedTeacher(FrozenModel):
     """A teacher at a server.
 
     It names ``top`` tokens at a place; all of ``vocab_size``, the policy's, where it has no more. Each attempt has a
@@ -51,7 +51,7 @@ class Teacher(FrozenModel):
         self._token = None if file is None else TokenFile(file=file, key=key)
         self._slots = asyncio.Semaphore(_CONCURRENCY)
 
-    async def judge(self, text: Sequence[int], top: int) -> Judged:
+    async def judge(self, text: Sequence[int], top: int) -> TopLogprobs:
         """What it says of the text, with its ``top`` most probable tokens at each place. Raises EngineError."""
         given = f"algorithm.kl.teachers.{self.name}"
         try:
@@ -59,7 +59,7 @@ class Teacher(FrozenModel):
         except (TryAgain, EngineError) as error:
             raise EngineError(f"{given}: {error}") from error
 
-    async def _attempt(self, text: Sequence[int], top: int) -> Judged:
+    async def _attempt(self, text: Sequence[int], top: int) -> TopLogprobs:
         url, limit = self.section.server, self.section.timeout_seconds
         assert url is not None, "a teacher that ranks hold is none of these"
         async with self._slots:
@@ -133,12 +133,12 @@ def _in_micro_batches(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Score
 
 async def served_teachers(
     config: RunConfig, shape: ModelShape, adapter_of: Callable[[str], Sampling], tell: Callable[[str], None]
-) -> dict[str, Teacher]:
+) -> dict[str, ServedTeacher]:
     """The configuration's teachers behind servers, by their roles, each tried once. Raises EngineError, and ConfigError
     as they do."""
     kl = config.algorithm.kl
     teachers = {
-        teacher_role(name): Teacher(
+        teacher_role(name): ServedTeacher(
             name=name, section=one, adapter=adapter_of(one.engine), top=kl.top_k, vocab_size=shape.vocab_size
         )
         for name, one in kl.teachers.items()

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.config.beside import longest_read, with_own_prompt
+from rl_megatron.config.beside import longest_scored_row, teachers_with_prompt
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.teachers import ANOTHER, teacher_role
-from rl_megatron.data.samples import join_rows, rows_of
+from rl_megatron.config.sections.teachers import OTHER_COMPLETION_TOKEN, teacher_role
+from rl_megatron.data.samples import gather_rows, join_rows
 from rl_megatron.feature import Judge, Judges, StepHooks
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.types import Prompt, RolloutGroup, Samples, Trajectory, Want
 
 
-def make_hooks(config: RunConfig, roles: Roles) -> Teachers | None:
+def make_hooks(config: RunConfig, roles: RunComponents) -> Teachers | None:
     """What a run's teachers say of its batches; None without ``algorithm.kl.teachers``."""
     return Teachers(config, frozenset(roles.models)) if config.algorithm.kl.teachers else None
 
@@ -40,29 +40,28 @@ class Teachers(StepHooks):
     @override
     def judges(self, samples: Samples, groups: Sequence[RolloutGroup]) -> Judges:
         known = [group.prompt.source for group in groups for one in group.trajectories for _ in one.chains]
-        own, itself = with_own_prompt(self.config), "reference" if self.config.taught_by_average else "policy"
+        own, itself = teachers_with_prompt(self.config), "reference" if self.config.taught_by_average else "policy"
         right, asked, weights = self.config.eval.success_reward, list[Judge](), dict[str, float]()
         for name, one in self.config.algorithm.kl.teachers.items():
             sources, role = np.array(known), teacher_role(name)
             part = np.flatnonzero(np.isin(sources, one.sources)) if one.sources else np.arange(samples.num_sequences)
             if len(part):
                 weights[role] = one.weight
-                read = read_by_teacher(groups, name, part, success_reward=right) if name in own else None
-                longest = longest_read(self.config, role)[1]
+                read = teacher_samples(groups, name, part, success_reward=right) if name in own else None
+                longest = longest_scored_row(self.config, role)[1]
                 model = role if role in self.models else itself
                 asked.append(Judge(role=role, model=model, part=part, read=read, longest=longest))
-        return Judges(asked=asked, columns=partial(one_reference, asked, weights, samples=samples))
+        return Judges(asked=asked, columns=partial(merge_teacher_logprobs, asked, weights, samples=samples))
 
 
-def read_by_teacher(
+def teacher_samples(
     groups: Sequence[RolloutGroup], name: str, part: NDArray[np.int64], *, success_reward: float
 ) -> Samples:
     """The rows ``part`` of `to_samples`, what was sampled behind the prompt that the teacher ``name`` reads in place of
     the policy's. Their log-probs are 0. Each has one turn.
 
-    Where that prompt has ``ANOTHER``, it is the best completion of the group but the row's own, without its end token;
-    if that has a reward below ``success_reward``, the row is behind the policy's own prompt.
-    """
+    Where that prompt has ``OTHER_COMPLETION_TOKEN``, it is the best completion of the group but the row's own, without
+    its end token; if that has a reward below ``success_reward``, the row is behind the policy's own prompt."""
     ranked = [(group, nlargest(2, group.trajectories, key=lambda one: one.reward)) for group in groups]
     rows = [(of.prompt, best, one, row) for of, best in ranked for one in of.trajectories for row in one.chains]
     chosen = [rows[number] for number in part.tolist()]
@@ -79,18 +78,18 @@ def _before(
     """The tokens before what was sampled, as the teacher ``name`` reads them. One of the ``two_best`` trajectories of
     the group is another than ``own``, if it has several."""
     read = prompt.read_by[name]
-    if ANOTHER not in read:
+    if OTHER_COMPLETION_TOKEN not in read:
         return read
     best = next((one for one in two_best if one is not own), None)
     if best is None or best.reward < success_reward:
         return prompt.token_ids
-    (row,), at = best.chains, read.index(ANOTHER)
+    (row,), at = best.chains, read.index(OTHER_COMPLETION_TOKEN)
     ended = row.turns[-1].finish_reason == "stop"
     shown = row.token_ids[row.turns[0].start : len(row.token_ids) - ended].tolist()
     return [*read[:at], *shown, *read[at + 1 :]]
 
 
-def one_reference(
+def merge_teacher_logprobs(
     judges: Sequence[Judge],
     weights: Mapping[str, float],
     found: Mapping[tuple[str, Want], Tensor],
@@ -108,7 +107,7 @@ def one_reference(
         column = found[one.role, what]
         if one.read is None:
             return column
-        places, _ = rows_of(samples.cu_seqlens, torch.from_numpy(one.part))
+        places, _ = gather_rows(samples.cu_seqlens, torch.from_numpy(one.part))
         out = column.new_zeros((len(samples.targets), *column.shape[1:]))
         out[places[samples.mask[places]]] = column[one.read.mask]  # [N', ...] of the tokens that the policy sampled
         return out

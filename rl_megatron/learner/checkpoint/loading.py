@@ -22,15 +22,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.learner.checkpoint.state import COMMON, inner, is_left_out, key_of, sharded_state, weights
+from rl_megatron.learner.checkpoint.state import COMMON, inner, is_excluded, key_of, sharded_state, weights
 from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
-from rl_megatron.learner.parameters import adapters_of, add_missing, is_adapter, own_settings
+from rl_megatron.learner.parameters import adapters_of, add_missing, is_adapter, keep_group_settings
 from rl_megatron.weights.bytes.bits import all_numbers
 
 _PROBE_BYTES = 4 << 20
 
 
-def why_not_written(folder: Path, error: BaseException) -> str | None:
+def write_error_reason(folder: Path, error: BaseException) -> str | None:
     """The file system's error behind a failed save. torch's zip writer hides it, so a small file is written to see."""
     for one in _causes(error):
         if isinstance(one, OSError) and one.strerror:
@@ -50,7 +50,7 @@ def _causes(error: BaseException) -> list[BaseException]:
     return [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
 
 
-def told(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the first cause's message; torch appends stacks to it."""
     return (str(next(iter(_causes(error)), "another rank failed")).strip().splitlines() or [type(error).__name__])[0]
 
@@ -70,10 +70,10 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
     state = _read(wanted, folder, "this layout")  # at once: all layers must be asked for, and each chunk has some
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}", adapters=False, without=without)
+            _fill(chunk, _chunk_state(state, i, chunks), f"{folder}, chunk {i}", adapters=False, without=without)
             model = inner(chunk)
             for name, parameter in model.named_parameters():
-                if not is_left_out(name, without) and not is_adapter(model, name) and not all_numbers(parameter):
+                if not is_excluded(name, without) and not is_adapter(model, name) and not all_numbers(parameter):
                     raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
 
 
@@ -89,14 +89,16 @@ def load(
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
             adapters = adapters_of(inner(chunk)) is not None  # of which a chunk may have none
-            _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}", adapters=adapters)
-        with own_settings(optimizer):
-            optimizer.load_state_dict(_in_groups(_in_links(state["optimizer"], optimizer, folder), optimizer))
+            _fill(chunk, _chunk_state(state, i, chunks), f"{folder}, chunk {i}", adapters=adapters)
+        with keep_group_settings(optimizer):
+            optimizer.load_state_dict(
+                _in_groups(_per_chained_optimizer(state["optimizer"], optimizer, folder), optimizer)
+            )
     copy_to_host(optimizer)
     return state
 
 
-def _of_chunk(state: dict[str, Any], index: int, chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+def _chunk_state(state: dict[str, Any], index: int, chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """Megatron leaves out a chunk without tensors: the draft layer's, on stages before the last."""
     found: dict[str, Any] = state.get(key_of(index, len(chunks)), {})
     return found
@@ -107,7 +109,7 @@ def _fill(chunk: Any, state: dict[str, Any], where: str, *, adapters: bool, with
     that the other lacks."""
     model = inner(chunk)
     keys = model.load_state_dict(state, strict=False)
-    missing = [n for n in keys.missing_keys if not is_left_out(n, without) and is_adapter(model, n) == adapters]
+    missing = [n for n in keys.missing_keys if not is_excluded(n, without) and is_adapter(model, n) == adapters]
     if missing or keys.unexpected_keys:
         raise CheckpointError(
             f"{where} does not fit the model: the checkpoint lacks {missing[:_NAMED]}, and the model lacks "
@@ -115,7 +117,7 @@ def _fill(chunk: Any, state: dict[str, Any], where: str, *, adapters: bool, with
         )
 
 
-def _in_links(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path) -> dict[Any, Any]:
+def _per_chained_optimizer(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path) -> dict[Any, Any]:
     """``saved`` with a state for each of the chained optimizers.
 
     Older versions' checkpoints of ``learner.ep=1`` have one for all parameters: its settings and count of steps are
@@ -154,7 +156,7 @@ def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
     except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{folder}: megatron cannot load these shards into {into}: {told(error)[:1000]}"
+            f"{folder}: megatron cannot load these shards into {into}: {first_line(error)[:1000]}"
         ) from error
     return state
 

@@ -45,13 +45,13 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from rl_megatron.digests import Digest, Written, digests
+from rl_megatron.digests import Digest, SaveDigests, digests
 from rl_megatron.errors import CheckpointError
-from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON, told, why_not_written
+from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON, first_line, write_error_reason
 from rl_megatron.learner.checkpoint.state import (
     COMMON,
     METADATA,
-    Gathered,
+    GatheredState,
     Live,
     Values,
     common_state,
@@ -61,17 +61,17 @@ from rl_megatron.learner.checkpoint.state import (
 )
 from rl_megatron.learner.optimizer import inner_optimizers
 from rl_megatron.observability import activity
-from rl_megatron.weights.bytes.parked import Staged
+from rl_megatron.weights.bytes.parked import StagingPool
 
 
 @dataclass(slots=True, kw_only=True)
-class Begun:
+class StartedSave:
     """A save whose shards are known: megatron's ``writer`` of this rank's and, on rank 0, the ``common`` state to write
     beside them. ``finalize`` writes what says where each is, in this order, after all ranks' shards."""
 
     writer: Any
     finalize: Sequence[Callable[[], None]]
-    gathered: Gathered
+    gathered: GatheredState
     common: dict[str, Any] | None = None  # None: it is written already
 
 
@@ -79,7 +79,7 @@ class Begun:
 class _Place:
     """The place of an item's values: in one of the tensors of a save, from that one's first element on."""
 
-    made: bool  # one of `Gathered.tensors`, else of the plan's
+    made: bool  # one of `GatheredState.tensors`, else of the plan's
     number: int
     offset: int
     size: torch.Size
@@ -96,13 +96,13 @@ class ShardPlan:
 
     name: str  # of the file
     items: Sequence[tuple[WriteItem, _Place]]
-    live: Sequence[Tensor]  # what the model and not `Gathered` holds
+    live: Sequence[Tensor]  # what the model and not `GatheredState` holds
     strategy: Any
     described: tuple[Any, Any]  # the metadata of all ranks' shards, on rank 0, and megatron's wrapper of its group
     standing: Sequence[tuple[object, ...]]
     kept: Sequence[Tensor]  # those of ``standing``: so nobody else gets their ids
 
-    def again(self, folder: Path, optimizer: MegatronOptimizer, values: Values, gathered: Gathered) -> Begun:
+    def again(self, folder: Path, optimizer: MegatronOptimizer, values: Values, gathered: GatheredState) -> StartedSave:
         """Begin a save into ``folder``, whose ``common`` rank 0 alone has: others' may lack parts of the optimizer."""
         common = common_state(optimizer, values, gathered)  # which all ranks gather
         held = [values(tensor) for tensor in self.live]
@@ -113,7 +113,7 @@ class ShardPlan:
         writer.results_queue = SimpleQueue() if items else None
         request = self.strategy._get_save_and_finalize_callbacks(writer, (writer, *self.described))
         finalize = [*request.finalize_fns, partial(self._say_format, folder)]
-        return Begun(
+        return StartedSave(
             writer=writer, finalize=finalize, gathered=gathered, common=common if dist.get_rank() == 0 else None
         )
 
@@ -124,7 +124,7 @@ class ShardPlan:
 
 
 @dataclass(slots=True)
-class Kept:
+class CachedPlan:
     """The plan of a learner's saves, once one was made."""
 
     plan: ShardPlan | None = None
@@ -143,7 +143,7 @@ class Kept:
             self.plan = None
         return self.plan
 
-    def learn(self, optimizer: MegatronOptimizer, strategy: Any, begun: Begun, live: Sequence[Live]) -> None:
+    def learn(self, optimizer: MegatronOptimizer, strategy: Any, begun: StartedSave, live: Sequence[Live]) -> None:
         """Make a plan of a save that ``strategy`` planned after `agreed` found none. There is none where items are
         objects, which may change (megatron-core 0.19 has one on some rank), or where the optimizer is not distributed.
         """
@@ -182,7 +182,9 @@ def _standing(
     return found, [*tensors, *beside]
 
 
-def _places(items: Sequence[tuple[WriteItem, Any]], live: Sequence[Live], gathered: Gathered) -> list[_Place] | None:
+def _places(
+    items: Sequence[tuple[WriteItem, Any]], live: Sequence[Live], gathered: GatheredState
+) -> list[_Place] | None:
     """The place of each item; None if one is no tensor, or in no memory that is known."""
     starts = sorted((held.data_ptr(), number) for number, (_, held) in enumerate(live))
     places = []
@@ -240,7 +242,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, described, *others)
 
 
-def _keep(writer: Any, plan: SavePlan, planner: SavePlanner) -> None:
+def _prepare_without_copy(writer: Any, plan: SavePlan, planner: SavePlanner) -> None:
     """Replaces ``FileSystemWriterAsync.prepare_write_data``, which clones views of the host's memory."""
     name = f"{plan.storage_data.prefix}0{_SHARDS}"
     items = [(item, planner.resolve_data(item)) for item in plan.items]
@@ -251,7 +253,7 @@ def _keep(writer: Any, plan: SavePlan, planner: SavePlanner) -> None:
 @contextlib.contextmanager
 def _keeping() -> Iterator[None]:
     before = FileSystemWriterAsync.prepare_write_data
-    FileSystemWriterAsync.prepare_write_data = _keep
+    FileSystemWriterAsync.prepare_write_data = _prepare_without_copy
     try:
         yield
     finally:
@@ -262,9 +264,9 @@ def save_shards(
     folder: Path,
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
-    kept: Kept,
+    kept: CachedPlan,
     values: Values,
-    staged: Staged | None,
+    staged: StagingPool | None,
     more: Mapping[str, Any] | None = None,
 ) -> ShardSave:
     """Save this rank's shards, and those of ``more``, into the existing ``folder``, by the plan that was ``kept`` of a
@@ -275,7 +277,7 @@ def save_shards(
     """
     if staged is not None:
         staged.begin()
-    gathered = Gathered(staged)
+    gathered = GatheredState(staged)
     plan = kept.agreed(chunks, optimizer, more)
     if plan is not None:
         with explained(folder):
@@ -293,11 +295,11 @@ def _begin(
     folder: Path,
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
-    kept: Kept,
+    kept: CachedPlan,
     values: Values,
-    gathered: Gathered,
+    gathered: GatheredState,
     more: Mapping[str, Any] | None,
-) -> Begun:
+) -> StartedSave:
     """Have megatron plan a save, and keep the plan."""
     strategy, live = _Strategy(), list[Live]()
     with explained(folder), _keeping():
@@ -309,7 +311,7 @@ def _begin(
             content_metadata=dict(METADATA),
             **_BUILT_IN,
         )
-    begun = Begun(writer=strategy.writer, finalize=request.finalize_fns, gathered=gathered)
+    begun = StartedSave(writer=strategy.writer, finalize=request.finalize_fns, gathered=gathered)
     kept.learn(optimizer, strategy, begun, live)
     return begun
 
@@ -319,7 +321,7 @@ class ShardSave:
 
     _latest: threading.Event | None = None  # set once this process's last save has gathered: all ranks' in one order
 
-    def __init__(self, folder: Path, begun: Begun, *, waits: bool) -> None:
+    def __init__(self, folder: Path, begun: StartedSave, *, waits: bool) -> None:
         self._folder, self._begun, self._writer = folder, begun, begun.writer
         self._files: dict[str, Digest] = {}
         self._error: Exception | None = None
@@ -346,7 +348,7 @@ class ShardSave:
                 seen = self._done
                 activity.part("shards are written")
 
-    def durable(self) -> Written:
+    def durable(self) -> SaveDigests:
         """Wait until the shards of all ranks are written, and write what says where each is. Every rank calls it.
 
         The others wait in a collective for the slowest, within its time limit: `wait` on every rank has none. Raises
@@ -359,7 +361,7 @@ class ShardSave:
             if self._error is not None:  # of a rank without shards, of which megatron does not know
                 raise self._error
             others = () if dist.get_rank() else sorted(p.name for p in self._folder.iterdir() if p.suffix != _SHARDS)
-            return Written(files=self._files | digests(self._folder, others), seconds=self._seconds)
+            return SaveDigests(files=self._files | digests(self._folder, others), seconds=self._seconds)
 
     def _write_after(self, before: threading.Event | None) -> None:
         """Gather once the save before has: not once it is written, as peers wait for this rank's part, with a limit."""
@@ -395,7 +397,7 @@ class ShardSave:
 
     def _write_one(self, file: Any, name: str, item: WriteItem, data: Any) -> Any:
         self._done += 1
-        alone = data if item.type == WriteItemType.BYTE_IO else _alone(data.detach().cpu())
+        alone = data if item.type == WriteItemType.BYTE_IO else _copy_storage(data.detach().cpu())
         return _write_item(self._writer.transforms, file, alone, item, name, SerializationFormat.TORCH_SAVE)
 
 
@@ -411,16 +413,16 @@ def explained(folder: Path, known: Exception | None = None) -> Iterator[None]:
 
 
 def _with_reason(folder: Path, error: BaseException) -> Exception:
-    why = why_not_written(folder, error)
+    why = write_error_reason(folder, error)
     if why is None:  # a peer knows
-        return RuntimeError(f"{folder} could not be written: {told(error)}")
+        return RuntimeError(f"{folder} could not be written: {first_line(error)}")
     return CheckpointError(
         f"{folder} cannot be written: {why}; free space or raise the quota, then --resume continues from the "
         "previous checkpoint"
     )
 
 
-def _copy(writer: Any, gathered: Gathered, staged: Staged) -> None:
+def _copy(writer: Any, gathered: GatheredState, staged: StagingPool) -> None:
     """Put copies in place of the tensors that training changes: all but those that ``gathered`` made."""
     for path, name, items in writer.write_buckets:
         live = [d.nbytes for i, d in items if _is_live(i, d, gathered)]
@@ -435,11 +437,11 @@ def _copy(writer: Any, gathered: Gathered, staged: Staged) -> None:
         writer.write_buckets = [(path, name, copied)]
 
 
-def _is_live(item: WriteItem, data: Any, gathered: Gathered) -> bool:
+def _is_live(item: WriteItem, data: Any, gathered: GatheredState) -> bool:
     return item.type != WriteItemType.BYTE_IO and gathered.number(data) is None
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _copy_storage(tensor: Tensor) -> Tensor:
     """``tensor``, of the host, in a storage with nothing else, which torch would write too. Contiguous ones share their
     memory with it, as long as ``tensor`` lives."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:

@@ -32,9 +32,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rl_megatron.errors import CheckpointError
-from rl_megatron.learner.optimizer import create_state, inner_optimizers, keeps_weights
+from rl_megatron.learner.optimizer import create_state, inner_optimizers, stores_master_weights
 from rl_megatron.learner.parameters import adapters_of, global_name, is_adapter, swapped
-from rl_megatron.weights.bytes.parked import Staged
+from rl_megatron.weights.bytes.parked import StagingPool
 from rl_megatron.weights.checkpoints.megatron import BESIDE
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 
@@ -52,10 +52,10 @@ class _Sent:
     buckets: tuple[int, ...]  # elements of each, which ranks share evenly
 
 
-class Gathered:
+class GatheredState:
     """States of one save. ``staged`` gives the memory of what is copied; without it memory is the save's own."""
 
-    def __init__(self, staged: Staged | None) -> None:
+    def __init__(self, staged: StagingPool | None) -> None:
         self._staged, self._sent = staged, list[_Sent]()
         self.tensors: list[Tensor] = []  # flat float32, each in a storage of its own; in the same order in each save
         self._own = dict[int, int]()  # the number of each of their storages
@@ -138,7 +138,7 @@ def sharded_state(
     optimizer: MegatronOptimizer,
     *,
     values: Values = lambda tensor: tensor,
-    gathered: Gathered | None = None,
+    gathered: GatheredState | None = None,
     live: list[Live] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def sharded_state(
     return state
 
 
-def common_state(optimizer: MegatronOptimizer, values: Values, gathered: Gathered) -> dict[str, Any]:
+def common_state(optimizer: MegatronOptimizer, values: Values, gathered: GatheredState) -> dict[str, Any]:
     """What of the state to save belongs to no shard, a copy; `gathered` collects the rest of the optimizer's.
 
     For optimizers all of whose parts are distributed.
@@ -186,7 +186,7 @@ def common_state(optimizer: MegatronOptimizer, values: Values, gathered: Gathere
     return copy.deepcopy({"optimizer": state, "content_metadata": dict(METADATA)})
 
 
-def _collect(gathered: Gathered, part: DistributedOptimizer, *_: Any) -> None:
+def _collect(gathered: GatheredState, part: DistributedOptimizer, *_: Any) -> None:
     gathered.collect(part)
 
 
@@ -196,7 +196,7 @@ def distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _collecting(optimizer: MegatronOptimizer, values: Values, gathered: Gathered | None) -> Iterator[None]:
+def _collecting(optimizer: MegatronOptimizer, values: Values, gathered: GatheredState | None) -> Iterator[None]:
     """Has a distributed optimizer's states be ``values``, which `gathered` collects."""
     parts = distributed_parts(optimizer)
     for part in parts:
@@ -215,7 +215,7 @@ def _collecting(optimizer: MegatronOptimizer, values: Values, gathered: Gathered
 
 
 def _values_of(values: Values, part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
-    if keeps_weights(part.optimizer):
+    if stores_master_weights(part.optimizer):
         group, order = part.model_param_group_index_map[parameter]
         state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
         held = {name: values(tensor).float() for name, tensor in state.items()}
@@ -234,10 +234,10 @@ def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
     """The parameters and buffers of a chunk's model, except adapters and names that begin with ``without``."""
     model = inner(chunk)
     found = model.sharded_state_dict(metadata=dict(METADATA)).items()
-    return {name: part for name, part in found if not is_left_out(name, without) and not is_adapter(model, name)}
+    return {name: part for name, part in found if not is_excluded(name, without) and not is_adapter(model, name)}
 
 
-def is_left_out(name: str, without: str | None) -> bool:
+def is_excluded(name: str, without: str | None) -> bool:
     """No checkpoint holds TransformerEngine's fp8 state: recipes here have no scales of earlier steps (`options.fp8`),
     and torch's layers have none."""
     return "_extra_state" in name or bool(without and name.startswith(without))
@@ -256,7 +256,7 @@ def inner(chunk: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Companions:
+class ExtraState:
     """Tensors under the global names, and in the shapes, of a model's parameters, for each of some names.
 
     ``values`` gives the tensor with the values of one that holds none now.
@@ -298,6 +298,6 @@ class Companions:
                 tensor.copy_(read if read.dtype == tensor.dtype else read.view(tensor.dtype))
 
 
-def holds_beside(folder: Path) -> bool:
+def has_extra_state(folder: Path) -> bool:
     """Whether a checkpoint holds tensors beside the model's. Raises CheckpointError if its index is torn."""
     return any(key.startswith(BESIDE) for key in read_index(folder)[0])

@@ -49,7 +49,7 @@ def device_of(config: TransformerConfig) -> torch.device:
     return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
 
-class CutAlongHeads(torch.nn.Module):
+class HeadShardedModule(torch.nn.Module):
     """Its own parameters are cut by TP along their first dimension; what its parts hold is whole on all ranks."""
 
     def sharded_state_dict(
@@ -61,7 +61,7 @@ class CutAlongHeads(torch.nn.Module):
         return out
 
 
-class PackedAttention(CutAlongHeads, MegatronModule):
+class PackedAttention(HeadShardedModule, MegatronModule):
     """Rotary embedding and causal attention over packed sequences with torch SDPA; GQA, TP (its share of heads), CP.
 
     One padded call attends sequences of similar length (packed.py), so the number of calls stays small.
@@ -176,11 +176,11 @@ class AllHeadsAttention(SelfAttention):
     def __init__(self, config: DecoderConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         size, eps, shape = config.kv_channels, config.layernorm_epsilon, config.shape
-        self.q_layernorm = AllHeadsNorm(config, size, eps, num_heads=shape.num_heads)
-        self.k_layernorm = AllHeadsNorm(config, size, eps, num_heads=shape.num_kv_heads)
+        self.q_layernorm = FullWidthNorm(config, size, eps, num_heads=shape.num_heads)
+        self.k_layernorm = FullWidthNorm(config, size, eps, num_heads=shape.num_kv_heads)
 
 
-class AllHeadsNorm(CutAlongHeads):
+class FullWidthNorm(HeadShardedModule):
     """The RMS norm of all heads of q or k at once (MiniMax-M2, OLMoE); ``weight`` [heads * d / tp] cut as heads."""
 
     def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:

@@ -32,8 +32,8 @@ from rl_megatron.learner.keywords import keywords
 from rl_megatron.learner.model.attention import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.delta import delta_net_spec
 from rl_megatron.learner.model.latent import (
-    HeldIndexer,
-    QueriesAsProjected,
+    FrozenIndexer,
+    UnnormalizedQueries,
     latent_attention_spec,
     megatron_latent_keywords,
 )
@@ -173,11 +173,11 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
         model.rotary_pos_emb.inv_freq = inverse_frequencies(
             shape.rope_theta, shape.rotary_dim, shape.rope, model.rotary_pos_emb.inv_freq.device
         )
-    prepare_chunk(model, fused=fused)
+    prepare_model_chunk(model, fused=fused)
     return model
 
 
-def prepare_chunk(model: torch.nn.Module, *, fused: bool) -> None:
+def prepare_model_chunk(model: torch.nn.Module, *, fused: bool) -> None:
     """Mark parameters as megatron's optimizer tells them apart, and make layers fast, unless they are ``fused`` ones of
     TransformerEngine."""
     _mark_tensor_parallel(model)
@@ -222,7 +222,7 @@ def _block_spec(
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         if shape.latent and shape.latent.query_rank is None:
             for layer_spec in block.layer_specs:
-                layer_spec.submodules.self_attention.module = QueriesAsProjected
+                layer_spec.submodules.self_attention.module = UnnormalizedQueries
         return block
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
@@ -235,13 +235,13 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def keep_buffers_float32(chunks: Sequence[torch.nn.Module]) -> None:
+def restore_float32_buffers(chunks: Sequence[torch.nn.Module]) -> None:
     """Restore float32 in buffers that keep it, which half precision converts. Call it before they are filled."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module._maintain_float32_expert_bias()
-            if isinstance(module, HeldIndexer):
+            if isinstance(module, FrozenIndexer):
                 module.keep_float32()
 
 

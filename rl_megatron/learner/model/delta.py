@@ -27,7 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.model.attention import CutAlongHeads, DecoderConfig, device_of
+from rl_megatron.learner.model.attention import DecoderConfig, HeadShardedModule, device_of
 from rl_megatron.learner.model.kernels import from_slots, into_slots, rms_norm
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams, Slots
@@ -100,7 +100,7 @@ def convolve(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
     return F.silu(out.index_select(0, chunks.place - chunks.gap))
 
 
-class CutParameter(CutAlongHeads):
+class CutParameter(HeadShardedModule):
     """``weight``, cut by TP along its first dimension."""
 
     def __init__(self, config: DecoderConfig, *size: int) -> None:

@@ -20,7 +20,7 @@ from rl_megatron.learner.model.kernels import expert_mlp
 _ALPHA = 1.702  # gate * sigmoid(alpha * gate)
 
 
-class TogetherExperts(MegatronModule):
+class BatchedExperts(MegatronModule):
     """This rank's experts in parameters whose first dimension they are. Replaces megatron's grouped MLP. It does not
     support expert tensor parallelism."""
 
@@ -49,7 +49,7 @@ class TogetherExperts(MegatronModule):
         return out
 
 
-class FusedExperts(TogetherExperts):
+class FusedExperts(BatchedExperts):
     """gpt-oss's ``n``: ``gate_up_proj`` [n, h, 2f], gate and up interleaved, ``down_proj`` [n, f, h], biases."""
 
     def __init__(self, num_local_experts: int, config: DecoderConfig, *, pg_collection: Any, **_: Any) -> None:
@@ -92,7 +92,7 @@ class FusedExperts(TogetherExperts):
         return (up + 1) * gate * torch.sigmoid(_ALPHA * gate)
 
 
-class StackedExperts(TogetherExperts):
+class StackedExperts(BatchedExperts):
     """Qwen3.5's ``n``: ``gate_up_proj`` [n, 2f, h], gate over up, and ``down_proj`` [n, h, f]."""
 
     def __init__(self, num_local_experts: int, config: DecoderConfig, *, pg_collection: Any, **_: Any) -> None:

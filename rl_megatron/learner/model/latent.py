@@ -41,7 +41,7 @@ class _Tensors(torch.nn.Module):
             self.register_buffer(name, torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
 
 
-class HeldIndexer(torch.nn.Module):
+class FrozenIndexer(torch.nn.Module):
     """Projections of queries, of keys, and of a weight for each head, and the keys' norm. Nothing computes with it."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape) -> None:
@@ -61,7 +61,7 @@ class HeldIndexer(torch.nn.Module):
         self.linear_weights_proj.float()
 
 
-class WholeLinear(torch.nn.Module):
+class ReplicatedLinear(torch.nn.Module):
     """``weight`` [out, in], replicated over TP: each rank uses it for its own tokens, and the gradients are summed."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
@@ -114,9 +114,9 @@ class LatentSelfAttention(MegatronModule):
         if m.query_rank is None:
             self.linear_q_proj = ColumnParallelLinear(shape.hidden_size, heads * head, **cut)
         else:
-            self.linear_q_down_proj = WholeLinear(shape.hidden_size, m.query_rank, config=config)
+            self.linear_q_down_proj = ReplicatedLinear(shape.hidden_size, m.query_rank, config=config)
             self.linear_q_up_proj = LatentUpLinear(m.query_rank, heads * head, **cut)
-        self.linear_kv_down_proj = WholeLinear(shape.hidden_size, m.kv_rank + m.rope_dim, config=config)
+        self.linear_kv_down_proj = ReplicatedLinear(shape.hidden_size, m.kv_rank + m.rope_dim, config=config)
         self.linear_kv_up_proj = LatentUpLinear(m.kv_rank, heads * (m.nope_dim + m.value_dim), **cut)
         self.core_attention = PackedAttention(
             config,
@@ -125,7 +125,7 @@ class LatentSelfAttention(MegatronModule):
             pg_collection=pg_collection,
         )
         if shape.indexer is not None and layer_number - 1 in shape.indexer.layers:
-            self.core_attention.indexer = HeldIndexer(config, shape)
+            self.core_attention.indexer = FrozenIndexer(config, shape)
         self.linear_proj = RowParallelLinear(
             heads * m.value_dim, shape.hidden_size, input_is_parallel=True, skip_bias_add=True, **options
         )
@@ -174,7 +174,7 @@ class LatentSelfAttention(MegatronModule):
         return self.core_attention.lay_out(query, key, value, packed)
 
 
-class QueriesAsProjected(MLASelfAttention):
+class UnnormalizedQueries(MLASelfAttention):
     """Megatron-core's, in which queries without a latent have no norm: 0.19 has one of its own in ``linear_q_proj``,
     which DeepSeek-V2-Lite lacks (NVIDIA-NeMo/Megatron-Bridge#5261). 0.16.1 asks for nothing of it."""
 

@@ -22,16 +22,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from rl_megatron.learner.keywords import HELD, SLAB
-from rl_megatron.weights.bytes.parked import Extent, Pinned
+from rl_megatron.weights.bytes.parked import Extent, PinnedPool
 
 LEAST = 2**20
 """Bytes of the smallest storage that is moved: a smaller copy would take as long."""
 
 
 @cache
-def arena() -> Pinned:
+def arena() -> PinnedPool:
     """The pinned memory of all models of this process, which train one after the other."""
-    return Pinned(SLAB)
+    return PinnedPool(SLAB)
 
 
 class _Piece:

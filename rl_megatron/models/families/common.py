@@ -12,13 +12,13 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.errors import ConfigError, shorten
+from rl_megatron.errors import ConfigError, quote_start
 from rl_megatron.models.families.fields import ConfigFields, RopeFields
 from rl_megatron.models.json_files import Fields
 from rl_megatron.models.shape import Rope
 
 SILU: Mapping[str, object] = {"hidden_act": "silu"}
-"""For `refuse_others`: the activation of every gated MLP here but gpt-oss', which adds to it."""
+"""For `require_fixed_values`: the activation of every gated MLP here but gpt-oss', which adds to it."""
 _MAMBA = "its mamba layers are not computed here"
 _FACTORS = "factors of its config.json multiply embeddings, residuals and logits, which is not computed here"
 _POSITIONS = "its queries are scaled by their positions, which is not computed here"
@@ -63,12 +63,12 @@ def with_defaults(raw: dict[str, Any], defaults: Mapping[str, object]) -> dict[s
     return filled
 
 
-def refuse_others(raw: Mapping[str, Any], path: Path, fixed: Mapping[str, object]) -> None:
+def require_fixed_values(raw: Mapping[str, Any], path: Path, fixed: Mapping[str, object]) -> None:
     """Raises ConfigError for a key of ``fixed`` that holds another value; a missing key is as ``fixed``, and so is null
     but for a flag, where it is false."""
     for key, wanted in fixed.items():
         if raw.get(key, wanted) not in ((True,) if wanted is True else (wanted, None)):
-            raise ConfigError(f"{path}: {key}={shorten(raw.get(key))} is not supported; allowed: {wanted!r}")
+            raise ConfigError(f"{path}: {key}={quote_start(raw.get(key))} is not supported; allowed: {wanted!r}")
 
 
 def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int, turns_part: bool = False) -> tuple[float, Rope]:
@@ -82,13 +82,13 @@ def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int, turns_part: 
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _KINDS:
         raise ConfigError(
-            f"{path}: rope_type={shorten(kind)} is not supported; allowed: {', '.join(map(repr, _KINDS))}"
+            f"{path}: rope_type={quote_start(kind)} is not supported; allowed: {', '.join(map(repr, _KINDS))}"
         )
     base = float(given.get("rope_theta") or raw.get("rope_theta") or 1e4)  # of every class that names no other
     part = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if not turns_part and part != 1:
         raise ConfigError(
-            f"{path}: partial_rotary_factor={shorten(part)} is not supported; allowed: 1.0, all of a head"
+            f"{path}: partial_rotary_factor={quote_start(part)} is not supported; allowed: 1.0, all of a head"
         )
     if kind in ("linear", "llama3") and given.get("mscale_all_dim"):
         raise ConfigError(f"{path}: mscale_all_dim is not supported with rope_type={kind!r}; allowed: with 'yarn'")
@@ -170,7 +170,7 @@ def dense_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def given(raw: Mapping[str, Any], key: str, default: float) -> Any:
+def value_or_default(raw: Mapping[str, Any], key: str, default: float) -> Any:
     """The value of ``key``, or ``default`` where it is null or missing; 0 and false are values."""
     return default if raw.get(key) is None else raw[key]
 
@@ -179,11 +179,12 @@ def dense_first(raw: Mapping[str, Any], path: Path, default: int) -> int:
     """How many layers have no experts, the first ones: by ``mlp_layer_types``, ``first_k_dense_replace``, or both."""
     kinds, layers, first = raw.get("mlp_layer_types"), raw["num_hidden_layers"], raw.get("first_k_dense_replace")
     if kinds is None:
-        return int(given(raw, "first_k_dense_replace", default))
+        return int(value_or_default(raw, "first_k_dense_replace", default))
     dense = kinds.count("dense") if first is None else first
     if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
         raise ConfigError(
-            f"{path}: mlp_layer_types={shorten(kinds)} with first_k_dense_replace={first} is not supported; allowed: "
+            f"{path}: mlp_layer_types={quote_start(kinds)} with first_k_dense_replace={first} is not supported; "
+            "allowed: "
             f"'dense' for the first layers, as many as first_k_dense_replace says if it is given, and 'sparse' for "
             f"all others of {layers}"
         )
@@ -196,13 +197,13 @@ def windows(raw: Mapping[str, Any], path: Path, kinds: Sequence[str] | None = No
     if not window:
         return ()
     kinds = raw.get("layer_types") or kinds
-    refuse_others(raw, path, {"use_sliding_window": True})  # which no class with these windows reads
+    require_fixed_values(raw, path, {"use_sliding_window": True})  # which no class with these windows reads
     if kinds is None:
         return (window,) * layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != layers:
         raise ConfigError(
-            f"{path}: layer_types={shorten(kinds)} is not supported; allowed: 'full_attention' or "
+            f"{path}: layer_types={quote_start(kinds)} is not supported; allowed: 'full_attention' or "
             f"'sliding_attention' for each of {layers} layers"
         )
     by_layer = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -10,8 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.errors import ConfigError, shorten
-from rl_megatron.models.families.common import dense_first, given, read_rope, refuse_others, text_model, with_defaults
+from rl_megatron.errors import ConfigError, quote_start
+from rl_megatron.models.families.common import (
+    dense_first,
+    read_rope,
+    require_fixed_values,
+    text_model,
+    value_or_default,
+    with_defaults,
+)
 from rl_megatron.models.shape import Indexer, LatentAttention, ModelShape, Router
 
 _FIXED: Mapping[str, object] = {
@@ -42,12 +49,12 @@ _V32_DEFAULTS: Mapping[str, object] = {**_INDEXED_DEFAULTS, "n_group": 8, "topk_
 
 def read_v2(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V2 and V2-Lite: softmax scores, which are not made to add up to 1; groups are rated by their best."""
-    refuse_others(raw, path, {**_FIXED, "scoring_func": "softmax", "norm_topk_prob": False})
+    require_fixed_values(raw, path, {**_FIXED, "scoring_func": "softmax", "norm_topk_prob": False})
     raw = with_defaults(raw, _V2_DEFAULTS)
     method = raw["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(
-            f"{path}: topk_method={shorten(method)} is not supported; allowed: 'greedy', 'group_limited_greedy'"
+            f"{path}: topk_method={quote_start(method)} is not supported; allowed: 'greedy', 'group_limited_greedy'"
         )
     router = Router(scaling=float(raw["routed_scaling_factor"]))
     if method == "group_limited_greedy":
@@ -57,7 +64,7 @@ def read_v2(raw: dict[str, Any], path: Path) -> ModelShape:
 
 def read_v3(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V3 and Kimi-K2: sigmoid scores and a bias for the choice; groups are rated by their two best."""
-    refuse_others(raw, path, _V3)
+    require_fixed_values(raw, path, _V3)
     raw = with_defaults(raw, _V3_DEFAULTS)
     router = Router(score="sigmoid", selection_bias=True, scaling=float(raw["routed_scaling_factor"]))
     router, dense = _grouped(raw, router, "top2"), raw["first_k_dense_replace"]
@@ -72,7 +79,7 @@ def read_kimi(raw: dict[str, Any], path: Path) -> ModelShape:
 
 def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
     """GLM-4.7-Flash: DeepSeek-V3 with ``mlp_layer_types``, which may be ``first_k_dense_replace`` as in V3."""
-    refuse_others(raw, path, _V3)
+    require_fixed_values(raw, path, _V3)
     raw = with_defaults(raw, _GLM_DEFAULTS)
     router = Router(score="sigmoid", selection_bias=True, scaling=float(raw["routed_scaling_factor"]))
     dense = dense_first(raw, path, 1)
@@ -81,7 +88,7 @@ def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
 
 def read_indexed(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention has an indexer, in all layers or, in GLM-5.2, in some."""
-    refuse_others(raw, path, _V3)
+    require_fixed_values(raw, path, _V3)
     raw = with_defaults(raw, _V32_DEFAULTS if raw["model_type"] == "deepseek_v32" else _INDEXED_DEFAULTS)
     router = Router(score="sigmoid", selection_bias=True, scaling=float(raw["routed_scaling_factor"]))
     kinds, _ = _indexers(raw, path), raw["q_lora_rank"]  # the indexer's queries are made of that latent
@@ -102,13 +109,16 @@ def _indexers(raw: Mapping[str, Any], path: Path) -> Sequence[str]:
     layers = raw["num_hidden_layers"]
     kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
     if kinds is None:
-        every, first = max(1, given(raw, "index_topk_freq", 1)), given(raw, "index_skip_topk_offset", 2)
+        every, first = (
+            max(1, value_or_default(raw, "index_topk_freq", 1)),
+            value_or_default(raw, "index_skip_topk_offset", 2),
+        )
         kinds = ["shared" if max(0, layer - first + 1) % every else "full" for layer in range(layers)]
     if isinstance(kinds, str):
         kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in kinds]
     if set(kinds) - {"full", "shared"} or len(kinds) != layers:
         raise ConfigError(
-            f"{path}: indexer_types={shorten(kinds)} is not supported; allowed: 'full' or 'shared' for each of "
+            f"{path}: indexer_types={quote_start(kinds)} is not supported; allowed: 'full' or 'shared' for each of "
             f"{layers} layers"
         )
     return kinds

@@ -14,7 +14,7 @@ from rl_megatron.models.families.common import (
     decoder_fields,
     dense_fields,
     dense_first,
-    refuse_others,
+    require_fixed_values,
     windows,
     with_defaults,
 )
@@ -24,7 +24,7 @@ from rl_megatron.models.shape import ModelShape, Router
 def _checked(raw: dict[str, Any], path: Path, defaults: Mapping[str, object], **fixed: object) -> dict[str, Any]:
     """The keys with the ``defaults`` for missing ones. Raises ConfigError for other values than the ``fixed``."""
     raw = with_defaults(raw, defaults)
-    refuse_others(raw, path, {**SILU, **fixed})
+    require_fixed_values(raw, path, {**SILU, **fixed})
     return raw
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.errors import ConfigError, shorten
-from rl_megatron.models.families.common import SILU, decoder_fields, refuse_others, text_model, with_defaults
+from rl_megatron.errors import ConfigError, quote_start
+from rl_megatron.models.families.common import SILU, decoder_fields, require_fixed_values, text_model, with_defaults
 from rl_megatron.models.shape import DeltaNet, ModelShape
 
 _DELTA, _FULL = "linear_attention", "full_attention"
@@ -37,9 +37,9 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
     Qwen3-Next's config.json does not say that its files have a draft layer.
     """
     raw = with_defaults(raw, _DEFAULTS)
-    refuse_others(raw, path, {**SILU, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1})
+    require_fixed_values(raw, path, {**SILU, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1})
     if raw["model_type"] != "qwen3_next":
-        refuse_others(raw, path, {"norm_topk_prob": True})  # which Qwen3.5's class does not read
+        require_fixed_values(raw, path, {"norm_topk_prob": True})  # which Qwen3.5's class does not read
     kinds = _kinds(raw, path)
     return ModelShape(
         **decoder_fields(raw, path, turns_part=True),
@@ -76,7 +76,7 @@ def _kinds(raw: Mapping[str, Any], path: Path) -> list[str]:
         kinds = [_DELTA if (n + 1) % every else _FULL for n in range(layers)]
     if set(kinds) - {_DELTA, _FULL} or len(kinds) != layers:
         raise ConfigError(
-            f"{path}: layer_types={shorten(kinds)} is not supported; allowed: {_DELTA!r} or {_FULL!r} for each of "
+            f"{path}: layer_types={quote_start(kinds)} is not supported; allowed: {_DELTA!r} or {_FULL!r} for each of "
             f"{layers} layers"
         )
     return kinds

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_megatron.chat_templates import TemplateFailed, begun_once, template_texts
+from rl_megatron.chat_templates import TemplateFailed, strip_second_bos, template_texts
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError, of_the_hub
-from rl_megatron.rewards.scoring import turn_of
+from rl_megatron.rewards.scoring import queued_slot
 from rl_megatron.rewards.threads import in_daemon_thread
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Completion, Prompt, RewardResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,9 @@ class ClassifierTexts:
             truncation=True,
             max_length=self.max_tokens,
         )["input_ids"]
-        return [list(begun_once(row, self.tokenizer.bos_token_id)) for row in rows]  # the data's template may write it
+        return [
+            list(strip_second_bos(row, self.tokenizer.bos_token_id)) for row in rows
+        ]  # the data's template may write it
 
     def _wholes(self, prompt: str, texts: Sequence[str]) -> list[str]:
         if not self.chat_template:
@@ -111,26 +113,29 @@ class ClassifierReward:
         self._turn = asyncio.Semaphore(1)
         self._alone = threading.Lock()  # of the thread that computes, which may be that of a group given up
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[RewardResult]:
         """Asks after the groups that came before."""
         given_up = threading.Event()
-        async with turn_of(self._turn):
+        async with queued_slot(self._turn):
             try:
                 return await in_daemon_thread(partial(self._score, prompt.text, list(texts), given_up))
             finally:
                 given_up.set()
 
-    def _score(self, prompt: str, texts: Sequence[str], given_up: threading.Event) -> list[Scored]:
+    def _score(self, prompt: str, texts: Sequence[str], given_up: threading.Event) -> list[RewardResult]:
         """Ends before the next batch once ``given_up``, for which nothing waits any longer."""
         import torch
 
-        found = list[Scored]()
+        found = list[RewardResult]()
         with self._alone, torch.inference_mode():
             for start in range(0, len(texts), _BATCH_SIZE):
                 if given_up.is_set():
                     break
                 found += [
-                    Scored(total=float(reward)) for reward in self._forward(prompt, texts[start : start + _BATCH_SIZE])
+                    RewardResult(total=float(reward))
+                    for reward in self._forward(prompt, texts[start : start + _BATCH_SIZE])
                 ]
         return found
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rl_megatron.config.sections.reward import RANKS, RankedModelSection, RewardModelSection, RewardSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.classifiers.in_process import classifier_texts
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Completion, Prompt, RewardResult
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,14 @@ class RankedReward:
         self._pad: int | None = config.pad_token_id
         self._told = False  # that texts are cut
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[RewardResult]:
         """Raises RewardError before ranks have loaded the model."""
         if (model := self._loaded.get(self._name)) is None:
             raise RewardError(f"no ranks have loaded the reward model {self._name!r:.80} yet")
         rows = await asyncio.to_thread(self._rows, prompt.text, texts, model.max_tokens)
-        return [Scored(total=score) for score in await model([self._read(row) for row in rows])]
+        return [RewardResult(total=score) for score in await model([self._read(row) for row in rows])]
 
     def _rows(self, prompt: str, texts: Sequence[str], most: int) -> list[list[int]]:
         """Tokens of the prompt with each text, of which a longer one keeps its last ``most``."""
@@ -94,7 +96,7 @@ class RankedReward:
         return row[: last + 1]
 
 
-def scored_here(section: RewardSection, models: Mapping[str, RankedModelSection]) -> RewardSection:
+def in_process_reward(section: RewardSection, models: Mapping[str, RankedModelSection]) -> RewardSection:
     """The reward of a command without ranks: its reward models are in this process, as ``hf:`` of their folders."""
 
     def here(name: str | None) -> str | None:

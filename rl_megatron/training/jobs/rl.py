@@ -18,13 +18,21 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import DataError
 from rl_megatron.files import remove_folder
-from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.interfaces import Learner, RunComponents
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.stream import UNTAUGHT, GroupSource, Ledger, PendingPrompt, Reason, RolloutBatch, Stream
+from rl_megatron.rollout.stream import (
+    NO_GRADIENT_REASONS,
+    GroupSource,
+    Ledger,
+    PendingPrompt,
+    Reason,
+    RolloutBatch,
+    RolloutStream,
+)
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.credit import groups_that_differ, groups_to_train_on
-from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
-from rl_megatron.training.update import Update
+from rl_megatron.training.credit import groups_with_gradient, trainable_groups
+from rl_megatron.training.evaluation import BackgroundEvaluator, Evaluator
+from rl_megatron.training.update import PolicyUpdate
 from rl_megatron.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -41,37 +49,37 @@ _LEFT_OUT: Mapping[Reason, str] = {
 }
 
 
-def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, ledger: Ledger) -> Stream:
+def make_stream(config: RunConfig, prompts: PromptStream, source: GroupSource, ledger: Ledger) -> RolloutStream:
     """The stream of a run's groups."""
     limit = config.most_sampled
-    return Stream(
+    return RolloutStream(
         prompts=prompts,
         source=source,
         section=config.rollout,
         max_staleness=config.train.max_staleness,
         last_step=config.train.steps,
-        teaches=partial(groups_to_train_on, section=config.algorithm, max_new_tokens=limit),
+        teaches=partial(trainable_groups, section=config.algorithm, max_new_tokens=limit),
         untaught="zero_advantages" if config.algorithm.own_decides else "equal_rewards",
         ledger=ledger,
     )
 
 
 @dataclass(slots=True, kw_only=True)
-class Reinforcement:
+class RLJob:
     """The Job of ``training.loop`` whose steps take a batch of groups from the stream, train the policy on it and push
     its weights."""
 
     config: RunConfig
-    roles: Roles
+    roles: RunComponents
     prompts: PromptStream
-    stream: Stream  # gives groups, also those that are sampled ahead
-    evaluation: Evaluation
-    update: Update
+    stream: RolloutStream  # gives groups, also those that are sampled ahead
+    evaluation: Evaluator
+    update: PolicyUpdate
     start_folder: Path  # the policy is exported here at the start, if a reference or a critic starts from it
     recorder: Recorder
     route: str  # how pushes travel, as rows of metrics name it
     name: str = "reinforcement"
-    beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside
+    beside: BackgroundEvaluator | None = None  # evaluates while later steps train, with eval.mode=beside
     number: int = 0  # the last step's
     places: tuple[PendingPrompt, ...] = ()  # the last batch's
 
@@ -173,7 +181,7 @@ class Reinforcement:
             f"to train on, {wanted} were wanted; left out (log.txt names those that failed): "
             + ", ".join(f"{count} for {_LEFT_OUT[reason]}" for reason, count in left_out.items())
         )
-        if not batch.groups and not left_out.keys() & UNTAUGHT and left_out.keys() != {"poison"}:
+        if not batch.groups and not left_out.keys() & NO_GRADIENT_REASONS and left_out.keys() != {"poison"}:
             problems = (one.answered.problem for one in batch.places if one.answered is not None)
             first = next((f"; the first of them: {problem}" for problem in problems if problem), "")
             raise DataError(f"{found}. Fix these, or the data{first}")
@@ -188,7 +196,9 @@ class Reinforcement:
         seen = [
             (one.drawn.prompt.id, one.answered.rewards)
             for one in sorted(self.places, key=lambda place: place.drawn.ordinal)
-            if one.answered is not None and one.answered.rewards and (one.kept or one.answered.reason in UNTAUGHT)
+            if one.answered is not None
+            and one.answered.rewards
+            and (one.kept or one.answered.reason in NO_GRADIENT_REASONS)
         ]
         shares = [(name, float(np.mean([reward >= right for reward in rewards]))) for name, rewards in seen]
         table.update(shares, self.number, self.prompts.left_out)
@@ -322,4 +332,4 @@ def source_row(config: RunConfig, rollouts: RolloutBatch, epochs: Mapping[str, f
 
 def _teaches(config: RunConfig, groups: Sequence[RolloutGroup]) -> list[bool]:
     """Whether each group has different rewards, and so a gradient."""
-    return groups_that_differ(groups, config.algorithm, max_new_tokens=config.most_sampled)
+    return groups_with_gradient(groups, config.algorithm, max_new_tokens=config.most_sampled)

@@ -15,20 +15,20 @@ from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.rendering import refuse_bad_answers
 from rl_megatron.data.samples import (
     EndTokens,
-    WrittenRow,
+    SupervisedRow,
     check_ends,
     check_tokens,
     supervised_rows,
-    warn_of_other_ends,
-    written_samples,
+    supervised_samples,
+    warn_if_end_changed,
 )
-from rl_megatron.errors import DataError, EnvironmentFailed
-from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.errors import DataError, EnvironmentFailure
+from rl_megatron.interfaces import Learner, RunComponents
 from rl_megatron.observability.progress import seldom
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.evaluation import Evaluator
 from rl_megatron.training.jobs.written import TOKENS_KEPT, SupervisedSteps
 from rl_megatron.types import Prompt
 
@@ -43,7 +43,7 @@ Targets = Callable[[Sequence[Prompt], int], Sequence[Sequence[str]]]
 """What to learn of each prompt in a step of this number: the model's text, what it reads then, and so on in turns."""
 
 
-async def uncut(work: Coroutine[Any, Any, T]) -> T:
+async def shielded(work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``. A cancellation is raised once it has ended: in it, processes wait for each other."""
     task = asyncio.ensure_future(work)
     try:
@@ -66,7 +66,7 @@ def warm_start_rows(
     end_token_ids: EndTokens,
     stop_token_ids: Sequence[int],
     vocab_size: int,
-) -> list[WrittenRow]:
+) -> list[SupervisedRow]:
     """The rows that a step learns of the prompts and their targets. Raises DataError that names a prompt with more
     tokens than a micro-batch holds, a token that the model lacks, or a text that ends sampling."""
     rows = supervised_rows(prompts, targets, tokenizer, end_token_ids)
@@ -88,21 +88,21 @@ class WarmStart:
     """A Job of ``training.loop``: cross-entropy on ``targets``, configured by ``warm_start``."""
 
     config: RunConfig
-    roles: Roles
+    roles: RunComponents
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
     end_token_ids: EndTokens  # after each of the model's texts
     stop_token_ids: Sequence[int]
     vocab_size: int  # of the policy
     targets: Targets
-    evaluation: Evaluation
+    evaluation: Evaluator
     supervised: SupervisedSteps
     note: Callable[[str], None] = logger.info
     """Shows how far the look at what is left to learn is."""
     name: str = "warm start"
     first_step_is_saved: bool = False
     number: int = 0  # of the last step
-    _ahead: dict[int, list[WrittenRow]] = field(default_factory=dict)  # those of later steps that are made
+    _ahead: dict[int, list[SupervisedRow]] = field(default_factory=dict)  # those of later steps that are made
 
     async def start(self, *, fresh: bool) -> Row | None:
         """Look at what is left to learn, or push the weights: where a step follows, ``evaluate`` does before it."""
@@ -118,7 +118,7 @@ class WarmStart:
         """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
         c, self.number = self.config, number
         prompts, rows = await self._drawn(number)
-        made = await self.supervised.step(written_samples(rows), c.warm_start.learning_rate, prompts)
+        made = await self.supervised.step(supervised_samples(rows), c.warm_start.learning_rate, prompts)
         loss = None if made is None else made.loss
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 
@@ -138,10 +138,10 @@ class WarmStart:
             seen.update(names)
         self.prompts.restore(before, left_out)
 
-    async def _drawn(self, number: int) -> tuple[list[Prompt], list[WrittenRow]]:
+    async def _drawn(self, number: int) -> tuple[list[Prompt], list[SupervisedRow]]:
         """The next prompts, and what step ``number`` learns of them, in a thread: the targets may be the user's code.
 
-        Raises as `warm_start_rows`, and EnvironmentFailed after ``run.watchdog_seconds``.
+        Raises as `warm_start_rows`, and EnvironmentFailure after ``run.watchdog_seconds``.
         """
         limit, function = self.config.watchdog_seconds, self.config.environment.function
         try:
@@ -151,12 +151,12 @@ class WarmStart:
             if not late.expired():
                 raise
             sooner = f"have demonstrations of environment.function={function} return sooner, or " if function else ""
-            raise EnvironmentFailed(
+            raise EnvironmentFailure(
                 f"warm start, step {number}: its rows took more than {limit:g} s (run.watchdog_seconds); {sooner}raise "
                 "run.watchdog_seconds"
             ) from error
 
-    def _taken(self, number: int) -> tuple[list[Prompt], list[WrittenRow]]:
+    def _taken(self, number: int) -> tuple[list[Prompt], list[SupervisedRow]]:
         prompts = self.prompts.take(self.config.warm_start.batch_size)
         if (ahead := self._ahead.pop(number, None)) is not None:
             return prompts, ahead
@@ -168,7 +168,7 @@ class WarmStart:
 
     async def evaluate(self, watch: Stopwatch) -> Row:
         """Push the weights, and measure held-out accuracy."""
-        await uncut(self.roles.weights.push(0))
+        await shielded(self.roles.weights.push(0))
         return await self.evaluation.row()
 
     def enough(self, row: Row) -> bool:
@@ -196,7 +196,7 @@ class WarmStart:
         steps.in_a_row = state.skipped.get(steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
-        warn_of_other_ends(state.ends, self.end_token_ids)
+        warn_if_end_changed(state.ends, self.end_token_ids)
         await self.roles.weights.push(0)
 
     async def close(self) -> None:

@@ -1,5 +1,5 @@
 """Jobs on what somebody wrote: an optimizer step on each ``batch_size`` rows of the data, and a measurement on held-out
-rows. What is learned from the rows is the `JobObjective`'s.
+rows. What is learned from the rows is the `DatasetObjective`'s.
 
 What jobs on pairs learn: to prefer answers (``job=dpo``, also of single answers with labels), or to score texts
 (``job=reward_model``).
@@ -35,19 +35,19 @@ from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.samples import (
     EndTokens,
-    WrittenRow,
+    SupervisedRow,
     mismatched,
-    warn_of_other_ends,
-    with_margins,
-    written_samples,
+    set_margins,
+    supervised_samples,
+    warn_if_end_changed,
 )
 from rl_megatron.errors import DataError
 from rl_megatron.files import remove_folder
-from rl_megatron.interfaces import Learner, Roles, Scorer
+from rl_megatron.interfaces import Learner, RunComponents, Scorer
 from rl_megatron.observability.progress import seldom
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.optimizer_steps import Made, OptimizerSteps, learning_rate, policy_row
+from rl_megatron.training.optimizer_steps import CompletedStep, OptimizerSteps, learning_rate, policy_row
 from rl_megatron.types import Batch, Loss, LossInputs, Prompt, Samples, Want
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,14 @@ _LOOKED_AT = 1 << 14  # rows of the data, before the first step
 _UNEQUAL = 1.1  # passes over one source, of those over another
 TOKENS_KEPT = 1 << 22  # of rows that are looked at before the first step; 16 MiB
 
-Unit = tuple[WrittenRow, ...]
+Unit = tuple[SupervisedRow, ...]
 """Rows that are trained on together or not at all: one, or the two of a pair."""
 UnitsOf = Callable[[Sequence[Prompt]], list[Unit]]
 """The units of prompts, in their order; of each prompt one or several."""
-SamplesOf = Callable[[Sequence[WrittenRow]], Samples]
+SamplesOf = Callable[[Sequence[SupervisedRow]], Samples]
 
 
-class JobObjective(Protocol):
+class DatasetObjective(Protocol):
     """What a job learns from rows, and how it is measured on held-out ones."""
 
     samples_of: SamplesOf
@@ -73,7 +73,9 @@ class JobObjective(Protocol):
         """Load the models that it needs besides the one that is trained."""
         ...
 
-    async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
+    async def step(
+        self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch
+    ) -> CompletedStep | None:
         """Make one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`, to which ``prompts`` go."""
         ...
 
@@ -83,7 +85,7 @@ class JobObjective(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FittedRows:
     """Units whose rows have at most so many tokens, and how many rows were left out and cut."""
 
     units: Sequence[Unit]
@@ -91,20 +93,20 @@ class Fitted:
     cut: int
 
     @property
-    def rows(self) -> list[WrittenRow]:
+    def rows(self) -> list[SupervisedRow]:
         """The rows of all units."""
         return [row for unit in self.units for row in unit]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class SkippedRows:
     """Prompts that have no units: of those that are refused, why, and the ids of those without a turn to learn."""
 
     refused: tuple[str, ...] = ()
     unlearned: tuple[str, ...] = ()
 
-    def __add__(self, other: LeftOut) -> LeftOut:
-        return LeftOut(refused=self.refused + other.refused, unlearned=self.unlearned + other.unlearned)
+    def __add__(self, other: SkippedRows) -> SkippedRows:
+        return SkippedRows(refused=self.refused + other.refused, unlearned=self.unlearned + other.unlearned)
 
     def sequences(self, config: RunConfig) -> int:
         """How many they are, a conversation one: those that it would have are not known."""
@@ -126,20 +128,20 @@ class LeftOut:
         return told
 
 
-def made_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) -> tuple[list[Unit], LeftOut]:
+def make_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) -> tuple[list[Unit], SkippedRows]:
     """The units of ``prompts``, and those without. Raises as ``units_of``, where ``on_refused`` is fail."""
     try:
         units, refused = units_of(prompts), list[tuple[str, str]]()
     except DataError as error:
         if config.written.on_refused == "fail":
-            raise DataError(f"{error}; {or_left_out(config)}") from error
+            raise DataError(f"{error}; {drop_advice(config)}") from error
         units, refused = units_of_each(prompts, units_of)
     known = {unit[0].id for unit in units}.union(name for name, _ in refused)
     unlearned = tuple(prompt.id for prompt in prompts if prompt.id not in known)
-    return units, LeftOut(refused=tuple(why for _, why in refused), unlearned=unlearned)
+    return units, SkippedRows(refused=tuple(why for _, why in refused), unlearned=unlearned)
 
 
-def or_left_out(config: RunConfig) -> str:
+def drop_advice(config: RunConfig) -> str:
     """What may be done with rows that are refused, besides fixing them."""
     return f"or leave such rows out with {config.job}.on_refused=drop, which a resume may set"
 
@@ -155,7 +157,7 @@ def units_of_each(prompts: Sequence[Prompt], units_of: UnitsOf) -> tuple[list[Un
     return units, refused
 
 
-def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
+def fit_rows(units: Sequence[Unit], config: RunConfig) -> FittedRows:
     """Units whose rows fit the job's ``max_tokens``. Raises DataError that names the first longer row, where
     ``on_long`` is fail."""
     section, most = config.written, _most(config)
@@ -176,7 +178,7 @@ def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
             cut += len(long)
         else:
             dropped += len(unit)
-    return Fitted(units=kept, dropped=dropped, cut=cut)
+    return FittedRows(units=kept, dropped=dropped, cut=cut)
 
 
 def _most(config: RunConfig) -> int:
@@ -184,12 +186,12 @@ def _most(config: RunConfig) -> int:
     return config.written.max_tokens + int(config.kind.scores)
 
 
-def _length(row: WrittenRow, config: RunConfig) -> str:
+def _length(row: SupervisedRow, config: RunConfig) -> str:
     limit, tokens = config.written.max_tokens, len(row.token_ids) - int(config.kind.scores)
     return f"prompt {row.id!r} has {tokens} tokens with its answers, {config.job}.max_tokens={limit}"
 
 
-def _cut(row: WrittenRow, most: int) -> WrittenRow | None:
+def _cut(row: SupervisedRow, most: int) -> SupervisedRow | None:
     """The row without what is after ``most`` tokens, and after the last turn before that; None if nothing is left."""
     turns = tuple((start, min(stop, most)) for start, stop in row.turns if start < most)
     return replace(row, token_ids=np.array(row.token_ids[: turns[-1][1]]), turns=turns) if turns else None
@@ -200,19 +202,19 @@ class _Drawn:
     """The rows and samples of a step (None: no row fits), as they are made, and the place in the data before them."""
 
     before: dict[str, int] | MixtureState
-    made: Future[tuple[Fitted, Samples | None]]
+    made: Future[tuple[FittedRows, Samples | None]]
 
 
 @dataclass(slots=True, kw_only=True)
-class WrittenJob:
+class DatasetJob:
     """A Job of ``training.loop``. The rows of the next step are made while this one trains."""
 
     config: RunConfig
-    roles: Roles
+    roles: RunComponents
     prompts: PromptStream
     size: int  # of the data, in rows
     units_of: UnitsOf
-    objective: JobObjective
+    objective: DatasetObjective
     optimizer_steps: OptimizerSteps
     """Those of the objective."""
     name: str
@@ -229,7 +231,9 @@ class WrittenJob:
     first_step_is_saved: bool = False
     number: int = 0  # of the last step
     _next: _Drawn | None = None
-    _ahead: deque[tuple[list[Unit], LeftOut]] = field(default_factory=deque)  # of the next steps, which were looked at
+    _ahead: deque[tuple[list[Unit], SkippedRows]] = field(
+        default_factory=deque
+    )  # of the next steps, which were looked at
     _maker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
 
     async def start(self, *, fresh: bool) -> Row | None:
@@ -255,12 +259,13 @@ class WrittenJob:
     async def _look_ahead(self) -> None:
         """Make the rows of the next epoch, of the steps that are left, or of what ``_LOOKED_AT`` limits, whatever is
         least, a batch at a time, and keep them for their steps. Logs which of them are left out or cut. Raises as
-        `made_units`, as `fitted`, with the number of long rows in front, and for a new run of which no row is left."""
+        `make_units`, as `fit_rows`, with the number of long rows in front, and for a new run of which no row is
+        left."""
         before, left_out, batch = self.prompts.state(), tuple(self.prompts.left_out), self.config.written.batch_size
         wanted = min(self.size, (self.config.train.steps - self.number) * batch)
         count = min(wanted, _LOOKED_AT)
-        long, rows, tokens, drawn, note = list[WrittenRow](), 0, 0, 0, seldom(self.note)
-        without, is_any = LeftOut(), False
+        long, rows, tokens, drawn, note = list[SupervisedRow](), 0, 0, 0, seldom(self.note)
+        without, is_any = SkippedRows(), False
         self._ahead.clear()
         while drawn < count and tokens < TOKENS_KEPT:
             some = min(batch, count - drawn)
@@ -285,18 +290,18 @@ class WrittenJob:
             logger.warning("%s", one)
 
     def _is_any_left(self, units: Sequence[Unit]) -> bool:
-        return bool(units if self.config.written.on_long == "fail" else fitted(units, self.config).units)
+        return bool(units if self.config.written.on_long == "fail" else fit_rows(units, self.config).units)
 
-    def _told_long(self, row: WrittenRow, told: str) -> str:
-        """What happens to rows that are as long as ``row``. Raises as `fitted`, with ``told`` in front."""
+    def _told_long(self, row: SupervisedRow, told: str) -> str:
+        """What happens to rows that are as long as ``row``. Raises as `fit_rows`, with ``told`` in front."""
         try:
-            fitted([(row,)], self.config)
+            fit_rows([(row,)], self.config)
         except DataError as error:
             raise DataError(f"{told}{error}") from error
         return f"{told}{_length(row, self.config)}; {self.config.job}.on_long={self.config.written.on_long}"
 
-    def _looked_at(self, count: int) -> tuple[list[Unit], LeftOut]:
-        made = made_units(self.prompts.take(count), self.units_of, self.config)
+    def _looked_at(self, count: int) -> tuple[list[Unit], SkippedRows]:
+        made = make_units(self.prompts.take(count), self.units_of, self.config)
         if count == self.config.written.batch_size:
             self._ahead.append(made)
         return made
@@ -330,10 +335,10 @@ class WrittenJob:
     def _draw(self) -> _Drawn:
         return _Drawn(self.prompts.state(), self._maker.submit(self._made))
 
-    def _made(self) -> tuple[Fitted, Samples | None]:
+    def _made(self) -> tuple[FittedRows, Samples | None]:
         prompts = self.prompts.take(self.config.written.batch_size)
-        units, without = self._ahead.popleft() if self._ahead else made_units(prompts, self.units_of, self.config)
-        found = fitted(units, self.config)
+        units, without = self._ahead.popleft() if self._ahead else make_units(prompts, self.units_of, self.config)
+        found = fit_rows(units, self.config)
         found = replace(found, dropped=found.dropped + without.sequences(self.config))
         return found, self.objective.samples_of(found.rows) if found.units else None
 
@@ -370,7 +375,7 @@ class WrittenJob:
         self.optimizer_steps.in_a_row = state.skipped.get(self.optimizer_steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
-        warn_of_other_ends(state.ends, self.end_token_ids)
+        warn_if_end_changed(state.ends, self.end_token_ids)
 
     async def close(self) -> None:
         """End the making of rows, and forget those of steps that an early end left out."""
@@ -378,7 +383,7 @@ class WrittenJob:
         self._ahead.clear()
 
 
-def _as_prompt(row: WrittenRow) -> Prompt:
+def _as_prompt(row: SupervisedRow) -> Prompt:
     """Its prompt, with all that the row's sequence begins with, by which it is named: a conversation has no tokens."""
     return Prompt(id=row.id, text="", token_ids=tuple(row.token_ids[:-1].tolist()), answer="")
 
@@ -388,10 +393,10 @@ def held_out_parts(
 ) -> list[Samples]:
     """Held-out rows that fit, in parts of ``batch_size`` prompts; how many do not is logged. Raises DataError if none
     does."""
-    section, parts, kept, dropped, cut, without = config.written, list[Samples](), 0, 0, 0, LeftOut()
+    section, parts, kept, dropped, cut, without = config.written, list[Samples](), 0, 0, 0, SkippedRows()
     for start in range(0, len(prompts), section.batch_size):
-        units, others = made_units(prompts[start : start + section.batch_size], units_of, config)
-        found, without = fitted(units, config), without + others
+        units, others = make_units(prompts[start : start + section.batch_size], units_of, config)
+        found, without = fit_rows(units, config), without + others
         kept, dropped, cut = kept + len(found.rows), dropped + found.dropped, cut + found.cut
         if found.units:
             parts.append(samples_of(found.rows))
@@ -410,14 +415,14 @@ def held_out_parts(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class FrozenReference:
     """The frozen model that answers are compared with."""
 
     packer: Packer  # for its ranks, which may have a layout of their own
     folder: Path | None  # None: the model that training starts from, which is kept in the folder below
     start_folder: Path
 
-    async def begin(self, roles: Roles, *, fresh: bool) -> None:
+    async def begin(self, roles: RunComponents, *, fresh: bool) -> None:
         """Give its ranks its weights; a ``fresh`` run keeps the policy's first if they are these."""
         if fresh and self.folder is None:
             remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
@@ -425,26 +430,26 @@ class Reference:
             await roles.weights.export(self.start_folder)
         await roles.frozen["reference"].start_from(self.folder or self.start_folder)
 
-    async def scored(self, roles: Roles, samples: Samples) -> Samples:
+    async def scored(self, roles: RunComponents, samples: Samples) -> Samples:
         """The samples with its log-probs."""
         scores = await _scores(roles.frozen["reference"], self.packer, samples, "logprobs")
         return replace(samples, ref_logprobs=scores)
 
 
 @dataclass(slots=True, kw_only=True)
-class PairObjective(JobObjective):
+class PairObjective(DatasetObjective):
     """The objective of rows that are pairs: the better answer is more probable than the worse, or has the higher score,
     by what the model says of both in ``wants``, beside the log-probs of the frozen ``reference`` if the loss compares
     with one, whose held-out ones are computed once."""
 
     wants: Want = "logprobs"
-    samples_of: SamplesOf = written_samples
+    samples_of: SamplesOf = supervised_samples
     loss: Loss
-    roles: Roles
+    roles: RunComponents
     packer: Packer
     optimizer_steps: OptimizerSteps
     parts: list[Samples]  # held out
-    reference: Reference | None = None
+    reference: FrozenReference | None = None
     _referred: list[list[Samples]] = field(default_factory=list)  # of each part, as of `_compared`
 
     async def _compared(self, samples: Samples) -> list[Samples]:
@@ -460,7 +465,9 @@ class PairObjective(JobObjective):
             await self.reference.begin(self.roles, fresh=fresh)
 
     @override
-    async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
+    async def step(
+        self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch
+    ) -> CompletedStep | None:
         with watch("reference") if self.reference is not None else nullcontext():
             compared = await self._compared(samples)
             loss = await self._loss_of(compared)
@@ -491,7 +498,7 @@ class LabeledAnswers(PairObjective):
     """The objective of rows that are single answers: those with the label true become more probable, the others less,
     by `KtoLoss` with the reference point of each batch."""
 
-    samples_of: SamplesOf = with_margins
+    samples_of: SamplesOf = set_margins
     loss: KtoLoss
     most: int  # positions of a sequence
 
@@ -562,7 +569,7 @@ class SupervisedSteps:
     packer: Packer
     optimizer_steps: OptimizerSteps
 
-    async def step(self, samples: Samples, learning_rate: float, prompts: Iterable[Prompt]) -> Made | None:
+    async def step(self, samples: Samples, learning_rate: float, prompts: Iterable[Prompt]) -> CompletedStep | None:
         """Make one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`."""
         batch = self.packer.pack(samples)
         made = await self.optimizer_steps.step(self.learner, batch, CrossEntropy(), learning_rate, prompts)
@@ -571,10 +578,10 @@ class SupervisedSteps:
 
 
 @dataclass(slots=True, kw_only=True)
-class FineTuning(JobObjective):
+class SFTObjective(DatasetObjective):
     """Cross-entropy on what the rows' turns say."""
 
-    samples_of: SamplesOf = written_samples
+    samples_of: SamplesOf = supervised_samples
     supervised: SupervisedSteps
     parts: Sequence[Samples]  # held out, which are packed once
     _batches: list[Batch] = field(default_factory=list)
@@ -584,7 +591,9 @@ class FineTuning(JobObjective):
         """There is no other model."""
 
     @override
-    async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
+    async def step(
+        self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch
+    ) -> CompletedStep | None:
         with watch("train"):
             return await self.supervised.step(samples, rate, prompts)
 

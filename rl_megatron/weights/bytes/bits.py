@@ -35,7 +35,7 @@ def all_numbers(tensor: Tensor) -> bool:
     return not tensor.numel() or all(math.isfinite(end.item()) for end in tensor.aminmax())
 
 
-def as_dtype(name: str, values: Tensor, dtype: DType) -> Bits:
+def cast_checked(name: str, values: Tensor, dtype: DType) -> Bits:
     """The values of the tensor ``name`` in ``dtype``. Raises as `raise_overflow`."""
     bits = to_bits(values.to(getattr(torch, dtype)))
     if not dtype.all_numbers(bits):

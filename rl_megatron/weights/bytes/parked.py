@@ -27,7 +27,7 @@ Extent = tuple[int, int]
 """First byte and the byte after the last, counted over all slabs; no extent crosses from slab to slab."""
 
 
-class Pinned:
+class PinnedPool:
     """Slabs of ``slab`` bytes each, pinned when there is no other room and kept until the process ends."""
 
     def __init__(self, slab: int) -> None:
@@ -135,7 +135,7 @@ class _Gone:
             at += len(piece)
 
 
-class Parked:
+class OffloadedTensors:
     """What of a model is out of the GPU's memory, by kind."""
 
     def __init__(self, slab: int) -> None:
@@ -209,7 +209,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-class Staged:
+class StagingPool:
     """Blocks of exactly as many bytes as were asked for, which each round of `take` gives out again.
 
     They are pinned where there is CUDA, by registering them: torch's own pinned memory is rounded up to powers of two.

@@ -10,15 +10,15 @@ import numpy as np
 from torch import Tensor
 
 from rl_megatron.weights.boxes import Box, Shape
-from rl_megatron.weights.bytes.bits import as_dtype, to_bits, to_tensor
+from rl_megatron.weights.bytes.bits import cast_checked, to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable, Streamed
+from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable, StreamedTensor
 from rl_megatron.weights.formats.quantize import block_scales, quantize, read_quantized
 from rl_megatron.weights.formats.schemes import BLOCK, SCALES, Quantized, is_quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
+class CastTensor:
     """The stored tensor ``name``, read as another dtype."""
 
     name: str
@@ -27,7 +27,7 @@ class Cast:
     wanted: DType
 
     def __getitem__(self, box: tuple[slice, ...]) -> Bits:
-        return as_dtype(self.name, to_tensor(self.source[box].copy(), self.given), self.wanted)
+        return cast_checked(self.name, to_tensor(self.source[box].copy(), self.given), self.wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Dequantized:
 
     def __getitem__(self, box: tuple[slice, ...]) -> Bits:
         values = read_quantized(self.weight, tuple((cut.start, cut.stop) for cut in box), self._part)
-        return as_dtype(self.weight.numbers, values, self.wanted)
+        return cast_checked(self.weight.numbers, values, self.wanted)
 
     def _part(self, name: str, box: Box) -> Tensor:
         bits, dtype = self.parts[name]
@@ -81,10 +81,12 @@ class _Quantized:
 
 def cast(tensor: Copy, dtype: DType) -> Copy:
     """The tensor in another dtype."""
-    return tensor.read_by(lambda source: Cast(name=tensor.name, source=source, given=tensor.dtype, wanted=dtype), dtype)
+    return tensor.read_by(
+        lambda source: CastTensor(name=tensor.name, source=source, given=tensor.dtype, wanted=dtype), dtype
+    )
 
 
-def quantized(tensor: Copy) -> list[Streamed]:
+def quantized(tensor: Copy) -> list[StreamedTensor]:
     """The tensors to write: float8 numbers and their scales for a linear layer's weight, else the tensor itself."""
     if not is_quantized(tensor.name, tensor.shape):
         return [tensor]

@@ -24,12 +24,12 @@ from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
 from rl_megatron.weights.checkpoints.megatron import (
     has_draft,
-    held_shape,
     index_files,
     is_megatron,
     megatron_copies,
     must_have_config,
-    place_of,
+    stacked_place,
+    stored_shape,
     write_chunks,
 )
 from rl_megatron.weights.checkpoints.streaming import (
@@ -39,7 +39,7 @@ from rl_megatron.weights.checkpoints.streaming import (
     OnProgress,
     Share,
     Sink,
-    Streamed,
+    StreamedTensor,
     in_files,
     write_files,
 )
@@ -54,13 +54,13 @@ from rl_megatron.weights.formats.hf_folder import (
     weight_files,
 )
 from rl_megatron.weights.formats.schemes import quantization_config
-from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout, read_shape
+from rl_megatron.weights.layouts.families import find_family, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, keeping_dtype
 from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 from rl_megatron.weights.plans.plan import plan
 
 _ALL = Share()
-_bytes_of: Callable[[Streamed], int] = attrgetter("num_bytes")
+_bytes_of: Callable[[StreamedTensor], int] = attrgetter("num_bytes")
 
 
 def hf_to_megatron(
@@ -110,7 +110,7 @@ def _to_megatron(tensors: Sequence[Copy], hf: Layout, megatron: Layout) -> list[
     """The parameters of ``megatron``; those that its checkpoint stacks in one tensor have one dtype."""
     home = {tensor.name: tensor for tensor in tensors}
     sizes, pieces = megatron.local_shapes(0), list(plan(hf, megatron).receives(0))
-    keys = {name: place_of(name, megatron.shape)[0] for name in sizes}
+    keys = {name: stacked_place(name, megatron.shape)[0] for name in sizes}
     found: dict[str, set[DType]] = {}
     for piece in pieces:
         found.setdefault(keys[piece.dst_param], set()).add(home[piece.src_param].dtype)
@@ -175,7 +175,7 @@ def megatron_to_hf(
 def write_hf(
     source: Path,
     out: Path,
-    tensors: Sequence[Streamed],
+    tensors: Sequence[StreamedTensor],
     files: Files,
     *,
     companion: Path,
@@ -230,7 +230,7 @@ def converted_shape(source: Path, config: Path | None = None, family: str | None
         return replace(shape, drafts=True) if _has_rows(shape) and not_the_decoders(source, shape)[1] else shape
     if config is None:
         must_have_config(source)
-    shape, sizes = held_shape(source, read_shape(config or source, family)), read_index(source)[0]
+    shape, sizes = stored_shape(source, read_shape(config or source, family)), read_index(source)[0]
     if sizes.get("output_layer.weight", ())[:1] == (1,):
         shape = replace(shape, scores=True, tie_embeddings=False)
     return replace(shape, drafts=True) if _has_rows(shape) and has_draft(sizes) else shape
@@ -238,7 +238,7 @@ def converted_shape(source: Path, config: Path | None = None, family: str | None
 
 def _has_rows(shape: ModelShape) -> bool:
     """Whether the model may have draft layers, and its family has rows for them."""
-    return bool(shape.draft_layers) and has_draft_rows(family_of(shape).tables["megatron"])
+    return bool(shape.draft_layers) and has_draft_rows(find_family(shape).tables["megatron"])
 
 
 def not_the_decoders(source: Path, shape: ModelShape) -> tuple[list[str], list[str]]:
@@ -278,7 +278,7 @@ def _cast(tensor: Copy, dtype: DType | None) -> Copy:
     return cast(tensor, dtype)
 
 
-def _quantized(tensors: Sequence[Copy]) -> list[Streamed]:
+def _quantized(tensors: Sequence[Copy]) -> list[StreamedTensor]:
     from rl_megatron.weights.checkpoints.casting import quantized
 
     return [one for tensor in tensors for one in quantized(tensor)]

@@ -17,11 +17,11 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes
-from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sliceable, Streamed, numbers
+from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sliceable, StreamedTensor, numbers
 from rl_megatron.weights.formats.hf_folder import (
     Headers,
     draft_copies,
-    own_weights,
+    model_tensors,
     raise_misfits,
     raise_uncounted,
     read_headers,
@@ -38,7 +38,7 @@ def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[lis
     """
     headers = read_headers(source)
     files, copy_of = _reading(source, headers, dtype)
-    weights, tied = own_weights(source, headers.shapes, shape)
+    weights, tied = model_tensors(source, headers.shapes, shape)
     layout = hf_layout(shape)
     raise_uncounted(source, len(weights), layout)
     raise_misfits(str(source), weights, layout.local_shapes(0))
@@ -103,7 +103,7 @@ def _dequantized(name: str, weight: Quantized, homes: Mapping[str, tuple[Entry, 
     return _stored(name, weight.shape, dtype, source)
 
 
-def write_safetensors(file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes) -> list[dict[str, object]]:
+def write_safetensors(file: IO[bytes], tensors: Sequence[StreamedTensor], on_bytes: OnBytes) -> list[dict[str, object]]:
     """Write one file. Its notes are empty, because its header says where each tensor lies."""
     file.write(header_bytes([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]))
     for tensor in tensors:

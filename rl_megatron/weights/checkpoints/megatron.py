@@ -22,11 +22,11 @@ from math import prod
 from pathlib import Path
 from typing import IO
 
-from rl_megatron.errors import CheckpointError, ConfigError, WeightError, shorten
+from rl_megatron.errors import CheckpointError, ConfigError, WeightError, quote_start
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sink, Streamed, numbers
+from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sink, StreamedTensor, numbers
 from rl_megatron.weights.checkpoints.torch_dist import (
     Chunk,
     read_index,
@@ -35,8 +35,8 @@ from rl_megatron.weights.checkpoints.torch_dist import (
     write_tensor,
 )
 from rl_megatron.weights.formats.hf_folder import raise_lines, raise_uncounted
-from rl_megatron.weights.layouts.families import adapters_alone, family_of, hf_layout, megatron_layout
-from rl_megatron.weights.layouts.layout import Layout, as_held
+from rl_megatron.weights.layouts.families import adapters_alone, find_family, hf_layout, megatron_layout
+from rl_megatron.weights.layouts.layout import Layout, shape_as_stored
 from rl_megatron.weights.plans.plan import plan
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, Megatron-Bridge and slime, beside their checkpoints
@@ -70,7 +70,7 @@ def is_megatron(folder: Path) -> bool:
     )
 
 
-def newest_in(folder: Path) -> Path:
+def newest_checkpoint(folder: Path) -> Path:
     """The folder itself, or the newest checkpoint in a folder where Megatron-LM or Megatron-Bridge saved its own.
 
     Raises CheckpointError or ConfigError if that is not there, not one, or in a format that is not read.
@@ -102,7 +102,7 @@ def _tracked(folder: Path) -> Path:
     step = _head(folder / _TRACKER).strip()
     if step != "release" and not _STEP.fullmatch(step):
         raise CheckpointError(
-            f"{folder / _TRACKER} says {shorten(step)}, neither a step nor release; give a checkpoint"
+            f"{folder / _TRACKER} says {quote_start(step)}, neither a step nor release; give a checkpoint"
         )
     name = step if step == "release" else f"iter_{int(step):07d}"
     if name not in there:
@@ -145,7 +145,7 @@ _FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class StoredTensor:
     """A tensor that holds a parameter, or its rows from ``first`` on."""
 
     key: str
@@ -154,7 +154,7 @@ class Home:
     rows: int | None = None  # None: all
 
 
-def place_of(param: str, shape: ModelShape) -> tuple[str, Shape]:
+def stacked_place(param: str, shape: ModelShape) -> tuple[str, Shape]:
     """The stacked tensor and leading indices as which we write a parameter with a global name (weights/layouts/tables).
 
     Layers are stacked if all have the same parts, experts always. Draft layers are not, and are numbered from 0.
@@ -184,9 +184,9 @@ def _spellings(param: str, shape: ModelShape, *, stacked: bool) -> Iterator[tupl
         yield f"{alone}mlp.experts.experts.{expert[2]}.{expert[1]}.weight", ()
 
 
-def find_homes(
+def find_tensors(
     source: Path, layout: Layout, sizes: Mapping[str, Shape], dtypes: Mapping[str, DType]
-) -> dict[str, tuple[Home, ...]]:
+) -> dict[str, tuple[StoredTensor, ...]]:
     """The homes of every parameter of ``layout``'s only rank, among tensors of these global ``sizes`` and ``dtypes``.
 
     Raises WeightError that names each parameter that is missing, and each tensor that is misshapen, of no float dtype
@@ -200,7 +200,7 @@ def find_homes(
         )
     params = layout.local_shapes(0)
     homes = {param: _homes(param, layout.shape, shape, sizes) for param, shape in params.items()}
-    missing = sorted({place_of(param, layout.shape)[0] for param, found in homes.items() if not found})
+    missing = sorted({stacked_place(param, layout.shape)[0] for param, found in homes.items() if not found})
     if missing:
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         odd = (
@@ -232,17 +232,19 @@ def find_homes(
     return homes
 
 
-def _homes(param: str, model: ModelShape, shape: Shape, sizes: Mapping[str, Shape]) -> tuple[Home, ...]:
+def _homes(param: str, model: ModelShape, shape: Shape, sizes: Mapping[str, Shape]) -> tuple[StoredTensor, ...]:
     for key, index in _spellings(param, model, stacked=True):
         if key in sizes:
-            return (Home(key=key, index=index),)
+            return (StoredTensor(key=key, index=index),)
         if all(key + half in sizes for half in _HALVES):
             rows = shape[0] // 2
-            return tuple(Home(key=key + half, index=index, first=i * rows, rows=rows) for i, half in enumerate(_HALVES))
+            return tuple(
+                StoredTensor(key=key + half, index=index, first=i * rows, rows=rows) for i, half in enumerate(_HALVES)
+            )
     return ()
 
 
-def _wanted(homes: Mapping[str, tuple[Home, ...]], params: Mapping[str, Shape]) -> dict[str, Shape]:
+def _wanted(homes: Mapping[str, tuple[StoredTensor, ...]], params: Mapping[str, Shape]) -> dict[str, Shape]:
     """The size that each tensor must have: of its stack, then of a parameter in it."""
     out: dict[str, Shape] = {}
     for param, found in homes.items():
@@ -274,15 +276,15 @@ def has_draft(sizes: Mapping[str, Shape]) -> bool:
     return any(key.startswith(_DRAFT) for key in sizes)
 
 
-def held_shape(source: Path, shape: ModelShape) -> ModelShape:
+def stored_shape(source: Path, shape: ModelShape) -> ModelShape:
     """``shape`` with experts of one tensor a layer or one by one, as the checkpoint has them. Raises CheckpointError if
     it is torn."""
-    if family_of(shape).stacked is None:
+    if find_family(shape).stacked is None:
         return shape
-    return as_held(replace(shape, stacked_experts=False, stacked_drafts=False), read_index(source)[0])
+    return shape_as_stored(replace(shape, stacked_experts=False, stacked_drafts=False), read_index(source)[0])
 
 
-def held_files(folder: Path, names: Sequence[str]) -> Files:
+def stored_files(folder: Path, names: Sequence[str]) -> Files:
     """A checkpoint's files by their names. Raises CheckpointError if some are not there."""
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -294,7 +296,7 @@ def raise_other_model(source: Path, shape: ModelShape, *, of_critic: bool) -> No
     """Raises as `megatron_copies` for tensors that a model of ``shape`` lacks, needs or has in another size; megatron
     itself loads too few rows of a vocabulary, and leaves the others at 0. ``of_critic``: a model that scores has the
     bias of a critic's values, too."""
-    _homes_in(source, megatron_layout(held_shape(source, shape)), {VALUE_BIAS} if of_critic else ())
+    _homes_in(source, megatron_layout(stored_shape(source, shape)), {VALUE_BIAS} if of_critic else ())
 
 
 def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]:
@@ -311,7 +313,7 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
     homes, chunks = _homes_in(source, megatron)
     depths = {home.key: len(home.index) for found in homes.values() for home in found}
     held = [chunk for chunk in chunks if chunk.key in depths]
-    files = held_files(source, sorted({chunk.file for chunk in held}))
+    files = stored_files(source, sorted({chunk.file for chunk in held}))
     at: dict[tuple[str, Shape], list[Chunk]] = {}
     for chunk in held:
         for index in _indices(chunk, depths[chunk.key]):
@@ -346,26 +348,26 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
 
 def _homes_in(
     source: Path, megatron: Layout, beside: Collection[str] = ()
-) -> tuple[dict[str, tuple[Home, ...]], list[Chunk]]:
+) -> tuple[dict[str, tuple[StoredTensor, ...]], list[Chunk]]:
     """``beside``: tensors that are no part of the model."""
     sizes, chunks = read_index(source)
     sizes = {name: size for name, size in sizes.items() if name not in beside}
     raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
-    return find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks}), chunks
+    return find_tensors(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks}), chunks
 
 
 def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:
     return product(*(range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)))
 
 
-def _fragment(cut: Box, chunk: Chunk, home: Home, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Fragment:
+def _fragment(cut: Box, chunk: Chunk, home: StoredTensor, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Fragment:
     depth = len(home.index)
     inside = shift(cut, _box(chunk, home), whole_box(chunk.sizes[depth:]))
     lead = tuple(i - o for i, o in zip(home.index, chunk.offsets[:depth], strict=True))
     return Fragment(box=shift(cut, box, hf_box), source=lambda: view()[lead], src_box=inside)
 
 
-def _box(chunk: Chunk, home: Home) -> Box:
+def _box(chunk: Chunk, home: StoredTensor) -> Box:
     """The chunk's box in the parameter; the tensor's leading dims number parameters."""
     depth = len(home.index)
     box = tuple((o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
@@ -373,13 +375,13 @@ def _box(chunk: Chunk, home: Home) -> Box:
 
 
 def write_chunks(
-    file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes, *, shape: ModelShape
+    file: IO[bytes], tensors: Sequence[StreamedTensor], on_bytes: OnBytes, *, shape: ModelShape
 ) -> list[dict[str, object]]:
     """Write one file, and return notes of where each tensor lies in it."""
     notes: list[dict[str, object]] = []
     for tensor in tensors:
         start = file.tell()
-        _, index = place_of(tensor.name, shape)
+        _, index = stacked_place(tensor.name, shape)
         size = (*(1 for _ in index), *tensor.shape)
         notes.append({"start": start, "length": write_tensor(file, tensor.dtype, size, numbers(tensor, on_bytes))})
     return notes
@@ -390,14 +392,14 @@ def index_files(
 ) -> None:
     """Write the index of the files of ``sinks``, from the notes of `write_chunks`."""
     chunks = [
-        _noted_chunk(sink.name, tensor, place_of(tensor.name, shape), note)
+        _noted_chunk(sink.name, tensor, stacked_place(tensor.name, shape), note)
         for sink in sinks
         for tensor, note in zip(sink.tensors, notes[sink.name], strict=True)
     ]
     write_index(folder, chunks, _global_sizes(chunks))
 
 
-def _noted_chunk(file: str, tensor: Streamed, place: tuple[str, Shape], note: Mapping[str, object]) -> Chunk:
+def _noted_chunk(file: str, tensor: StreamedTensor, place: tuple[str, Shape], note: Mapping[str, object]) -> Chunk:
     key, index = place
     return Chunk(
         key=key,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_megatron.chat_templates import TemplateValue
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.files import naming, publish_folder, remove_folder
+from rl_megatron.files import add_path_to_errors, publish_folder, remove_folder
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers, raise_overflow, to_tensor
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
@@ -34,7 +34,7 @@ from rl_megatron.weights.formats.hf_folder import (
     copy_companions,
     file_names,
     index_text,
-    own_weights,
+    model_tensors,
     raise_misfits,
     raise_uncounted,
     read_headers,
@@ -100,7 +100,7 @@ def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tens
     that differs from the embedding which it is tied to: each rank compares the rows that it reads, so that all ranks
     together read the matrix once a replica.
     """
-    given, tied = own_weights(source.folder, source.shapes(), hf.shape)
+    given, tied = model_tensors(source.folder, source.shapes(), hf.shape)
     raise_uncounted(source.folder, len(given), hf)
     raise_misfits(f"{source.folder}", given, hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -217,7 +217,7 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
     weight_map: dict[str, str] = {}
     for file, names in zip(file_names(len(shards)), shards, strict=True):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        with naming(folder / file):
+        with add_path_to_errors(folder / file):
             save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
@@ -240,7 +240,7 @@ _BAND = 2**22  # elements drawn at once
 _WORD = 2**32 - 1
 
 
-class MadeUp:
+class RandomWeights:
     """The tensors of a model folder that has no weights, by ``shapes``. Read as an `HFFolder`."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, Shape], seed: int) -> None:

@@ -64,7 +64,7 @@ class Fragment:
     src_box: Box
 
 
-class Streamed(Protocol):
+class StreamedTensor(Protocol):
     """A tensor that is written row by row."""
 
     @property
@@ -170,7 +170,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in box)
 
 
-def numbers(tensor: Streamed, on_bytes: OnBytes) -> Iterator[Bits]:
+def numbers(tensor: StreamedTensor, on_bytes: OnBytes) -> Iterator[Bits]:
     """The blocks of a tensor. Raises WeightError at the first block with NaN or infinite values."""
     for block in tensor.blocks(on_bytes):
         if not tensor.dtype.all_numbers(block):
@@ -210,8 +210,8 @@ class Sink:
     """One output file; ``write`` gets the file and its tensors, and returns notes on them."""
 
     name: str
-    tensors: tuple[Streamed, ...]
-    write: Callable[[IO[bytes], Sequence[Streamed], OnBytes], list[dict[str, object]]]
+    tensors: tuple[StreamedTensor, ...]
+    write: Callable[[IO[bytes], Sequence[StreamedTensor], OnBytes], list[dict[str, object]]]
 
 
 def in_files(tensors: Iterable[T], limit: int, size: Callable[[T], int]) -> list[list[T]]:
@@ -297,7 +297,7 @@ def write_files(
             shutil.rmtree(partial)
         raise
     except OSError as error:
-        if share.count > 1 and error.errno in _GONE and _others_made(out, book):
+        if share.count > 1 and error.errno in _GONE and _completed_by_other(out, book):
             shutil.rmtree(out / _NOTES, ignore_errors=True)  # what this one wrote there
             return []
         where = f"{error.filename}, renamed to {error.filename2}" if error.filename2 else partial
@@ -310,10 +310,10 @@ def write_files(
 def must_be_new(out: Path) -> None:
     """Raises CheckpointError if anything has the name, be it a link to a folder that is not there."""
     if os.path.lexists(out):
-        raise _there(out)
+        raise _exists_error(out)
 
 
-def _there(out: Path) -> CheckpointError:
+def _exists_error(out: Path) -> CheckpointError:
     what = "exists" if out.exists() else "is a link to a folder that is not there"
     return CheckpointError(f"{out} {what}; remove it or give another name")
 
@@ -345,11 +345,11 @@ def _is_made(out: Path, book: Mapping[str, Any], share: Share) -> bool:
     if not os.path.lexists(out):
         return False
     if share.count == 1 or _differing(_read(out / _BOOK), book):
-        raise _there(out)
+        raise _exists_error(out)
     return True
 
 
-def _others_made(out: Path, book: Mapping[str, Any]) -> bool:
+def _completed_by_other(out: Path, book: Mapping[str, Any]) -> bool:
     """Whether another part has published the folder under this one's feet."""
     for _ in range(_SEEN_SECONDS):
         if not _differing(_read(out / _BOOK), book):

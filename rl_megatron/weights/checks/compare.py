@@ -18,7 +18,14 @@ import numpy as np
 
 from rl_megatron.errors import CorruptionError
 from rl_megatron.weights.boxes import Box, Shape
-from rl_megatron.weights.checks.reports import PlacedBox, Report, ReportColumn, added_up, digest_of_boxes, kind_of
+from rl_megatron.weights.checks.reports import (
+    ChecksumReport,
+    PlacedBox,
+    ReportColumn,
+    added_up,
+    digest_of_boxes,
+    parameter_kind,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +39,12 @@ class Comparison:
     differing: Mapping[str, frozenset[str]]
     unseen: frozenset[str]
 
-    def private(self, reports: Sequence[Report]) -> frozenset[str]:
+    def private(self, reports: Sequence[ChecksumReport]) -> frozenset[str]:
         """Kinds of parameters that hold several tensors, over all layers and experts, all of which differ."""
         wrong = {(param, hf) for hf, params in self.differing.items() for param in params}
         right = {param for report in reports for param, hf, _, _ in report.rows if (param, hf) not in wrong}
-        several = {kind for kind, n in Counter(kind_of(param) for param, _ in wrong).items() if n > 1}
-        return frozenset(several - {kind_of(param) for param in right})
+        several = {kind for kind, n in Counter(parameter_kind(param) for param, _ in wrong).items() if n > 1}
+        return frozenset(several - {parameter_kind(param) for param in right})
 
     def verified(self, server: str, whose: str) -> frozenset[str]:
         """The unseen tensors. Raises CorruptionError for those that differ from ``whose`` bytes."""
@@ -49,7 +56,7 @@ class Comparison:
 
 
 def compare(
-    sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[Report], private: frozenset[str]
+    sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[ChecksumReport], private: frozenset[str]
 ) -> Comparison:
     """Compare one server's ranks with the sealed checksums, ignoring parameters of ``private`` kinds.
 
@@ -58,7 +65,7 @@ def compare(
     """
     rows = [row for report in reports for row in report.rows]
     if private:
-        hidden = {param for param in {row[0] for row in rows} if kind_of(param) in private}
+        hidden = {param for param in {row[0] for row in rows} if parameter_kind(param) in private}
         rows = [row for row in rows if row[0] not in hidden]
     held, read = added_up(row[1:] for row in rows), added_up(row for report in reports for row in report.read)
     unseen, wrong = set[str](), set[str]()
@@ -91,7 +98,7 @@ class ServerComparisons:
         name: str,
         sealed: Mapping[str, int],
         shapes: Mapping[str, Shape],
-        reports: Sequence[Report],
+        reports: Sequence[ChecksumReport],
         known: dict[object, Comparison] | None = None,
     ) -> Comparison:
         """What differs at the server, and what is unseen, without its private kinds.
@@ -152,7 +159,7 @@ class ReportReader:
         """Digests of the boxes that no rank needs to name again."""
         return sorted(self._places)
 
-    def read(self, text: bytes) -> Report:
+    def read(self, text: bytes) -> ChecksumReport:
         """The report in the JSON ``text``. Raises ValueError that names the first part that is not of this form,
         where a column has not one checksum for each of its boxes, and where these are unknown."""
         try:
@@ -160,7 +167,7 @@ class ReportReader:
         except msgspec.ValidationError as error:
             raise ValueError(f"{error}; the server needs the trainer's version of rl_megatron") from error
         rows, read = self._column("rows", said.rows), self._column("read", said.read)
-        return Report(rows=rows, read=read, seconds=said.seconds, window=said.window)
+        return ChecksumReport(rows=rows, read=read, seconds=said.seconds, window=said.window)
 
     def _column(self, column: ReportColumn, said: _Packed) -> _Shared:
         key = said.digest, hashlib.blake2b(said.sums, digest_size=32).digest()

@@ -23,7 +23,7 @@ _Parts = Sequence[tuple[str, Box]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ParameterBox:
     """``box`` of Hugging Face tensor ``hf`` of shape ``whole`` is stored in ``param`` at ``view``.
 
     ``dtype`` is the tensor's in the file. ``view`` is the size, strides and offset, in elements of the parameter's
@@ -50,7 +50,7 @@ def record(
     dtypes: Mapping[str, torch.dtype],
     *,
     partial: bool = False,
-) -> list[Held]:
+) -> list[ParameterBox]:
     """Record where ``load`` copies every tensor of ``shapes`` in ``params``, which stay unchanged.
 
     Raises WeightError that names a tensor from which the loader computes other values; with ``partial`` such a tensor
@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
         }
         self._params = {_storage(tensor): name for name, tensor in params.items()}
         self._partial = partial
-        self.held: list[Held] = []
+        self.held: list[ParameterBox] = []
 
     def __torch_dispatch__(
         self,
@@ -115,7 +115,7 @@ class _Recorder(TorchDispatchMode):
         self._sources[_storage(joined)] = joined, parts
 
 
-def _held(whole: Tensor, parts: _Parts, source: Tensor, param: str, target: Tensor) -> Iterator[Held]:
+def _held(whole: Tensor, parts: _Parts, source: Tensor, param: str, target: Tensor) -> Iterator[ParameterBox]:
     """What one copy takes of each part, with dims in the order of the Hugging Face tensor's."""
     if target.shape != source.shape:
         source = source.expand(target.shape)
@@ -138,7 +138,7 @@ def _held(whole: Tensor, parts: _Parts, source: Tensor, param: str, target: Tens
         sizes, wide = (tuple(high - low for low, high in one) for one in (cut, place))
         own = shift(cut, place, whole_box(wide))
         view = sizes, tuple(strides), int(target.storage_offset()) + ahead
-        yield Held(hf=hf, whole=wide, dtype=whole.dtype, box=own, param=param, view=view)
+        yield ParameterBox(hf=hf, whole=wide, dtype=whole.dtype, box=own, param=param, view=view)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -6,12 +6,11 @@ sum of each word times an odd number of its row times an odd number of its colum
 changes it; several, or words that changed places, change it except in about one case in 2**63. It reads memory as fast
 as XXH3, and cached bytes half as fast.
 
-A worker reports a checksum of every box that its loader filled (`checksums_of`); the controller adds them up over the
-ranks (`compare`). Some kernels convert a parameter to a private layout after the load, where no box is what was loaded.
-A server's first load tells such parameters apart from corrupted ones: a private one differs in all layers and experts,
-and the probe verifies it. From then on the list is fixed. A rank has the same boxes at every push, so it names them by
-a digest to a controller that knows it. Engines import this module: it needs numpy and torch alone.
-"""
+A worker reports a checksum of every box that its loader filled (`box_checksums_in`); the controller adds them up over
+the ranks (`compare`). Some kernels convert a parameter to a private layout after the load, where no box is what was
+loaded. A server's first load tells such parameters apart from corrupted ones: a private one differs in all layers and
+experts, and the probe verifies it. From then on the list is fixed. A rank has the same boxes at every push, so it names
+them by a digest to a controller that knows it. Engines import this module: it needs numpy and torch alone."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from rl_megatron.errors import CorruptionError
 from rl_megatron.weights.boxes import Box, Shape, volume, whole_box
-from rl_megatron.weights.checks.places import Held
+from rl_megatron.weights.checks.places import ParameterBox
 from rl_megatron.weights.layouts.layout import Layout
 
 _WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
@@ -165,12 +164,12 @@ Read = tuple[str, Box, int]
 
 
 Kinds = Mapping[str, frozenset[str]]
-"""By server, kinds of parameters (`kind_of`) that its kernels keep in private layouts."""
+"""By server, kinds of parameters (`parameter_kind`) that its kernels keep in private layouts."""
 NO_KINDS: Kinds = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ChecksumReport:
     """Checksums of what one rank holds, and the seconds that the rank waited for them.
 
     ``read`` are checksums of what the rank read or received, before its kernels converted it; ``window`` is the most
@@ -185,11 +184,11 @@ class Report:
     window: int = 0
 
 
-def of_one_rank(reports: Sequence[Report]) -> Report:
+def merge_rank_reports(reports: Sequence[ChecksumReport]) -> ChecksumReport:
     """A rank's reports on several models, or parts of one, as one. None has ``changes``, which are a learner's."""
     if len(reports) == 1:
         return reports[0]
-    return Report(
+    return ChecksumReport(
         rows=[row for one in reports for row in one.rows],
         seconds=sum(one.seconds for one in reports),
         read=[row for one in reports for row in one.read],
@@ -197,12 +196,12 @@ def of_one_rank(reports: Sequence[Report]) -> Report:
     )
 
 
-def kind_of(param: str) -> str:
+def parameter_kind(param: str) -> str:
     """A parameter's name without the numbers of layers and experts."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", param)
 
 
-class Beside:
+class BackgroundChecksums:
     """Computes checksums in a separate thread while more tensors arrive. Nothing may write to a tensor meanwhile."""
 
     def __init__(self) -> None:
@@ -214,29 +213,29 @@ class Beside:
         """Checksum a whole tensor as it was read."""
         self._read_box(name, tensor, tuple(tensor.shape), whole_box(tensor.shape))
 
-    def sent(self, one: Held, tensor: Tensor) -> list[Future[Read]]:
+    def sent(self, one: ParameterBox, tensor: Tensor) -> list[Future[Read]]:
         """Checksum a received box in a parameter that kernels will convert once this is done; nothing covers some."""
         if not whole_words(one, tensor.dtype.itemsize):
             return []
         return [self._read_box(one.hf, narrowed(one.of(tensor), one.dtype), one.whole, one.box)]
 
-    def held(self, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
+    def held(self, held: Sequence[ParameterBox], params: Mapping[str, Tensor]) -> None:
         """Checksum boxes in the parameters that hold them."""
         ready = _ready(params[held[0].param]) if held else None
 
         def look() -> Sequence[BoxSum]:
             _wait_for(ready)
-            return checksums_of(held, params).rows
+            return box_checksums_in(held, params).rows
 
         self._held.append(self._thread.submit(look))
 
-    def report(self) -> Report:
+    def report(self) -> ChecksumReport:
         """Wait for all checksums and report them; ``seconds`` is the time of this wait."""
         started = time.perf_counter()
         rows = [row for future in self._held for row in future.result()]
         read = [future.result() for future in self._read]
         self._thread.shutdown()
-        return Report(rows=rows, seconds=time.perf_counter() - started, read=read)
+        return ChecksumReport(rows=rows, seconds=time.perf_counter() - started, read=read)
 
     def _read_box(self, name: str, tensor: Tensor, whole: Shape, box: Box) -> Future[Read]:
         ready = _ready(tensor)
@@ -260,17 +259,17 @@ def _wait_for(ready: torch.cuda.Event | None) -> None:
         ready.synchronize()
 
 
-def seconds_waited(reports: Mapping[str, Sequence[Report]]) -> float:
+def seconds_waited(reports: Mapping[str, Sequence[ChecksumReport]]) -> float:
     """Seconds that the slowest server waited for checksums; its ranks compute them at the same time."""
     return max((report.seconds for said in reports.values() for report in said), default=0.0)
 
 
-def not_private(held: Sequence[Held], private: Collection[str]) -> list[Held]:
+def without_private(held: Sequence[ParameterBox], private: Collection[str]) -> list[ParameterBox]:
     """The boxes that are not in parameters of ``private`` kinds."""
-    return [one for one in held if kind_of(one.param) not in private]
+    return [one for one in held if parameter_kind(one.param) not in private]
 
 
-def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
+def box_checksums_in(held: Sequence[ParameterBox], params: Mapping[str, Tensor]) -> ChecksumReport:
     """Checksums of every box whose parameter is in ``params`` and large enough to hold it."""
     started = time.perf_counter()
     there = [(one, tensor) for one in held if (tensor := params.get(one.param)) is not None]
@@ -279,17 +278,17 @@ def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
         (narrowed(one.of(t), one.dtype), one.whole, tuple(low for low, _ in one.box)) for one, t in there
     )
     rows = [(one.param, one.hf, one.box, found) for (one, _), found in zip(there, sums, strict=True)]
-    return Report(rows=rows, seconds=time.perf_counter() - started)
+    return ChecksumReport(rows=rows, seconds=time.perf_counter() - started)
 
 
-def fits(one: Held, tensor: Tensor) -> bool:
+def fits(one: ParameterBox, tensor: Tensor) -> bool:
     """Whether the box lies inside the parameter's memory."""
     size, strides, offset = one.view
     last = offset + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
     return last < tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
 
 
-def whole_words(one: Held, itemsize: int) -> bool:
+def whole_words(one: ParameterBox, itemsize: int) -> bool:
     """Whether the box's columns are whole words, `narrowed`, so that checksums of its tensor's boxes add up."""
     return len(one.whole) < 2 or aligned(one.whole, one.box[1], min(itemsize, one.dtype.itemsize))
 
@@ -299,10 +298,10 @@ REPORT_FORM = "2"
 
 ReportColumn = Literal["rows", "read"]
 PlacedBox = tuple[str, str, Box] | tuple[str, Box]
-"""A row of a `Report` without its checksum."""
+"""A row of a `ChecksumReport` without its checksum."""
 
 
-def packed_report(report: Report, known: Collection[str]) -> dict[str, object]:
+def packed_report(report: ChecksumReport, known: Collection[str]) -> dict[str, object]:
     """The report as JSON. It names the boxes of a column unless their `digest_of_boxes` is ``known``; ``sums`` are
     of 64 bits, little-endian, in base64."""
     return {
@@ -328,7 +327,7 @@ def _packed(column: ReportColumn, rows: Sequence[BoxSum] | Sequence[Read], known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SenderBox:
     """``place`` of a learner's ``param`` is ``box`` of Hugging Face tensor ``hf``, whose shape is ``whole``."""
 
     param: str
@@ -338,10 +337,10 @@ class Source:
     whole: Shape
 
 
-def sources_of(layout: Layout, hf: Layout) -> list[list[Source]]:
+def sender_boxes(layout: Layout, hf: Layout) -> list[list[SenderBox]]:
     """The boxes that each learner rank checksums: those of which it is the first holder."""
     shapes: Mapping[str, Shape] = hf.local_shapes(0)
-    out: list[list[Source]] = [[] for _ in range(layout.dims.world_size)]
+    out: list[list[SenderBox]] = [[] for _ in range(layout.dims.world_size)]
     for spec in layout.rows():
         for chunk, slices in enumerate(layout.chunks(spec)):
             for layer, stages in layout.layer_stages(spec).items():
@@ -351,36 +350,36 @@ def sources_of(layout: Layout, hf: Layout) -> list[list[Source]]:
                     for one in slices:
                         name, param = (n.format(layer=layer, expert=expert) for n in (one.hf, one.param))
                         whole = shapes[name]
-                        out[rank].append(Source(param=param, place=one.box, hf=name, box=one.hf_box, whole=whole))
+                        out[rank].append(SenderBox(param=param, place=one.box, hf=name, box=one.hf_box, whole=whole))
     return out
 
 
 def sent_checksums(
-    sources: Sequence[Source], tensors: Mapping[str, Tensor], sent: Callable[[Source, Tensor], Tensor]
-) -> Report:
+    sources: Sequence[SenderBox], tensors: Mapping[str, Tensor], sent: Callable[[SenderBox, Tensor], Tensor]
+) -> ChecksumReport:
     """Checksums of what engines receive of the learner's boxes: ``sent`` makes it of a box's values."""
     started = time.perf_counter()
-    added: list[Source] = []
+    added: list[SenderBox] = []
 
     def boxes() -> Iterator[tuple[Tensor, Shape, tuple[int, ...]]]:
         for one in sources:
             box = sent(one, tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)])
-            if add_up([one], box.dtype.itemsize):
+            if checksums_add_up([one], box.dtype.itemsize):
                 added.append(one)
                 yield box, one.whole, tuple(low for low, _ in one.box)
 
     sums = box_checksums(boxes())
     rows = [(one.param, one.hf, one.box, found) for one, found in zip(added, sums, strict=True)]
-    return Report(rows=rows, seconds=time.perf_counter() - started)
+    return ChecksumReport(rows=rows, seconds=time.perf_counter() - started)
 
 
-def add_up(sources: Sequence[Source], itemsize: int) -> bool:
+def checksums_add_up(sources: Sequence[SenderBox], itemsize: int) -> bool:
     """Whether all boxes are made of whole words, so that their checksums add up to those of the tensors."""
     return all(len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize) for one in sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSums:
+class TensorChecksums:
     """Sums over the boxes of each tensor, a box that several ranks hold once: of checksums, and of elements.
 
     ``torn`` are tensors of which two ranks hold other bytes in one box.
@@ -399,7 +398,7 @@ class TensorSums:
         return name not in self.torn and add(self.checksums.get(name, 0)) == sealed
 
 
-def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[str, int]:
+def seal_from_reports(reports: Sequence[ChecksumReport], shapes: Mapping[str, Shape]) -> dict[str, int]:
     """Checksums of whole tensors, from the reports of the learner's ranks on their boxes.
 
     Raises CorruptionError that names a tensor of which two ranks hold different bytes.
@@ -415,7 +414,7 @@ def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[st
 def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tuple[float, str] | None:
     """The largest relative error of a quantized tensor, in Frobenius norms, and its name; None if none is quantized.
 
-    ``changes`` are squared norms of boxes and of what quantizing changed in them (`Report.changes`).
+    ``changes`` are squared norms of boxes and of what quantizing changed in them (`ChecksumReport.changes`).
     """
     sums: dict[str, tuple[float, float]] = {}
     for one in changes:
@@ -426,7 +425,7 @@ def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tupl
     return max(found, default=None)
 
 
-def added_up(rows: Iterable[Read]) -> TensorSums:
+def added_up(rows: Iterable[Read]) -> TensorChecksums:
     """Add up the checksums of boxes, by tensor."""
     boxes: dict[tuple[str, Box], int] = {}
     torn = {hf for hf, box, sum_ in rows if boxes.setdefault((hf, box), sum_) != sum_}
@@ -435,4 +434,4 @@ def added_up(rows: Iterable[Read]) -> TensorSums:
     for (hf, box), sum_ in boxes.items():
         checksums[hf] = checksums.get(hf, 0) + sum_
         elements[hf] = elements.get(hf, 0) + volumes[box]
-    return TensorSums(checksums=checksums, elements=elements, torn=torn)
+    return TensorChecksums(checksums=checksums, elements=elements, torn=torn)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 from pydantic import Field
 
 from rl_megatron.chat_templates import TemplateValue, setting
-from rl_megatron.errors import CheckpointError, WeightError, shorten
+from rl_megatron.errors import CheckpointError, WeightError, quote_start
 from rl_megatron.files import write_atomically
 from rl_megatron.models.families.fields import CLASSIFIER, read_config
 from rl_megatron.models.json_files import MAX_BYTES, JsonFields, read_json
@@ -22,7 +22,7 @@ from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
 from rl_megatron.weights.formats.schemes import Quantized, find_quantized, scheme_of
-from rl_megatron.weights.layouts.families import adapters_alone, family_of
+from rl_megatron.weights.layouts.families import adapters_alone, find_family
 from rl_megatron.weights.layouts.layout import Layout
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
             f"{folder}: it has two sets of weights, {SINGLE}, for transformers, and the files of {INDEX}, for "
             "engines; remove one of them"
         )
-    outside = [shorten(name) for name in files if not is_plain(name)]
+    outside = [quote_start(name) for name in files if not is_plain(name)]
     if outside:
         raise CheckpointError(f"{folder}: {INDEX} names files outside of the folder: {', '.join(_some(outside))}")
     missing = [name for name in files if not (folder / name).is_file()]
@@ -269,7 +269,7 @@ def is_draft(name: str, shape: ModelShape) -> bool:
     return name.startswith((*shape.beside, "mtp.", *numbered))
 
 
-def own_weights(
+def model_tensors(
     folder: Path, stored: Mapping[str, Shape], shape: ModelShape
 ) -> tuple[dict[str, Shape], TiedHead | None]:
     """Returns the model's tensors among the ``stored`` ones, and the pair whose numbers the caller compares.
@@ -298,7 +298,7 @@ def is_cache_scale(name: str) -> bool:
 def draft_copies(stored: Iterable[str], shape: ModelShape) -> dict[str, str]:
     """The matrices of draft layers in a folder that stand for its embedding or its output matrix, and which of the
     two."""
-    names = family_of(shape).decoder
+    names = find_family(shape).decoder
     embedding = f"{names.prefix}embed_tokens.weight"
     output = embedding if shape.tie_embeddings else f"{names.head}.weight"
     return {
@@ -311,7 +311,7 @@ def draft_copies(stored: Iterable[str], shape: ModelShape) -> dict[str, str]:
 def _tied_head(stored: Mapping[str, Shape], shape: ModelShape) -> TiedHead | None:
     if not shape.tie_embeddings:
         return None
-    names = family_of(shape).decoder
+    names = find_family(shape).decoder
     tied = TiedHead(embedding=f"{names.prefix}embed_tokens.weight", head=f"{names.head}.weight")
     return tied if tied.head in stored and tied.embedding in stored else None
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rl_megatron.errors import ConfigError, shorten
+from rl_megatron.errors import ConfigError, quote_start
 from rl_megatron.models.families.fields import ConfigFields, NumberFields, QuantizationFields, read_config
 from rl_megatron.models.json_files import Fields
 from rl_megatron.weights.boxes import Shape
@@ -118,10 +118,10 @@ def scheme_of(folder: Path) -> Scheme | None:
     method = given.get("quant_method")
     make = _METHODS.get(method)
     if make is None:
-        _refuse(path, f"quant_method={shorten(method)}", ", ".join(map(repr, _METHODS)))
+        _refuse(path, f"quant_method={quote_start(method)}", ", ".join(map(repr, _METHODS)))
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if name not in _PLAIN:
-        raise ConfigError(f"{path}: dtype={shorten(name)} is not supported; allowed: {', '.join(_PLAIN)}")
+        raise ConfigError(f"{path}: dtype={quote_start(name)} is not supported; allowed: {', '.join(_PLAIN)}")
     return make(given, path, DType(name))
 
 
@@ -132,7 +132,7 @@ def _refuse(path: Path, told: str, allowed: str) -> NoReturn:
 def _fp8(given: Fields, path: Path, dtype: DType) -> Scheme:
     edges, fmt = given.get("weight_block_size"), given.get("fmt")
     if fmt not in ("e4m3", DType.F8_E4M3, None) or (edges is not None and len(edges) != 2):
-        told = f"fmt={shorten(fmt)}, weight_block_size={shorten(edges)}"
+        told = f"fmt={quote_start(fmt)}, weight_block_size={quote_start(edges)}"
         _refuse(path, told, f"fmt='e4m3' or '{DType.F8_E4M3}', and a weight_block_size as [128, 128] or none")
     return Scheme(
         dtype=dtype,
@@ -188,8 +188,8 @@ def _compressed(given: Fields, path: Path, dtype: DType) -> Scheme:
 
 def _told(kind: str | None, weights: NumberFields) -> str:
     keys = ("type", "num_bits", "strategy", "group_size", "block_structure", "symmetric", "actorder")
-    parts = [f"{key}={shorten(getattr(weights, key))}" for key in keys if getattr(weights, key) is not None]
-    return ", ".join([f"format={shorten(kind)}", *parts])
+    parts = [f"{key}={quote_start(getattr(weights, key))}" for key in keys if getattr(weights, key) is not None]
+    return ", ".join([f"format={quote_start(kind)}", *parts])
 
 
 def _mxfp4(_: Fields, __: Path, dtype: DType) -> Scheme:

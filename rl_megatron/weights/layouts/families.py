@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl_megatron.errors import ConfigError, of_the_hub, shorten
+from rl_megatron.errors import ConfigError, of_the_hub, quote_start
 from rl_megatron.models.families.common import REFUSED
 from rl_megatron.models.families.fields import CLASSIFIER, read_config
 from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import STACKED, ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
-from rl_megatron.weights.layouts.layout import Family, Layout, ParamSpec, as_held
+from rl_megatron.weights.layouts.layout import Family, Layout, ParamSpec, shape_as_stored
 from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED, KIMI_K25
 from rl_megatron.weights.layouts.tables.grouped_query import (
     GLM4_MOE,
@@ -57,7 +57,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     if model_type is None or model_type not in known:
         allowed = ", ".join(map(repr, known)) + (f", of {family}" if family else "")
         why = REFUSED.get(str(model_type))
-        told = f"model_type={shorten(model_type)} is not supported" + (f": {why}" if why else "")
+        told = f"model_type={quote_start(model_type)} is not supported" + (f": {why}" if why else "")
         raise ConfigError(f"{path}: {told}; allowed: {allowed}")
     scores = any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
     shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
@@ -65,7 +65,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
         shape = replace(shape, scores=True, tie_embeddings=False)
     if known[model_type].stacked is not None:
         experts, drafts = (bool(raw.get(key)) for key in STACKED)
-        shape = as_held(replace(shape, stacked_experts=experts, stacked_drafts=drafts), tensor_names(folder))
+        shape = shape_as_stored(replace(shape, stacked_experts=experts, stacked_drafts=drafts), tensor_names(folder))
     if found := list(shape_problems(shape)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
     return shape
@@ -81,7 +81,7 @@ def adapters_alone(folder: Path) -> str:
     )
 
 
-def family_of(shape: ModelShape) -> Family:
+def find_family(shape: ModelShape) -> Family:
     """The family of a shape. Raises ConfigError if there is none."""
     if shape.family_at is not None:
         return _own(shape.family_at)
@@ -90,9 +90,9 @@ def family_of(shape: ModelShape) -> Family:
     return FAMILIES[shape.family]
 
 
-def table_of(shape: ModelShape, layout: str) -> Sequence[ParamSpec]:
-    """The rows of a layout. Raises as `family_of`, and ConfigError for a shape of another family's experts."""
-    family = family_of(shape)
+def layout_table(shape: ModelShape, layout: str) -> Sequence[ParamSpec]:
+    """The rows of a layout. Raises as `find_family`, and ConfigError for a shape of another family's experts."""
+    family = find_family(shape)
     found = family.stacked if shape.stacked_experts else family.tables
     if found is None:
         raise ConfigError(f"model_type={shape.family!r} has no tables for experts of one tensor a layer")
@@ -108,7 +108,7 @@ def _own(path: str) -> Family:
 
 def hf_layout(shape: ModelShape, dims: ParallelDims | None = None) -> Layout:
     """The checkpoint on disk, or ``dims.dp`` full copies under its names."""
-    return Layout(table=table_of(shape, "hf"), shape=shape, dims=dims or ParallelDims())
+    return Layout(table=layout_table(shape, "hf"), shape=shape, dims=dims or ParallelDims())
 
 
 def megatron_layout(
@@ -118,4 +118,4 @@ def megatron_layout(
 
     Raises ConfigError that names each size that a degree does not divide.
     """
-    return Layout(table=table_of(shape, "megatron"), shape=shape, dims=dims or ParallelDims(), stages=stages)
+    return Layout(table=layout_table(shape, "megatron"), shape=shape, dims=dims or ParallelDims(), stages=stages)

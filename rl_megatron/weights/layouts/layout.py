@@ -321,7 +321,7 @@ its value and what is allowed, for each setting that the family's rows do not co
 _STACK = ".experts.gate_up_proj"  # is in the name of a tensor of all experts
 
 
-def as_held(shape: ModelShape, names: Collection[str]) -> ModelShape:
+def shape_as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
     """``shape`` with experts of one tensor a layer or one by one, as tensors of these names are; of either layout."""
     stacks = [name.startswith("mtp.") for name in names if _STACK in name]  # whether it is a draft layer's
     return replace(
@@ -337,8 +337,8 @@ class Family:
 
     ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
     ``megatron`` and, if plans support engines with it, ``engine``; ``stacked`` has them for files with one tensor
-    for all experts of a layer, as `as_held` finds them, if there are any. ``serves``: the in-process engine
-    ``rollout.local`` can sample from it, because the parts of its layers are among those of `ReferenceModel`, under the
+    for all experts of a layer, as `shape_as_stored` finds them, if there are any. ``serves``: the in-process engine
+    ``rollout.local`` can sample from it, because the parts of its layers are among those of `DecoderModel`, under the
     same names but for experts', which are ``names``, and what ``decoder`` says. Raises ConfigError if a table is
     missing.
     """

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from rl_megatron.config.beside import frozen_folders, in_words_of, scoring_roles
+from rl_megatron.config.beside import frozen_folders, scoring_roles, with_role_keys
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.feature import active, adapter_layouts
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.families import family_of, megatron_layout, read_shape
+from rl_megatron.weights.layouts.families import find_family, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec
 
 
@@ -34,7 +34,7 @@ def role_layout(config: RunConfig, shape: ModelShape, role: str) -> Layout:
     try:
         return learner_layout(config.of_role(role), role_shape(config, shape, role))
     except ConfigError as error:
-        raise ConfigError(in_words_of(config, role, str(error))) from error
+        raise ConfigError(with_role_keys(config, role, str(error))) from error
 
 
 def job_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
@@ -85,7 +85,7 @@ def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | Non
 
 def engine_layout(config: RunConfig, shape: ModelShape) -> Layout | None:
     """The ranks of the servers that a run starts, by their degrees; None if nobody knows how they cut the model."""
-    section, table = config.rollout.server, family_of(shape).tables.get("engine")
+    section, table = config.rollout.server, find_family(shape).tables.get("engine")
     if section.addresses is not None or table is None:
         return None
     tp, dp = section.tp, section.dp

@@ -1,7 +1,7 @@
 """Builds an engine's layout, which plans read, from the boxes that its ranks' own loaders recorded. No torch.
 
 Here a rank's box of a Hugging Face tensor counts as a tensor under the Hugging Face name; only the worker knows where
-it is inside a stacked parameter (`places.Held`).
+it is inside a stacked parameter (`places.ParameterBox`).
 """
 
 from __future__ import annotations

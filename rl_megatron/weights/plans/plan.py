@@ -1,10 +1,9 @@
 """Plans which rank sends each box to which: integer arithmetic over two layouts, no torch, equal on every process.
 
-A plan is symbolic. One `Stretch` stands for all layers and experts of a table's row that have the same holders and the
-same destinations; a process expands only what it sends and receives itself. Plans go into other layouts, into whole
-copies of a model, each of which the processes of a node write together, and into engine ranks, which are members of
-the learner's group or have a learner rank beside them.
-"""
+A plan is symbolic. One `TransferSpan` stands for all layers and experts of a table's row that have the same holders and
+the same destinations; a process expands only what it sends and receives itself. Plans go into other layouts, into whole
+copies of a model, each of which the processes of a node write together, and into engine ranks, which are members of the
+learner's group or have a learner rank beside them."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class TransferSpan:
     """``box`` of each listed layer and expert, from one of ``holders`` into each of the destinations.
 
     ``local`` destinations hold it themselves. The transfers into the others are in order of layer, expert and
@@ -98,7 +97,7 @@ class Stretch:
             for k in range(width if each else more):
                 yield sender, self.remote[(self.bounds[i] + k) % width], (each + (k < more)) * size
 
-    def handed_on(self, to: Mapping[int, int]) -> Iterator[Stretch]:
+    def handed_on(self, to: Mapping[int, int]) -> Iterator[TransferSpan]:
         """The stretch into process ``to[p]`` instead of each destination p, which sends what it holds itself."""
         for process in self.local:
             i = bisect_left(self.holders, process)
@@ -147,7 +146,7 @@ def index_of(ascending: Sequence[int], process: int) -> int | None:
 _Stages = tuple[tuple[int, ...], ...]  # of each source row of one HF tensor: the stages that hold a layer
 
 
-def stretches_between(src: Layout, dst: Layout, where: Mapping[int, int]) -> list[Stretch]:
+def spans_between(src: Layout, dst: Layout, where: Mapping[int, int]) -> list[TransferSpan]:
     """What every process in ``where`` needs, and which ranks hold it, in ``dst``'s table order, without senders.
 
     Rank r of ``dst`` is process ``where[r]``. Raises WeightError naming the tensor if ``src`` lacks elements or holds
@@ -248,7 +247,7 @@ def _groups(source: _Source, target: _Target, spec: ParamSpec, chunk: int, hf: s
                 )
 
 
-def _stretches(source: _Source, target: _Target, spec: ParamSpec) -> Iterator[Stretch]:
+def _stretches(source: _Source, target: _Target, spec: ParamSpec) -> Iterator[TransferSpan]:
     for chunk, slices in enumerate(target.layout.chunks(spec)):
         for wanted in slices:
             cuts = [(box, cut) for box in source.boxes(wanted.hf) if (cut := intersect(box, wanted.hf_box))]
@@ -259,9 +258,9 @@ def _stretches(source: _Source, target: _Target, spec: ParamSpec) -> Iterator[St
                 yield from found
 
 
-def _stretch(wanted: Slice, group: _Group, cut: Box, ranks: tuple[int, ...], slices: tuple[Slice, ...]) -> Stretch:
+def _stretch(wanted: Slice, group: _Group, cut: Box, ranks: tuple[int, ...], slices: tuple[Slice, ...]) -> TransferSpan:
     mine = set(ranks).intersection(group.wanting)
-    return Stretch(
+    return TransferSpan(
         box=cut,
         wanted=wanted,
         layers=group.layers,
@@ -280,7 +279,7 @@ def _refuse_overlap(hf: str, boxes: Sequence[Box]) -> None:
             raise WeightError(f"{hf}: the source holds {box} and {other}, which overlap; fix its table")
 
 
-def _refuse_gap(wanted: Slice, group: _Group, stretches: Sequence[Stretch]) -> None:
+def _refuse_gap(wanted: Slice, group: _Group, stretches: Sequence[TransferSpan]) -> None:
     found, needed = sum(stretch.size for stretch in stretches), volume(wanted.hf_box)
     if found != needed:
         layer, expert = group.layers[0], group.experts[0]
@@ -314,7 +313,7 @@ class Rounds:
 class Plan:
     """Every transfer between two layouts, in the destination's table order; equal on every process."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[TransferSpan, ...]
 
     def receives(self, process: int) -> Iterator[Transfer]:
         """The transfers that ``process`` writes, each element once; local copies have ``src_rank == dst_rank``."""
@@ -366,17 +365,17 @@ def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None
     where = placement if placement is not None else {rank: rank for rank in range(dst.dims.world_size)}
     if len(set(where.values())) != len(where):
         raise WeightError(f"placement={dict(where)} puts two destination ranks into one process; give each its own")
-    return dealt(stretches_between(src, dst, where), src.dims.world_size)
+    return assign_senders(spans_between(src, dst, where), src.dims.world_size)
 
 
-def dealt(drafts: Sequence[Stretch], holders: int) -> Plan:
+def assign_senders(drafts: Sequence[TransferSpan], holders: int) -> Plan:
     """The plan of stretches without senders, among which ``holders`` processes are."""
     moved = sum(stretch.size * stretch.count * len(stretch.remote) for stretch in drafts)
     limit = max(SMALLEST_CUT, moved // (holders * _LARGEST_SHARE))
     return Plan(stretches=tuple(_dealt([part for stretch in drafts for part in _striped(stretch, limit)])))
 
 
-def _striped(stretch: Stretch, limit: int) -> Iterator[Stretch]:
+def _striped(stretch: TransferSpan, limit: int) -> Iterator[TransferSpan]:
     """The stretch cut along dim 0 into boxes of at most ``limit`` elements, if it has several possible senders."""
     start, stop = stretch.box[0]
     parts = min(stop - start, -(-stretch.size // limit))
@@ -388,7 +387,7 @@ def _striped(stretch: Stretch, limit: int) -> Iterator[Stretch]:
         yield replace(stretch, box=((low, high), *stretch.box[1:]))
 
 
-def _dealt(stretches: Sequence[Stretch]) -> list[Stretch]:
+def _dealt(stretches: Sequence[TransferSpan]) -> list[TransferSpan]:
     """The stretches with senders: those with the fewest holders, then the largest, first, so that the rest balance."""
     out = list(stretches)
     load: Counter[int] = Counter()
@@ -427,13 +426,13 @@ def plan_into_copies(src: Layout, dst: Layout, writers: Sequence[Sequence[int]])
     of the group: then they come from the holder with the fewest elements to send. So a group receives what no writer of
     it holds, once. A rank is in one group at most. Raises WeightError as `plan` does.
     """
-    drafts: list[Stretch] = []
-    for stretch in stretches_between(src, dst, {0: 0}):
+    drafts: list[TransferSpan] = []
+    for stretch in spans_between(src, dst, {0: 0}):
         drafts += _shared_out(stretch, writers, turn=len(drafts))
-    return dealt(drafts, src.dims.world_size)
+    return assign_senders(drafts, src.dims.world_size)
 
 
-def _shared_out(stretch: Stretch, writers: Sequence[Sequence[int]], turn: int) -> Iterator[Stretch]:
+def _shared_out(stretch: TransferSpan, writers: Sequence[Sequence[int]], turn: int) -> Iterator[TransferSpan]:
     """The stretch cut along dim 0, each part into one writer of every group; small ones go to writers in turn."""
     held = [[rank for rank in group if rank in stretch.holders] for group in writers]
     (start, stop), *rest = stretch.box
@@ -449,7 +448,7 @@ def _shared_out(stretch: Stretch, writers: Sequence[Sequence[int]], turn: int) -
         )
 
 
-_STRETCHES: TypeAdapter[tuple[Stretch, ...]] = TypeAdapter(tuple[Stretch, ...])
+_STRETCHES: TypeAdapter[tuple[TransferSpan, ...]] = TypeAdapter(tuple[TransferSpan, ...])
 
 
 def to_json(moves: Plan) -> list[Any]:
@@ -467,7 +466,7 @@ def from_json(said: Any) -> Plan:
         raise WeightError(f"rank 0 sent something that is not a plan of weights: {told}") from error
 
 
-class Turns:
+class LayerOrder:
     """The turn in which each process receives each layer; what belongs to no layer comes in turn 0.
 
     Of processes that receive the same layers each begins with another, so that all pipeline stages, and all replicas
@@ -538,7 +537,7 @@ def plan_into(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
 
     What a learner rank that hands on holds itself it sends; so the fewest elements go from another process to it.
     """
-    first, out = src.dims.world_size, list[Stretch]()
+    first, out = src.dims.world_size, list[TransferSpan]()
     for moves, ranks in _lanes(src, dst, receivers):
         to = {receiver: first + rank for rank, receiver in ranks.items()}
         out += (part for stretch in moves.stretches for part in stretch.handed_on(to))

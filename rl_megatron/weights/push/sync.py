@@ -13,11 +13,11 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from rl_megatron.errors import ReplicasLost
+from rl_megatron.errors import AllReplicasLost
 from rl_megatron.interfaces import WeightSync
 from rl_megatron.observability import timeline
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.push.trust import Trust, Verified
+from rl_megatron.weights.push.trust import PushVerifier, VerifiedProbe
 from rl_megatron.weights.routes.delivery import Deliver, Delivery
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Committers(Protocol):
         ...
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
-        """Serve the loaded weights, on all or on ``only``. Raises SyncError; ReplicasLost if all servers died."""
+        """Serve the loaded weights, on all or on ``only``. Raises SyncError; AllReplicasLost if all servers died."""
         ...
 
     def refuse(self) -> None:
@@ -45,7 +45,7 @@ class ServedVersion:
 
     version: int
     checksums: Mapping[str, int]  # the learner's, by tensor
-    verified: Verified | None
+    verified: VerifiedProbe | None
 
 
 class ServedSync(WeightSync, Protocol):
@@ -62,7 +62,7 @@ class ServedWeights(ServedSync):
     ``learner`` writes exports. It pushes one version at a time.
     """
 
-    def __init__(self, *, learner: WeightSync, delivery: Delivery, trust: Trust, servers: Committers) -> None:
+    def __init__(self, *, learner: WeightSync, delivery: Delivery, trust: PushVerifier, servers: Committers) -> None:
         self._learner, self._delivery, self._trust, self._servers = learner, delivery, trust, servers
         self._lock = asyncio.Lock()  # the mirror file holds one version
         self._served: ServedVersion | None = None
@@ -88,7 +88,7 @@ class ServedWeights(ServedSync):
                 while True:
                     try:
                         return await self._attempt(version, deliver)
-                    except ReplicasLost as error:
+                    except AllReplicasLost as error:
                         logger.warning("%s\nit is loaded again as soon as a server is back", error)
         finally:
             await self._trust.end()

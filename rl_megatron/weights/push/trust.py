@@ -27,7 +27,7 @@ from rl_megatron.interfaces import Scorer
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, SamplingParams, Span
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checks.compare import Comparison, ServerComparisons
-from rl_megatron.weights.checks.reports import Kinds, Report
+from rl_megatron.weights.checks.reports import ChecksumReport, Kinds
 from rl_megatron.weights.routes import mirror
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Probed(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class VerifiedProbe:
     """The texts of a push's probe, and a verified server's log-probs (nats) of their tokens after the first."""
 
     probe: Probe
@@ -161,7 +161,7 @@ Answers = Mapping[str, tuple[list[ScoredText], list[list[float]]]]
 """By server: its scores of the probe's texts, and the learner's scores of the same tokens."""
 
 
-class Trust:
+class PushVerifier:
     """Which servers are verified, and which kinds of parameters each keeps in a private layout.
 
     ``probes``: "auto" probes a server at its first version. After that it probes only servers whose checksums do not
@@ -204,8 +204,8 @@ class Trust:
         self._scoring = None
 
     async def verify(
-        self, version: int, reports: Mapping[str, Sequence[Report]], checksums: Mapping[str, int]
-    ) -> Verified | None:
+        self, version: int, reports: Mapping[str, Sequence[ChecksumReport]], checksums: Mapping[str, int]
+    ) -> VerifiedProbe | None:
         """Compare the reports of each server's ranks with the learner's checksums, and probe if needed.
 
         None if checksums alone sufficed. Raises CorruptionError that names tensors that differ, SyncError if a
@@ -225,9 +225,9 @@ class Trust:
         self,
         version: int,
         name: str,
-        reports: Sequence[Report],
+        reports: Sequence[ChecksumReport],
         checksums: Mapping[str, int],
-        verified: Verified | None,
+        verified: VerifiedProbe | None,
     ) -> None:
         """Compare the restarted server ``name`` with the learner's checksums and a ``verified`` server's scores.
 
@@ -256,7 +256,7 @@ class Trust:
     async def _compare(
         self,
         name: str,
-        reports: Sequence[Report],
+        reports: Sequence[ChecksumReport],
         checksums: Mapping[str, int],
         known: dict[object, Comparison] | None = None,
     ) -> frozenset[str]:
@@ -264,7 +264,7 @@ class Trust:
         found = await asyncio.to_thread(self._checks.find, name, checksums, self._shapes, reports, known)
         return found.verified(name, "that the learner wrote")
 
-    async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Verified:
+    async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> VerifiedProbe:
         """Probe the servers. Raises SyncError if a server's log-probs differ from the learner's."""
         one, wrong = self._probe.one(version), []
         if not everything:
@@ -288,12 +288,12 @@ class Trust:
             )
         return await self._verified(self._probe, answers)
 
-    async def _verified(self, probe: Probe, answers: Answers) -> Verified:
+    async def _verified(self, probe: Probe, answers: Answers) -> VerifiedProbe:
         """One verified server's scores of the probe's texts."""
         if not probe.given:
             scored = await self._servers.score_everywhere(probe.texts)
-            return Verified(probe=probe, logprobs=next(iter(scored.values())))
-        return Verified(probe=probe, logprobs=[said for _, _, said in next(iter(answers.values()))[0]])
+            return VerifiedProbe(probe=probe, logprobs=next(iter(scored.values())))
+        return VerifiedProbe(probe=probe, logprobs=[said for _, _, said in next(iter(answers.values()))[0]])
 
     async def _answers(self, probe: Probe, learner: asyncio.Future[list[list[float]]] | None) -> Answers:
         """Each server's and the learner's scores of the same tokens; concurrently if the tokens are given."""

@@ -18,28 +18,35 @@ from typing import Any, Protocol, runtime_checkable
 
 from typing_extensions import override
 
-from rl_megatron.errors import ReplicasLost, SyncError
+from rl_megatron.errors import AllReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, largest_change, sealed_by, seconds_waited
+from rl_megatron.weights.checks.reports import (
+    NO_KINDS,
+    ChecksumReport,
+    Kinds,
+    largest_change,
+    seal_from_reports,
+    seconds_waited,
+)
 from rl_megatron.weights.layouts.recorded import Boxes, shared
 from rl_megatron.weights.routes import mirror
-from rl_megatron.weights.routes.mirror import Seal
-from rl_megatron.weights.routes.rendezvous import JOINING, Keeper, Rendezvous
+from rl_megatron.weights.routes.mirror import VersionSeal
+from rl_megatron.weights.routes.rendezvous import JOINING, Rendezvous, RendezvousStore
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivered:
+class DeliveredVersion:
     """A version that every server holds and none serves yet: the ranks' reports, and the checksums to compare with."""
 
     update: WeightUpdate
-    reports: Mapping[str, Sequence[Report]]  # one for each rank, by server
-    seal: Seal  # checksums of the learner's tensors, not of what arrived
+    reports: Mapping[str, Sequence[ChecksumReport]]  # one for each rank, by server
+    seal: VersionSeal  # checksums of the learner's tensors, not of what arrived
 
 
-def with_error(update: WeightUpdate, seal: Seal) -> WeightUpdate:
+def with_error(update: WeightUpdate, seal: VersionSeal) -> WeightUpdate:
     """The update with the seal's error of quantized weights, which it logs; as it is if none are."""
     if seal.error is None:
         return update
@@ -51,10 +58,10 @@ def with_error(update: WeightUpdate, seal: Seal) -> WeightUpdate:
 class Deliver(Protocol):
     """Delivers a version. If all servers died it can be called again."""
 
-    async def __call__(self, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
+    async def __call__(self, *, private: Kinds, meanwhile: Callable[[], None]) -> DeliveredVersion:
         """Ranks do not report parameters of ``private`` kinds. Calls ``meanwhile`` once all ranks have their orders.
 
-        Raises SyncError; ReplicasLost if all servers died.
+        Raises SyncError; AllReplicasLost if all servers died.
         """
         ...
 
@@ -66,17 +73,17 @@ class Delivery(Protocol):
         """Yield a `Deliver` of ``version``, valid while the learner holds it. Raises SyncError."""
         ...
 
-    async def filled(self, version: int) -> Seal:
+    async def filled(self, version: int) -> VersionSeal:
         """Ensure that the mirror file holds the delivered ``version``, from the learner's present weights.
 
         Raises SyncError.
         """
         ...
 
-    async def load(self, version: int, name: str) -> Sequence[Report]:
+    async def load(self, version: int, name: str) -> Sequence[ChecksumReport]:
         """Have the restarted server ``name`` load the filled mirror file. Returns its ranks' reports.
 
-        Raises SyncError; ReplicasLost if it died.
+        Raises SyncError; AllReplicasLost if it died.
         """
         ...
 
@@ -89,7 +96,7 @@ class LearnerWeights(Protocol):
         """Write all weights into the mirror files, as ``version``."""
         ...
 
-    async def sums(self) -> Sequence[Report]:
+    async def sums(self) -> Sequence[ChecksumReport]:
         """Each rank's checksums of its boxes, of the version pushed last."""
         ...
 
@@ -99,10 +106,10 @@ class Loaders(Protocol):
 
     async def load(
         self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
-    ) -> Mapping[str, Sequence[Report]]:
+    ) -> Mapping[str, Sequence[ChecksumReport]]:
         """Have all servers, or ``only`` one, load the file's weights without serving them. Returns reports by server.
 
-        Ranks do not report parameters of ``private`` kinds. Raises SyncError; ReplicasLost if all servers
+        Ranks do not report parameters of ``private`` kinds. Raises SyncError; AllReplicasLost if all servers
         died.
         """
         ...
@@ -133,11 +140,11 @@ class FileDelivery(Delivery):
         self,
         version: int,
         update: WeightUpdate,
-        sealing: asyncio.Future[mirror.Seal],
+        sealing: asyncio.Future[mirror.VersionSeal],
         *,
         private: Kinds,
         meanwhile: Callable[[], None],
-    ) -> Delivered:
+    ) -> DeliveredVersion:
         meanwhile()
         reports = await self._servers.load(self.path, version, private=private)
         loaded = time.perf_counter()
@@ -148,27 +155,27 @@ class FileDelivery(Delivery):
             num_bytes=update.num_bytes + len(reports) * self._nodes * self.path.stat().st_size,
             verify_seconds=update.verify_seconds + waited,
         )
-        return Delivered(update=with_error(update, seal), reports=reports, seal=seal)
+        return DeliveredVersion(update=with_error(update, seal), reports=reports, seal=seal)
 
     @override
-    async def filled(self, version: int) -> mirror.Seal:
+    async def filled(self, version: int) -> mirror.VersionSeal:
         """The file already holds it."""
         return mirror.seal_of(self.path, version)
 
-    async def fill(self, version: int) -> mirror.Seal:
+    async def fill(self, version: int) -> mirror.VersionSeal:
         """Have the learner write the file and seal it. Raises SyncError."""
         await self._learner.push(version)
         return await self._seal(version)
 
     @override
-    async def load(self, version: int, name: str) -> Sequence[Report]:
+    async def load(self, version: int, name: str) -> Sequence[ChecksumReport]:
         return (await self._servers.load(self.path, version, only=name))[name]
 
-    def checksums(self, reports: Sequence[Report]) -> dict[str, int]:
+    def checksums(self, reports: Sequence[ChecksumReport]) -> dict[str, int]:
         """Checksums of whole tensors, from the learner's ranks' reports. Raises CorruptionError if two ranks differ."""
-        return sealed_by(reports, self._shapes)
+        return seal_from_reports(reports, self._shapes)
 
-    async def _seal(self, version: int) -> mirror.Seal:
+    async def _seal(self, version: int) -> mirror.VersionSeal:
         """Seal with checksums of the learner's own tensors, not of what arrived in the file."""
         checksums = await asyncio.to_thread(self.checksums, await self._learner.sums())
         return mirror.seal(self.path, version, checksums)
@@ -193,7 +200,7 @@ class LearnerRanks(Protocol):
         """
         ...
 
-    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
+    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[ChecksumReport]]:
         """Send all shards. Returns each rank's checksums of its boxes. Raises SyncError."""
         ...
 
@@ -219,7 +226,7 @@ class Receivers(Protocol):
 
     async def load(
         self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
-    ) -> Mapping[str, Sequence[Report]]:
+    ) -> Mapping[str, Sequence[ChecksumReport]]:
         """Have the servers in ``straight`` receive what is sent. Returns ranks' reports without ``private`` kinds.
 
         Raises SyncError.
@@ -240,7 +247,7 @@ class DirectDelivery(Delivery):
         file: FileDelivery,
         learner: LearnerRanks,
         servers: Receivers,
-        keeper: Keeper,
+        keeper: RendezvousStore,
         learner_ranks: int,
         backend: str,
     ) -> None:
@@ -256,7 +263,7 @@ class DirectDelivery(Delivery):
         """Every attempt sends all shards again, as no file holds them."""
         yield partial(self._deliver, version)
 
-    async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
+    async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> DeliveredVersion:
         names = self._servers.names()
         same = self._met == frozenset(names) and not any(map(self._servers.stale, names))
         rendezvous, self._rendezvous = self._rendezvous if same else None, None  # until this version has arrived
@@ -277,16 +284,16 @@ class DirectDelivery(Delivery):
         without = max(ended[sending] - ours, ended[receiving] - theirs)
         update = replace(update, verify_seconds=max(ended.values()) - without)
         checksums = await asyncio.to_thread(self._file.checksums, sent)
-        seal = mirror.Seal(checksums=checksums, error=largest_change(one.changes for one in sent))
-        return Delivered(update=with_error(update, seal), reports=reports, seal=seal)
+        seal = mirror.VersionSeal(checksums=checksums, error=largest_change(one.changes for one in sent))
+        return DeliveredVersion(update=with_error(update, seal), reports=reports, seal=seal)
 
     @override
-    async def filled(self, version: int) -> mirror.Seal:
+    async def filled(self, version: int) -> mirror.VersionSeal:
         """Has the learner write the file from its present weights."""
         return await self._file.fill(version)
 
     @override
-    async def load(self, version: int, name: str) -> Sequence[Report]:
+    async def load(self, version: int, name: str) -> Sequence[ChecksumReport]:
         """All ranks rendezvous again before the next version: a restarted server has not joined the group."""
         self._rendezvous = None
         return await self._file.load(version, name)
@@ -296,7 +303,7 @@ class DirectDelivery(Delivery):
     ) -> None:
         """Wait for both ends. If one fails, or a server dies, cancel the other.
 
-        Raises the error of one end, or ReplicasLost if a server died: the others can rendezvous again.
+        Raises the error of one end, or AllReplicasLost if a server died: the others can rendezvous again.
         """
         both, dead = asyncio.gather(sending, receiving), asyncio.ensure_future(self._one_dies())
         both.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is raised below
@@ -336,7 +343,7 @@ class DirectDelivery(Delivery):
         cause = sender if receiver is None or (sender is not None and (learner_alone or refused)) else receiver
         assert cause is not None
         if died and isinstance(cause, SyncError):
-            return ReplicasLost(f"a server died while the learner joined its group or sent weights to it: {cause}")
+            return AllReplicasLost(f"a server died while the learner joined its group or sent weights to it: {cause}")
         return cause
 
     async def _one_dies(self) -> None:

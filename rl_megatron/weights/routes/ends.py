@@ -29,8 +29,8 @@ from rl_megatron.errors import CorruptionError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, shift, volume, whole_box
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.checks.reports import kind_of
-from rl_megatron.weights.plans.plan import Plan, Transfer, Turns
+from rl_megatron.weights.checks.reports import parameter_kind
+from rl_megatron.weights.plans.plan import LayerOrder, Plan, Transfer
 from rl_megatron.weights.routes.rendezvous import Peers
 
 if TYPE_CHECKING:
@@ -119,12 +119,13 @@ def _split(sizes: Shape, limit: int) -> Iterator[Box]:
 
 _WORD = 8  # bytes of a digest
 _DEVICE_PIECE_BYTES = 2**26  # of a GPU's local copy, which an error names
-_MOST_TOLD = 10  # problems of a process that an error lists
+_MAX_LISTED_PROBLEMS = 10  # problems of a process that an error lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """A process's destination dtypes, by `kind_of` tensors, and those of the few that differ from others of a kind."""
+    """A process's destination dtypes, by `parameter_kind` tensors, and those of the few that differ from others of a
+    kind."""
 
     kinds: Mapping[str, torch.dtype]
     others: Mapping[str, torch.dtype]
@@ -134,12 +135,12 @@ class Dtypes:
         """The dtypes of ``tensors``, by their names; the first of a kind gives its dtype."""
         kinds: dict[str, torch.dtype] = {}
         for name, tensor in tensors.items():
-            kinds.setdefault(kind_of(name), tensor.dtype)
-        return cls(kinds=kinds, others={n: t.dtype for n, t in tensors.items() if t.dtype != kinds[kind_of(n)]})
+            kinds.setdefault(parameter_kind(name), tensor.dtype)
+        return cls(kinds=kinds, others={n: t.dtype for n, t in tensors.items() if t.dtype != kinds[parameter_kind(n)]})
 
     def find(self, name: str) -> torch.dtype | None:
         """The dtype of one tensor; None if the process has none of its kind."""
-        return self.others.get(name) or self.kinds.get(kind_of(name))
+        return self.others.get(name) or self.kinds.get(parameter_kind(name))
 
     def to_json(self) -> list[Any]:
         """What `from_json` reads."""
@@ -157,7 +158,7 @@ Handshake = tuple[list[str], Dtypes]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
+class BoundBucket:
     """A bucket bound to this process: ``views[i]``, inside ``buffer``, carries ``tensors[i]``."""
 
     peer: int
@@ -185,7 +186,7 @@ class Parcel:
         return [bytes_of(tensor) if tensor.is_contiguous() else None for tensor in copied]
 
 
-class PlanEnds:
+class PlanEndpoint:
     """What a process sends, receives and copies within itself; ``src`` and ``dst`` are its tensors by local name.
 
     ``exchange`` sends this process's handshake and returns those of all. If any process has a missing, unknown or
@@ -214,10 +215,12 @@ class PlanEnds:
         local = [t for t in receives if t.src_rank == rank]
         problems = list(_misfits([*local, *sends], receives, self.src, self.dst))
         handshakes = exchange((problems, Dtypes.of_tensors(self.dst)))
-        lines = [f"rank {r}: {line}" for r, (found, _) in enumerate(handshakes) for line in found[:_MOST_TOLD]]
+        lines = [
+            f"rank {r}: {line}" for r, (found, _) in enumerate(handshakes) for line in found[:_MAX_LISTED_PROBLEMS]
+        ]
         if lines:
             raise WeightError("\n".join(lines))
-        self._dtypes, self._turns = [dtypes for _, dtypes in handshakes], Turns(moves)
+        self._dtypes, self._turns = [dtypes for _, dtypes in handshakes], LayerOrder(moves)
         self._pairs: dict[tuple[int, int], list[Transfer]] = {}
         for t in (*receives, *sends):
             if t.src_rank != t.dst_rank:
@@ -259,7 +262,7 @@ class PlanEnds:
         """Bytes of the bucket's parcel: payload, padding to a word, and a trailer with digests."""
         return _padded(bucket.num_bytes) + (_WORD * (1 + len(bucket.parts)) if self.verify else 0)
 
-    def bind(self, peer: int, bucket: Bucket, buffer: Tensor, *, leaving: bool) -> Parcel:
+    def bind(self, peer: int, bucket: Bucket, buffer: Tensor, *, leaving: bool) -> BoundBucket:
         """The parcel of ``bucket`` at the start of ``buffer``, which is aligned to a word and may be longer."""
         self.bytes_sent[peer] += bucket.num_bytes if leaving else 0
         payload = buffer[: bucket.num_bytes]
@@ -269,7 +272,7 @@ class PlanEnds:
             views.append(flat[start : start + part.num_elements].view(sizes))
             start += part.num_elements
         used = buffer[: self.wire_bytes(bucket)]
-        return Parcel(
+        return BoundBucket(
             peer=peer,
             bucket=bucket,
             leaving=leaving,
@@ -313,7 +316,7 @@ class PlanEnds:
         self._verify_seconds += time.perf_counter() - started
         self._failures += (self._difference(self._local[i], self.rank) for i in wrong)
 
-    def pack(self, parcel: Parcel, version: int) -> None:
+    def pack(self, parcel: BoundBucket, version: int) -> None:
         """Fill the parcel's buffer."""
         if self.encoder is not None:
             for part, to, frm in zip(parcel.bucket.parts, parcel.views, parcel.tensors, strict=True):
@@ -329,13 +332,13 @@ class PlanEnds:
             parcel.trailer[0] = version
             parcel.trailer[1:] = tensor_digests(parcel.views)
 
-    def unpack(self, parcel: Parcel, version: int) -> None:
+    def unpack(self, parcel: BoundBucket, version: int) -> None:
         """Write the parcel's tensors, and record those that differ from what was sent, for `finish`."""
         self.arriving(parcel.bucket)
         self._unpack(parcel, version)
         self.arrived(parcel.bucket)
 
-    def _unpack(self, parcel: Parcel, version: int) -> None:
+    def _unpack(self, parcel: BoundBucket, version: int) -> None:
         if not self.verify:
             torch._foreach_copy_(parcel.tensors, parcel.views)
             return
@@ -363,7 +366,7 @@ class PlanEnds:
     def finish(self, version: int) -> float:
         """Seconds spent on digests. Raises CorruptionError with the failures that `begin` and `unpack` recorded."""
         if self._failures:
-            told = self._failures[:_MOST_TOLD]
+            told = self._failures[:_MAX_LISTED_PROBLEMS]
             more = len(self._failures) - len(told)
             raise CorruptionError(
                 f"version {version} did not arrive whole at rank {self.rank} and is not served:\n"
@@ -389,8 +392,8 @@ class PlanEnds:
         )
 
 
-def handshakes_of(peers: Peers) -> Callable[[Handshake], list[Handshake]]:
-    """The ``exchange`` of `PlanEnds` between the plan's processes."""
+def exchange_handshakes(peers: Peers) -> Callable[[Handshake], list[Handshake]]:
+    """The ``exchange`` of `PlanEndpoint` between the plan's processes."""
 
     def exchange(mine: Handshake) -> list[Handshake]:
         problems, dtypes = mine

@@ -16,14 +16,14 @@ from torch import Tensor
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import volume
-from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import Report, Source, narrowed, sent_checksums
+from rl_megatron.weights.checks.places import ParameterBox
+from rl_megatron.weights.checks.reports import ChecksumReport, SenderBox, narrowed, sent_checksums
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import Plan, from_json, plan_into, to_json
-from rl_megatron.weights.routes.ends import Bucket, PlanEnds
+from rl_megatron.weights.routes.ends import Bucket, PlanEndpoint
 from rl_megatron.weights.routes.group import Transport
 from rl_megatron.weights.routes.last_hop import LearnerEnd, MemberEnd, end_beside
-from rl_megatron.weights.routes.rendezvous import Member, Rendezvous
+from rl_megatron.weights.routes.rendezvous import Rendezvous, RendezvousMember
 
 if TYPE_CHECKING:
     from rl_megatron.feature import Encoder
@@ -35,7 +35,7 @@ _SLOT_BYTES = 2**20  # two such slots of host memory stay in the cores' shared c
 class _Transport(Transport, Protocol):
     """A transport of one plan, and this process's ends of it."""
 
-    ends: PlanEnds
+    ends: PlanEndpoint
 
 
 Layouts = tuple[Layout, Layout]
@@ -51,7 +51,7 @@ class _End:
     def __init__(
         self, rendezvous: Rendezvous, rank: int, layouts: Layouts | None, tensors: Mapping[str, Tensor]
     ) -> None:
-        self._member = member = Member(rendezvous, rank, tensors.values())
+        self._member = member = RendezvousMember(rendezvous, rank, tensors.values())
         try:
             moves = plan_into(*layouts, member.receivers) if layouts else None
             told = member.tell(to_json(moves) if moves and rank == 0 else None)
@@ -89,7 +89,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def largest_of_all(tensor: Tensor) -> None:
+def all_reduce_max(tensor: Tensor) -> None:
     """Make a tensor the elementwise maximum over the default process group's ranks, in place. Collective."""
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
@@ -109,7 +109,7 @@ class Sender(_End):
         rank: int,
         layouts: Layouts,
         tensors: Mapping[str, Tensor],
-        sources: Sequence[Source],
+        sources: Sequence[SenderBox],
         *,
         dtypes: Mapping[str, torch.dtype],
         encoder: Encoder | None = None,
@@ -121,7 +121,7 @@ class Sender(_End):
             encoder.check(self._transport.ends.dtype_received)
             self._transport.ends.encoder = encoder
 
-    def send(self, version: int) -> tuple[WeightUpdate, Report]:
+    def send(self, version: int) -> tuple[WeightUpdate, ChecksumReport]:
         """Send the shards once every rank is ready. Returns their checksums too.
 
         Raises SyncError if a rank was lost, or this one has values that cannot be encoded.
@@ -132,7 +132,7 @@ class Sender(_End):
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
             try:
                 if self._encoder is not None:
-                    self._encoder.begin(largest_of_all)
+                    self._encoder.begin(all_reduce_max)
                 summing = thread.submit(sent_checksums, self._sources, self._tensors, self._sent)
                 self._member.meet(f"version {version}")
                 with one_thread():
@@ -147,7 +147,7 @@ class Sender(_End):
             report = replace(report, changes=self._encoder.changes)
         return replace(update, num_bytes=self._transport.ends.bytes_sent.total(), verify_seconds=waited), report
 
-    def _sent(self, one: Source, box: Tensor) -> Tensor:
+    def _sent(self, one: SenderBox, box: Tensor) -> Tensor:
         """What engines checksum of a box that they receive."""
         encoded = self._encoder.encoded(one.hf, one.box, box) if self._encoder else None
         if encoded is not None:
@@ -161,24 +161,23 @@ class Receiver(_End):
     Raises WeightError if a rank holds two boxes of one tensor.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, boxes: Mapping[Held, Tensor]) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, boxes: Mapping[ParameterBox, Tensor]) -> None:
         self._held, self._left = _by_name(boxes), dict[str, int]()
-        self._coming: Callable[[int, Sequence[Held]], None]
-        self._whole: Callable[[Held], None]
+        self._coming: Callable[[int, Sequence[ParameterBox]], None]
+        self._whole: Callable[[ParameterBox], None]
         super().__init__(rendezvous, rank, None, {name: boxes[one] for name, one in self._held.items()})
         self._transport.ends.arriving, self._transport.ends.arrived = self._arriving, self._arrived
 
     def receive(
         self,
         version: int,
-        whole: Callable[[Held], None],
-        coming: Callable[[int, Sequence[Held]], None] = lambda turn, held: None,
+        whole: Callable[[ParameterBox], None],
+        coming: Callable[[int, Sequence[ParameterBox]], None] = lambda turn, held: None,
     ) -> WeightUpdate:
         """Receive the shards once every rank is ready; calls ``whole`` with each box whose parts have all arrived.
 
-        Before, ``coming`` is called with a turn (`Turns`) and boxes of which parts are about to arrive; all of earlier
-        turns have arrived. Raises SyncError if a rank is not ready or was lost, as `send`.
-        """
+        Before, ``coming`` is called with a turn (`LayerOrder`) and boxes of which parts are about to arrive; all of
+        earlier turns have arrived. Raises SyncError if a rank is not ready or was lost, as `send`."""
         self._left = {name: volume(one.box) for name, one in self._held.items()}
         self._coming, self._whole = coming, whole
         try:
@@ -199,9 +198,9 @@ class Receiver(_End):
                 self._whole(self._held[part.dst_param])
 
 
-def _by_name(held: Iterable[Held]) -> dict[str, Held]:
+def _by_name(held: Iterable[ParameterBox]) -> dict[str, ParameterBox]:
     """The boxes by Hugging Face name. Raises WeightError where a rank holds two boxes of one tensor."""
-    out: dict[str, Held] = {}
+    out: dict[str, ParameterBox] = {}
     for one in held:
         if one.hf in out:
             raise WeightError(f"{one.hf}: this rank of the engine holds two boxes of it; use weights.transport=file")

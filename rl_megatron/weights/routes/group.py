@@ -1,7 +1,7 @@
 """Executes a plan over one torch.distributed group, gloo and NCCL alike: every process runs the same schedule.
 
 In a round a process sends to one other and receives from one other, so no process has two senders at once. All rounds
-are gone through in each of the receivers' turns (`Turns`), so each gets its layers one after the other. A pair's
+are gone through in each of the receivers' turns (`LayerOrder`), so each gets its layers one after the other. A pair's
 transfers are packed into flat buckets; while one bucket is in flight the next is packed, so a process has two send and
 two receive buffers, allocated once.
 
@@ -25,7 +25,7 @@ from typing_extensions import override
 from rl_megatron.errors import SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
-from rl_megatron.weights.routes.ends import Bucket, Parcel, PlanEnds, handshakes_of
+from rl_megatron.weights.routes.ends import BoundBucket, Bucket, PlanEndpoint, exchange_handshakes
 from rl_megatron.weights.routes.rendezvous import GroupPeers
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
 
-class Servable(Protocol):
+class ServableEngine(Protocol):
     """An engine that serves a version of the weights, or none."""
 
     def withdraw(self) -> None:
@@ -65,7 +65,7 @@ class Servable(Protocol):
 class Staging:
     """The staging of one process's engine behind a transport. A process that only sends has no engine."""
 
-    def __init__(self, transport: Transport, engine: Servable | None) -> None:
+    def __init__(self, transport: Transport, engine: ServableEngine | None) -> None:
         self._transport, self._engine = transport, engine
         self._staged: int | None = None
 
@@ -105,15 +105,15 @@ Key = tuple[int, ...]
 class Step:
     """The concurrent sends and receives of a process."""
 
-    send: Parcel | None
-    receive: Parcel | None
+    send: BoundBucket | None
+    receive: BoundBucket | None
     works: list[dist.Work] = field(default_factory=list)
 
 
 class Exchange(Transport):
     """Sends and receives over a group, in ``steps`` whose order is the same on all processes."""
 
-    def __init__(self, ends: PlanEnds, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, ends: PlanEndpoint, group: dist.ProcessGroup | None) -> None:
         self.ends, self.group = ends, group
         self.steps: list[Step] = []
 
@@ -138,7 +138,7 @@ class Exchange(Transport):
     def close(self) -> None:
         self.steps, self.group = [], None
 
-    def in_order(self, sends: Mapping[Key, tuple[int, Bucket]], receives: Mapping[Key, Parcel]) -> list[Step]:
+    def in_order(self, sends: Mapping[Key, tuple[int, Bucket]], receives: Mapping[Key, BoundBucket]) -> list[Step]:
         """The steps in the order of the keys, which is the same on all processes; what is sent has two buffers."""
         outgoing = self._two_buffers([bucket for _, bucket in sends.values()])
         return [
@@ -149,7 +149,7 @@ class Exchange(Transport):
             for i, key in enumerate(sorted(sends.keys() | receives.keys()))
         ]
 
-    def arriving(self, receives: Mapping[Key, tuple[int, Bucket]]) -> dict[Key, Parcel]:
+    def arriving(self, receives: Mapping[Key, tuple[int, Bucket]]) -> dict[Key, BoundBucket]:
         """The parcels that arrive from other processes, in two buffers."""
         incoming = self._two_buffers([bucket for _, bucket in receives.values()])
         return {
@@ -197,7 +197,7 @@ class Exchange(Transport):
         except RuntimeError as error:
             raise SyncError(_awaited(step, version, self.ends.rank, error)) from error
 
-    def arrived(self, parcel: Parcel, version: int) -> None:
+    def arrived(self, parcel: BoundBucket, version: int) -> None:
         """Take a parcel whose bytes are there."""
         self.ends.unpack(parcel, version)
 
@@ -206,10 +206,9 @@ class ProcessGroupTransport(Exchange):
     """Moves the plan's weights each time ``move`` is called. Every process of ``group`` makes one and calls it alike.
 
     Processes of ``moves`` are ranks of ``group`` (None: the default group). ``src`` and ``dst`` are this process's
-    tensors by local name: all that the plan reads or writes here, and in ``dst`` nothing else (see `PlanEnds`, also for
-    what is raised). No buffer is larger than ``bucket_bytes`` and its digests. With a ``compression``, which every
-    process has of its own, parcels travel as it writes them: their sizes first. Making one is collective.
-    """
+    tensors by local name: all that the plan reads or writes here, and in ``dst`` nothing else (see `PlanEndpoint`, also
+    for what is raised). No buffer is larger than ``bucket_bytes`` and its digests. With a ``compression``, which every
+    process has of its own, parcels travel as it writes them: their sizes first. Making one is collective."""
 
     def __init__(
         self,
@@ -223,8 +222,10 @@ class ProcessGroupTransport(Exchange):
         compression: Compression | None = None,
     ) -> None:
         peers = GroupPeers(group)
-        exchange = handshakes_of(peers)
-        super().__init__(PlanEnds(moves, rank=peers.rank, src=src, dst=dst, exchange=exchange, verify=verify), group)
+        exchange = exchange_handshakes(peers)
+        super().__init__(
+            PlanEndpoint(moves, rank=peers.rank, src=src, dst=dst, exchange=exchange, verify=verify), group
+        )
         rounds, rank = moves.rounds(), self.ends.rank
         sends: dict[Key, tuple[int, Bucket]] = {}
         receives: dict[Key, tuple[int, Bucket]] = {}
@@ -271,13 +272,13 @@ class ProcessGroupTransport(Exchange):
         return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
 
     @override
-    def arrived(self, parcel: Parcel, version: int) -> None:
+    def arrived(self, parcel: BoundBucket, version: int) -> None:
         frame = self._frames.pop(id(parcel), None)
         if frame is not None and self._compression is not None:
             self._compression.unpack(frame, parcel)
         super().arrived(parcel, version)
 
-    def _room(self, parcel: Parcel, size: int) -> Tensor:
+    def _room(self, parcel: BoundBucket, size: int) -> Tensor:
         """The memory in which ``size`` compressed bytes arrive, or those of the whole parcel."""
         if size == _WHOLE:
             self._received += parcel.bucket.num_bytes

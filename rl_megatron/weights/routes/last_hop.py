@@ -40,9 +40,9 @@ from typing_extensions import override
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan, Transfer
-from rl_megatron.weights.routes.ends import Bucket, Parcel, PlanEnds, handshakes_of
+from rl_megatron.weights.routes.ends import BoundBucket, Bucket, PlanEndpoint, exchange_handshakes
 from rl_megatron.weights.routes.group import Exchange, Key, Operation, Step, Transport
-from rl_megatron.weights.routes.rendezvous import Member, Peers, uuid_of
+from rl_megatron.weights.routes.rendezvous import Peers, RendezvousMember, uuid_of
 
 SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
@@ -62,7 +62,7 @@ class _LostError(Exception):
 class Link:
     """This process's end of one pair: a socket, and parcels each bound to its slot of the ring."""
 
-    def __init__(self, peer: int, connection: socket.socket, parcels: list[Parcel], *, leaving: bool) -> None:
+    def __init__(self, peer: int, connection: socket.socket, parcels: list[BoundBucket], *, leaving: bool) -> None:
         connection.setblocking(False)
         self.peer, self.connection, self.leaving = peer, connection, leaving
         self.parcels = parcels
@@ -80,12 +80,12 @@ class Link:
         """Whether every parcel has been unpacked."""
         return (self.told if self.leaving else self.done) == len(self.parcels)
 
-    def step(self, ends: PlanEnds, version: int) -> None:
+    def step(self, ends: PlanEndpoint, version: int) -> None:
         """Fill or empty one slot, and notify the other end."""
         (ends.pack if self.leaving else ends.unpack)(self.parcels[self.done], version)
         self.announce(ends)
 
-    def announce(self, ends: PlanEnds) -> None:
+    def announce(self, ends: PlanEndpoint) -> None:
         """Notify the other end of the slot that was filled or emptied."""
         ends.settle()
         self.done += 1
@@ -112,7 +112,7 @@ class Link:
         self.connection.close()
 
 
-Bind = Callable[[int, Tensor, bool], list[Parcel]]
+Bind = Callable[[int, Tensor, bool], list[BoundBucket]]
 """The parcels of a pair with a peer, in the order in which they use the slots [number, bytes] uint8 in turn; whether
 they leave this process."""
 
@@ -126,7 +126,7 @@ class Rings:
 
     def __init__(
         self,
-        ends: PlanEnds,
+        ends: PlanEndpoint,
         slots: Mapping[tuple[int, int], int],
         bind: Bind,
         *,
@@ -313,7 +313,7 @@ class Rings:
 class RingTransport(Transport):
     """Moves what is in ``rings`` each time ``move`` is called."""
 
-    def __init__(self, ends: PlanEnds, rings: Rings) -> None:
+    def __init__(self, ends: PlanEndpoint, rings: Rings) -> None:
         self.ends, self._rings = ends, rings
 
     @override
@@ -365,16 +365,18 @@ _RINGS: Mapping[str, type[Rings]] = {"cpu": Rings, "cuda": CudaRings}
 
 
 class LearnerEnd(Exchange):
-    """A learner rank's end. The constructor is collective over ``member``'s ranks; errors are those of `PlanEnds`.
+    """A learner rank's end. The constructor is collective over ``member``'s ranks; errors are those of `PlanEndpoint`.
 
     ``bytes_into`` gives the most bytes of a bucket into an engine rank's process. What others send to an engine rank
     beside this one arrives here, and is handed on.
     """
 
     def __init__(
-        self, moves: Plan, *, src: Mapping[str, Tensor], member: Member, bytes_into: Callable[[int], int]
+        self, moves: Plan, *, src: Mapping[str, Tensor], member: RendezvousMember, bytes_into: Callable[[int], int]
     ) -> None:
-        ends = PlanEnds(moves, rank=member.rank, src=src, dst={}, exchange=handshakes_of(member), verify=False)
+        ends = PlanEndpoint(
+            moves, rank=member.rank, src=src, dst={}, exchange=exchange_handshakes(member), verify=False
+        )
         super().__init__(ends, member.group)
         self._member = member
         handed = {to: self._into(moves.receives(to), to, bytes_into(to)) for to in member.beside(member.rank)}
@@ -419,7 +421,7 @@ class LearnerEnd(Exchange):
         return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
 
     @override
-    def arrived(self, parcel: Parcel, version: int) -> None:
+    def arrived(self, parcel: BoundBucket, version: int) -> None:
         """Hand a parcel on."""
         link, _ = self._slots[id(parcel)]
         link.announce(self.ends)
@@ -430,7 +432,7 @@ class LearnerEnd(Exchange):
             pairs[transfer.src_rank].append(transfer)
         return in_turn({frm: self.ends.cut(to, some, bucket_bytes) for frm, some in pairs.items()}, to, self._member)
 
-    def _bound(self, to: int, slots: Tensor, _leaving: bool) -> list[Parcel]:
+    def _bound(self, to: int, slots: Tensor, _leaving: bool) -> list[BoundBucket]:
         """Parcels that lie in the slots: this rank's own boxes, or what others send."""
         out = []
         for i, (_, frm, bucket) in enumerate(self._handed[to]):
@@ -445,7 +447,7 @@ class LearnerEnd(Exchange):
         for (frm, to), parts in buckets.items():
             if self._member.number_of(to) != frm:
                 sends |= {key: (to, bucket) for key, _, bucket in in_turn({frm: parts}, to, self._member)}
-        receives: dict[Key, Parcel] = {}
+        receives: dict[Key, BoundBucket] = {}
         for link in self._rings.links:
             turns = self._handed[link.peer]
             receives |= {key: parcel for (key, _, _), parcel in zip(turns, link.parcels, strict=True)}
@@ -456,11 +458,11 @@ class MemberEnd(Exchange):
     """The end of an engine rank that is a member of the group; as `LearnerEnd`."""
 
     def __init__(
-        self, moves: Plan, *, dst: Mapping[str, Tensor], member: Member, bytes_into: Callable[[int], int]
+        self, moves: Plan, *, dst: Mapping[str, Tensor], member: RendezvousMember, bytes_into: Callable[[int], int]
     ) -> None:
-        exchange = handshakes_of(member)
+        exchange = exchange_handshakes(member)
         super().__init__(
-            PlanEnds(moves, rank=member.rank, src={}, dst=dst, exchange=exchange, verify=False), member.group
+            PlanEndpoint(moves, rank=member.rank, src={}, dst=dst, exchange=exchange, verify=False), member.group
         )
         buckets = {frm: parts for (frm, _), parts in self.ends.buckets(bytes_into).items()}
         turns = in_turn(buckets, member.rank, member)
@@ -469,13 +471,13 @@ class MemberEnd(Exchange):
 
 
 def end_beside(
-    moves: Plan, *, dst: Mapping[str, Tensor], member: Member, bytes_into: Callable[[int], int]
+    moves: Plan, *, dst: Mapping[str, Tensor], member: RendezvousMember, bytes_into: Callable[[int], int]
 ) -> RingTransport:
     """The end of an engine rank to which a learner rank beside it hands everything; as `LearnerEnd`."""
-    ends = PlanEnds(moves, rank=member.rank, src={}, dst=dst, exchange=handshakes_of(member), verify=False)
+    ends = PlanEndpoint(moves, rank=member.rank, src={}, dst=dst, exchange=exchange_handshakes(member), verify=False)
     turns = in_turn({frm: parts for (frm, _), parts in ends.buckets(bytes_into).items()}, ends.rank, member)
 
-    def bind(_peer: int, slots: Tensor, _leaving: bool) -> list[Parcel]:
+    def bind(_peer: int, slots: Tensor, _leaving: bool) -> list[BoundBucket]:
         return [ends.bind(frm, b, slots[i % SLOTS], leaving=False) for i, (_, frm, b) in enumerate(turns)]
 
     pair = member.number_of(ends.rank), ends.rank
@@ -484,7 +486,9 @@ def end_beside(
     return RingTransport(ends, rings)
 
 
-def in_turn(buckets: Mapping[int, Sequence[Bucket]], to: int, member: Member) -> list[tuple[Key, int, Bucket]]:
+def in_turn(
+    buckets: Mapping[int, Sequence[Bucket]], to: int, member: RendezvousMember
+) -> list[tuple[Key, int, Bucket]]:
     """The buckets into an engine rank's process, by sender, in the order in which it gets them, with their keys.
 
     A key is (turn, number, which of its receiver's engine ranks, distance): in each a process of the group sends to the
@@ -499,8 +503,8 @@ def in_turn(buckets: Mapping[int, Sequence[Bucket]], to: int, member: Member) ->
     return sorted(turns, key=lambda turn: turn[0])
 
 
-def _unopened(frm: int, bucket: Bucket, slot: Tensor) -> Parcel:
-    return Parcel(
+def _unopened(frm: int, bucket: Bucket, slot: Tensor) -> BoundBucket:
+    return BoundBucket(
         peer=frm,
         bucket=bucket,
         leaving=False,

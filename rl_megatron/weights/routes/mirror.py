@@ -33,7 +33,7 @@ from rl_megatron.files import private_folder, write_atomically
 from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.bits import dtype_of, to_tensor
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
-from rl_megatron.weights.checks.reports import Report, checksum, largest_change
+from rl_megatron.weights.checks.reports import ChecksumReport, checksum, largest_change
 from rl_megatron.weights.formats.hf_folder import Stored, config_text, stored
 from rl_megatron.weights.layouts.tables.drafts import holds_draft
 from rl_megatron.weights.layouts.tables.rows import SCORE
@@ -46,7 +46,7 @@ _ENDING_SECONDS = 20.0  # time for an earlier start of the run to end
 
 
 @contextlib.contextmanager
-def in_use(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which is this user's own. Another's lock on it is replaced."""
     with (folder / _NEW).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,7 +54,7 @@ def in_use(folder: Path) -> Iterator[None]:
         yield
 
 
-def await_free(folder: Path) -> None:
+def wait_until_unlocked(folder: Path) -> None:
     """Wait until nobody holds the folder's lock, if it is there. Raises SyncError where that takes too long."""
     end = time.monotonic() + _ENDING_SECONDS
     while _is_held(folder / _LOCK):
@@ -169,12 +169,12 @@ class Mirror:
             note["error"] = self._encode(self._encoding)
         write_atomically(_note(self.path, self._writer), json.dumps(note).encode())
 
-    def sums(self) -> Report:
+    def sums(self) -> ChecksumReport:
         """Checksums of this writer's share of the tensors in the file."""
         started = time.perf_counter()
         mine = [(name, self._stored[name]) for name in self._share(self._stored)]
         rows = [("", n, whole_box(t.shape), checksum(t, tuple(t.shape))) for n, t in mine]
-        return Report(rows=rows, seconds=time.perf_counter() - started)
+        return ChecksumReport(rows=rows, seconds=time.perf_counter() - started)
 
     def _look(self) -> None:
         """Raises SyncError if the file has lost its name: this process still has it mapped, no server could open it."""
@@ -265,7 +265,7 @@ def read(path: Path, version: int) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seal:
+class VersionSeal:
     """The checksum of each tensor of a version.
 
     ``error`` is the largest relative error of a quantized tensor, and its name; None if none is quantized.
@@ -275,14 +275,14 @@ class Seal:
     error: tuple[float, str] | None = None
 
 
-def seal(path: Path, version: int, checksums: Mapping[str, int]) -> Seal:
+def seal(path: Path, version: int, checksums: Mapping[str, int]) -> VersionSeal:
     """Write the checksums that readers of ``version`` must find. Raises SyncError if the file holds another version."""
     noted = _noted(path, version) | {"checksums": checksums}
     write_atomically(_note(path), json.dumps(noted).encode())
     return _sealed(noted)
 
 
-def seal_of(path: Path, version: int) -> Seal:
+def seal_of(path: Path, version: int) -> VersionSeal:
     """The seal of ``version``. Raises SyncError if the file holds another version, or is not sealed."""
     noted = _noted(path, version)
     if "checksums" not in noted:
@@ -290,9 +290,9 @@ def seal_of(path: Path, version: int) -> Seal:
     return _sealed(noted)
 
 
-def _sealed(noted: Mapping[str, Any]) -> Seal:
+def _sealed(noted: Mapping[str, Any]) -> VersionSeal:
     error = noted.get("error")
-    return Seal(checksums=noted["checksums"], error=None if error is None else (float(error[0]), str(error[1])))
+    return VersionSeal(checksums=noted["checksums"], error=None if error is None else (float(error[0]), str(error[1])))
 
 
 def check(path: Path, version: int) -> None:

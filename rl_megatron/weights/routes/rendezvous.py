@@ -58,10 +58,10 @@ class GroupPeers(Peers):
 
     @override
     def gather(self, mine: object) -> list[Any]:
-        return gather(mine, self._group)
+        return gather_json(mine, self._group)
 
 
-def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_json(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
     """Each process's value, by rank. Collective; raises SyncError if a process sends no JSON or is lost."""
     device, size = wire_device(group), dist.get_world_size(group)
     data = torch.frombuffer(bytearray(deflated(mine)), dtype=torch.uint8).to(device)
@@ -142,7 +142,7 @@ class Rendezvous:
     backend: str
 
 
-class Keeper:
+class RendezvousStore:
     """The controller's side; it listens only at ``host``.
 
     Raises ConfigError if that is no address of this machine, or if this torch makes groups differently.
@@ -205,7 +205,7 @@ class Keeper:
     def unlike(self, rendezvous: Rendezvous) -> str:
         """Why ranks that have all reported ready for `JOINING` cannot be one group; empty if they can."""
         keys = [f"{rendezvous.name}/{JOINING}/{rank}" for rank in range(rendezvous.size)]
-        return _unlike(rendezvous, self._store.multi_get(keys))
+        return _describe_mismatch(rendezvous, self._store.multi_get(keys))
 
 
 def own_place(tensors: Iterable[Tensor]) -> Place:
@@ -228,7 +228,7 @@ def uuid_of(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid)
 
 
-class Member(Peers):
+class RendezvousMember(Peers):
     """Rank ``rank`` of those that meet, with ``tensors``.
 
     ``places`` are those of all. ``receivers`` are the `receivers_of` the engine's ranks; with the learner's ranks they
@@ -248,7 +248,7 @@ class Member(Peers):
             self._store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
             have = facts(loaded_libraries(), [*FIELDS] if rendezvous.backend == dist.Backend.NCCL else [])
             said = self._store.multi_get(self.meet(JOINING, json.dumps([own_place(tensors), have])))
-            if why := _unlike(rendezvous, said):
+            if why := _describe_mismatch(rendezvous, said):
                 raise SyncError(why)
             self.places = [place for place, _ in map(_introduced, said)]
             self.receivers = receivers_of(self.places, rendezvous.learners)
@@ -280,7 +280,7 @@ class Member(Peers):
         NCCL does so in a group's first call, and wants every rank in it; a push may begin with a few of them.
         """
         group: dist.ProcessGroup
-        with _waiting_on_the_host():
+        with _blocking_wait():
             group, _ = distributed_c10d._new_process_group_helper(
                 group_size=size,
                 group_rank=self.grouped.index(self.rank),
@@ -376,7 +376,7 @@ class Member(Peers):
 
 
 @contextmanager
-def _waiting_on_the_host() -> Iterator[None]:
+def _blocking_wait() -> Iterator[None]:
     """While a group is made: ``Work.wait`` of its NCCL returns when the bytes are there, as gloo's does.
 
     It raises RuntimeError once the group's timeout has passed or a rank is lost. By default it returns at once, the
@@ -404,7 +404,7 @@ def _grouped(receivers: Sequence[int], learners: int) -> list[int]:
     return [*range(learners), *(process for process in receivers if process >= learners)]
 
 
-def _unlike(rendezvous: Rendezvous, said: Sequence[bytes]) -> str:
+def _describe_mismatch(rendezvous: Rendezvous, said: Sequence[bytes]) -> str:
     """How ranks, which are all here, differ in what they must have alike; the same text for every rank."""
     if rendezvous.backend != dist.Backend.NCCL:
         return ""

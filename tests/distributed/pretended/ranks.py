@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from launcher.processes.environment import die_with
+from launcher.processes.environment import exit_with_parent
 from tests.distributed.ranks import LIMIT
 
 
@@ -74,7 +74,7 @@ def set_default(device: str) -> None:
 
 def _nurse(parent: int, connection: Connection, default: str, before: Callable[[], None] | None) -> None:
     """Has one thread, so that forks are sound."""
-    die_with(parent)
+    exit_with_parent(parent)
     from tests.distributed.pretended import machine
 
     machine.install()
@@ -102,5 +102,5 @@ def _nurse(parent: int, connection: Connection, default: str, before: Callable[[
 
 
 def _rank(nurse: int, world: World, rank: int) -> None:
-    die_with(nurse)
+    exit_with_parent(nurse)
     world.main(rank, *world.arguments)

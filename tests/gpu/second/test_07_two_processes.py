@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.weights.checks.compare import compare
-from rl_megatron.weights.checks.reports import sealed_by
+from rl_megatron.weights.checks.reports import seal_from_reports
 from tests.distributed.pretended.ranks import World
 from tests.distributed.test_engine_ends import HF
 from tests.gpu import engine
@@ -27,5 +27,5 @@ def test_each_version_is_held_exactly(named: str, machine: Machine, tmp_path: Pa
     shapes = HF.local_shapes(0)
     for number in range(2):
         sent, came = (torch.load(tmp_path / f"{end} {number}", weights_only=False) for end in ("sent", "came"))
-        assert len(compare(sealed_by([sent], shapes), shapes, [came], frozenset()).differing) == 1
+        assert len(compare(seal_from_reports([sent], shapes), shapes, [came], frozenset()).differing) == 1
     note(f"CUDA IPC between two processes, GPU named {named}: six pushes", f"{(tmp_path / 'seconds').read_text()} s")

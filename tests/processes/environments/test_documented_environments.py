@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_megatron.agents.source import Waves
+from rl_megatron.agents.source import RequestBatcher
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.protocol import Reply
 from rl_megatron.environments.registry import resolve_environment
@@ -44,7 +44,9 @@ def calculates(text: str) -> str:
     [(calculates, 1.0, "done", 0.0), (lambda _: "?6+7", 0.0, "turns", 2.0), (lambda _: "?1234*7", 0.0, "turns", 2.0)],
 )
 def test_the_environment(script: Callable[[str], str], reward: float, stop: str, bad: float) -> None:
-    ours = sampler(Waves(Scripted(script)), function="my_env:Calculator", options={"max_length": 4}, max_turns=2)
+    ours = sampler(
+        RequestBatcher(Scripted(script)), function="my_env:Calculator", options={"max_length": 4}, max_turns=2
+    )
     played = trajectories(asyncio.run(ours.groups(drawn([TASK] * 4))))
     assert {(one.reward, one.stop, len(one.turns)) for one in played} == {(reward, stop, 2)}
     assert {one.metrics.get("own/bad_calls", 0.0) for one in played} == {bad}
@@ -85,7 +87,7 @@ async def test_what_would_keep_the_lock_is_given_up(text: str, limit: float, end
 @pytest.mark.usefixtures("written")
 @pytest.mark.parametrize("name", ["solve", "ask"])
 def test_the_function(name: str) -> None:
-    ours = sampler(Waves(Scripted(lambda text: "42" if "sure" in text else "41")), function=f"my_env:{name}")
+    ours = sampler(RequestBatcher(Scripted(lambda text: "42" if "sure" in text else "41")), function=f"my_env:{name}")
     assert {(one.reward, len(one.turns)) for one in trajectories(asyncio.run(ours.groups(drawn([TASK]))))} == {(1.0, 2)}
 
 

@@ -17,10 +17,10 @@ import pytest
 import verifiers_episodes as adapter
 import verifiers_worker
 
-from rl_megatron.agents.source import EnvironmentSampler, Waves
+from rl_megatron.agents.source import EnvironmentSampler, RequestBatcher
 from rl_megatron.environments.protocol import AgentFailed
 from rl_megatron.environments.registry import Agent
-from rl_megatron.errors import ConfigError, EnvironmentFailed
+from rl_megatron.errors import ConfigError, EnvironmentFailure
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
 from tests.environments.served import EXAMPLES, PACKAGES, interpreter
@@ -60,7 +60,7 @@ def test_an_environments_turns_and_rewards_are_the_trajectorys(name: str, id: st
     python, engine = interpreter(name), Scripted(lambda text: "2" if "sure?" in text else "7")
     train, held_out = map(list, adapter.tasks(python=python, id=id, size=2, held_out=1, args=args))
     assert [row["question"] for row in (*train, *held_out)] == ["0+1=", "1+1=", "2+1="]
-    found = played(source(Waves(engine), python), [prompt(row["verifiers"]) for row in train])
+    found = played(source(RequestBatcher(engine), python), [prompt(row["verifiers"]) for row in train])
     assert [one.reward for one in found] == [0.0, 0.0, 1.0, 1.0]  # it answers 2 in the end
     for one in found:
         (row,) = one.chains
@@ -77,7 +77,7 @@ def test_what_the_package_raises_is_named_and_a_limit_ends_a_trajectory() -> Non
         adapter.tasks(python=python, id="no_such_thing", size=2, held_out=1)
     with pytest.raises(ConfigError, match="twice_first has 4 tasks, fewer than size=4 and held_out=1"):
         adapter.tasks(python=python, id="twice_first", size=4, held_out=1)
-    ours = source(Waves(Scripted(lambda text: "1")), python, max_turns=1)
+    ours = source(RequestBatcher(Scripted(lambda text: "1")), python, max_turns=1)
     one, _ = played(ours, [prompt({"id": "twice_first", "args": {}, "index": 0})])
     assert (one.stop, one.reward, len(one.turns)) == ("turns", 0.0, 1)
 
@@ -95,7 +95,7 @@ def test_what_the_package_raises_is_named_and_a_limit_ends_a_trajectory() -> Non
 def test_a_process_that_dies_or_lies_is_named(script: str, said: str, tmp_path: Path) -> None:
     ours = source(Scripted(lambda text: "1"), fake(tmp_path, script))
     single = sampler(Scripted(lambda text: "1"), ours.made, function="verifiers_episodes:play", group_size=1)
-    with pytest.raises(EnvironmentFailed, match=f"'verifiers_episodes:play': prompt 'p'.*{said}"):
+    with pytest.raises(EnvironmentFailure, match=f"'verifiers_episodes:play': prompt 'p'.*{said}"):
         played(single, [prompt({"id": "any", "args": {}, "index": 0})])
 
 
@@ -142,7 +142,7 @@ def test_a_process_that_hangs_is_given_up_and_killed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(adapter, "_CANCEL_LIMIT", 0.01)
     python = fake(tmp_path, "exec sleep 60")
     adapter.interpreter_of(python)  # or its start may take all of the time
-    with pytest.raises(EnvironmentFailed, match=r"did not end within environment.seconds=0\.2"):
+    with pytest.raises(EnvironmentFailure, match=r"did not end within environment.seconds=0\.2"):
         played(
             source(Scripted(lambda text: "1"), python, seconds=0.2, step_seconds=0.1),
             [prompt({"id": "a", "args": {}, "index": 0})],

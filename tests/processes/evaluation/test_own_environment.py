@@ -12,13 +12,13 @@ import pytest
 
 from launcher.build.model import starting_folder
 from launcher.preflight.own_code import check
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import PreflightContext
 from rl_megatron.config.beside import begun_by_messages
 from rl_megatron.config.io import load_config
-from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
+from rl_megatron.environments.protocol import EnvironmentStep, Observation, Reply, Transcript
 from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.results import read_results
-from rl_megatron.evaluation.sets import MeasuredSet
+from rl_megatron.evaluation.sets import EvalSetSamples
 from rl_megatron.types import Prompt
 from tests.unit.launcher.commands import status_of
 
@@ -31,11 +31,11 @@ OWN = tuple(f"eval.sets.odd.{key}" for key in (*SET, *(f"environment.{one}" for 
 class Odd:
     """Two turns, which are right where the sum of their bytes is odd."""
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
-        return Observed(said=task.text)
+    async def start(self, task: Prompt, seed: int) -> Observation:
+        return Observation(said=task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        return EnvironmentStep(observation=Observed(said=f"{len(reply.text)}:"))
+        return EnvironmentStep(observation=Observation(said=f"{len(reply.text)}:"))
 
     async def score(self, transcript: Transcript) -> float:
         return float(sum(sum(reply.text.encode()) for reply in transcript.replies) % 2)
@@ -47,7 +47,7 @@ class Odd:
 class Fails(Odd):
     """Makes a file, which only its slow end removes."""
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
+    async def start(self, task: Prompt, seed: int) -> Observation:
         self.file = Path(f"held-{seed}")
         self.file.touch()
         return await super().start(task, seed)
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return starting_folder(load_config("tiny_cpu", [f"model.cache_dir={tmp_path_factory.mktemp('models')}"]))
 
 
-def evaluated(model: Path, name: str, *keys: str) -> dict[str, MeasuredSet]:
+def evaluated(model: Path, name: str, *keys: str) -> dict[str, EvalSetSamples]:
     assert status_of("eval", str(model), "--name", name, *KEYS, *keys) == 0
     return {
         of: replace(one.measured, seconds=0.0) for of, one in read_results(Path("eval") / f"{name}.json").sets.items()
@@ -110,11 +110,11 @@ def test_failed_ones_are_closed_before_it_ends(model: Path, tmp_path: Path, monk
 
 def test_the_preflight_finds_it_and_names_its_key(model: Path) -> None:
     keys = [*KEYS, *OWN, f"model.path={model}"]
-    said = [one.text for one in check(Subject(load_config("tiny_cpu", keys), for_job=False))]
+    said = [one.text for one in check(PreflightContext(load_config("tiny_cpu", keys), for_job=False))]
     assert said[0] == f"environment '{__name__}:Odd' makes environments"
     assert said[1].startswith(f"reward '{__name__}:right' gives 1")
     config = load_config("tiny_cpu", [*keys, "eval.sets.odd.environment.function=odd"])
-    found = [one.text for one in check(Subject(config, for_job=False)) if one.kind == "problem"]
+    found = [one.text for one in check(PreflightContext(config, for_job=False)) if one.kind == "problem"]
     assert [text.partition(";")[0] for text in found] == ["eval.sets.odd.environment.function='odd' is unknown"]
 
 

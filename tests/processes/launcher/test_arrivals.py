@@ -23,8 +23,8 @@ from launcher.controller.arrivals import _STRANGERS, StartedRanks, arrivals
 from launcher.controller.group import RankProcess
 from launcher.processes import limits
 from launcher.wire import Call, Hello
-from rl_megatron.errors import ConfigError, WorkerDied
-from rl_megatron.placement.ranks import Placement, place
+from rl_megatron.errors import ConfigError, WorkerFailure
+from rl_megatron.placement.ranks import RankPlacement, place_ranks
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.commands import program
 
@@ -88,7 +88,7 @@ async def once_all_have_come(count: int) -> str:
     return await loop.create_future()
 
 
-def begun(folder: Path, blamed: list[Sequence[str]], placement: Placement, ended: Awaitable[str]) -> StartedRanks:
+def begun(folder: Path, blamed: list[Sequence[str]], placement: RankPlacement, ended: Awaitable[str]) -> StartedRanks:
     said = f"rank-*.txt in {folder} have their output"
     return StartedRanks(placements=[placement], ended=ended, folder=folder, output=said, blame=blamed.append)
 
@@ -106,7 +106,7 @@ def arrived(folder: Path, absent: Collection[int], blamed: list[Sequence[str]]) 
     async def main() -> list[RankProcess]:
         with wire.listen("127.0.0.1", backlog=RANKS) as listener:
             last = connect(listener, set(range(RANKS)) - set(absent), held)
-            started = begun(folder, blamed, place(DIMS, NODES, EACH), once_all_have_come(RANKS - len(absent)))
+            started = begun(folder, blamed, place_ranks(DIMS, NODES, EACH), once_all_have_come(RANKS - len(absent)))
             try:
                 return await arrivals(listener, call_of(listener, 900), started)
             finally:
@@ -142,7 +142,7 @@ async def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> Non
         connected = [socket.create_connection(listener.getsockname(), 5) for _ in range(100)]
         strangers = [stack.enter_context(stranger) for stranger in connected]
         ended = asyncio.get_running_loop().create_future()
-        started = begun(tmp_path, blamed, place(ParallelDims(), ["node0"], 1), ended)
+        started = begun(tmp_path, blamed, place_ranks(ParallelDims(), ["node0"], 1), ended)
         waiting = asyncio.create_task(arrivals(listener, call_of(listener, 600), started))
         for stranger in strangers[: -1 - _STRANGERS]:
             assert len(await asyncio.to_thread(stranger.recv, 100)) == wire.PROOF_BYTES
@@ -164,7 +164,7 @@ async def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> Non
 def test_missing_ranks_are_named_by_node(tmp_path: Path, absent: tuple[int, ...], named: str, nodes: list[str]) -> None:
     blamed: list[Sequence[str]] = []
     with pytest.raises(
-        WorkerDied,
+        WorkerFailure,
         match=rf"^learner.timeout_seconds=900 passed before {named} connected; rank-\*.txt in .* have their output$",
     ):
         arrived(tmp_path, absent, blamed)
@@ -173,7 +173,7 @@ def test_missing_ranks_are_named_by_node(tmp_path: Path, absent: tuple[int, ...]
 
 def test_many_missing_ranks_are_named_by_ranges(tmp_path: Path) -> None:
     rest = ", ".join(f"rank {8 * i}-{8 * i + 7} on node{i}" for i in range(2, 48))
-    with pytest.raises(WorkerDied, match=f"before rank 1, 2 on node0, rank 8-10, 12-15 on node1, {rest} connected"):
+    with pytest.raises(WorkerFailure, match=f"before rank 1, 2 on node0, rank 8-10, 12-15 on node1, {rest} connected"):
         arrived(tmp_path, set(range(RANKS)) - {0, 3, 4, 5, 6, 7, 11}, [])
 
 

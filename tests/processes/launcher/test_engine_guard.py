@@ -24,23 +24,23 @@ from safetensors.torch import load_file
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from typing_extensions import override
 
-from launcher.build.trained import _FolderWeights, engine_alone, of_folder
-from launcher.hosts.sites import sites_alone, sites_of
+from launcher.build.trained import _FolderWeights, config_for_folder, standalone_engine
+from launcher.hosts.sites import server_sites, standalone_sites
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes import engine_guard, scratch
 from launcher.processes.environment import variables
-from launcher.processes.guards import LastWords, Order, Site, end_of, start_guard
-from launcher.servers.supervisor import Started
+from launcher.processes.guards import GuardSpec, ServerSite, StderrTail, end_of, start_guard
+from launcher.servers.supervisor import StartedServer
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.weights import NODE_MEMORY
-from rl_megatron.engines.adapter import Command, StartOptions
+from rl_megatron.engines.adapter import StartCommand, StartOptions
 from rl_megatron.engines.http import Server
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.weights.checks.reports import checksum, sealed_by
+from rl_megatron.weights.checks.reports import checksum, seal_from_reports
 from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.routes.mirror import in_use
+from rl_megatron.weights.routes.mirror import lock_folder
 from tests.e2e.processes import alive, eventually
 from tests.family_models import save_model
 from tests.processes.launcher.test_supervisor import FOREIGN, PORT
@@ -167,7 +167,7 @@ async def test_servers_see_gpus_by_name(visible: str | None, gpus: tuple[int, ..
     """Where another user's job may have the first ones."""
     own = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | own
-    order = Order(
+    order = GuardSpec(
         host="127.0.0.1",
         command=("sh", "-c", "echo $CUDA_VISIBLE_DEVICES; exit 7"),
         environment=environment,
@@ -223,8 +223,8 @@ async def test_a_jobs_servers_get_its_gpus_on_their_node(tmp_path: Path, monkeyp
     nodes = ("a1", "127.0.0.2")
     allocation = Allocation(id="7", restart=0, here="a1", nodes=nodes, engine_nodes=(), folder=tmp_path)
 
-    async def seen(site: Site) -> tuple[str, str]:
-        order = Order(
+    async def seen(site: ServerSite) -> tuple[str, str]:
+        order = GuardSpec(
             before=site.before,
             python=site.python,
             host="127.0.0.1",
@@ -237,7 +237,7 @@ async def test_a_jobs_servers_get_its_gpus_on_their_node(tmp_path: Path, monkeyp
         assert await (await site.start(order)).wait() == "ended with status 0"
         return site.node, order.log.read_text().strip()
 
-    found = [await seen(site) for (site,) in sites_of(config, allocation)]
+    found = [await seen(site) for (site,) in server_sites(config, allocation)]
     assert found == [(nodes[0], "4,5"), (nodes[0], "6,7"), (nodes[1], "2,3"), (nodes[1], "GPU-5a,7")]
 
 
@@ -256,7 +256,9 @@ def test_a_server_and_its_children_end_with_the_trainer() -> None:
 async def test_a_guard_that_was_killed_leaves_no_child_of_its_server(tmp_path: Path) -> None:
     """On a GPU its memory would be missing to the server that follows."""
     command = [sys.executable, "-u", "-c", SERVER]
-    order = Order(host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=tmp_path / "log")
+    order = GuardSpec(
+        host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=tmp_path / "log"
+    )
     guard = await start_guard(order)
     while "up" not in order.log.read_text():
         await asyncio.sleep(0.01)
@@ -389,7 +391,7 @@ def _abort(stderr: int) -> None:
 
 
 def test_the_last_lines_of_a_killed_child_are_kept_and_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
-    words = LastWords("rank 0")
+    words = StderrTail("rank 0")
     child = multiprocessing.get_context("fork").Process(target=_abort, args=(words.theirs.fileno(),))
     child.start()
     words.listen()
@@ -411,10 +413,10 @@ async def test_a_long_log_of_a_server_is_not_read_whole(tmp_path: Path) -> None:
     with log.open("wb") as file:
         file.truncate(8 << 20)  # of days
     command = ["sh", "-c", "echo; seq -f 'line %g' 30; exit 3"]
-    order = Order(host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=log)
+    order = GuardSpec(host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=log)
     guard = await start_guard(order)
     await guard.wait()
-    started = Started(guards=[guard], server=Server("http://here", token=None, timeout_seconds=1.0), logs=[log])
+    started = StartedServer(guards=[guard], server=Server("http://here", token=None, timeout_seconds=1.0), logs=[log])
     tracemalloc.start()
     try:
         said = await started.ended()
@@ -432,9 +434,9 @@ class SaysItsGpus(EmbeddedAdapter):
     module = "rl_megatron"
 
     @override
-    def command(self, options: StartOptions) -> Command:
+    def command(self, options: StartOptions) -> StartCommand:
         said = "import os; print('GPUs', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
-        return Command(
+        return StartCommand(
             arguments=(sys.executable, "-c", said + PORT + FOREIGN, "--port", str(options.port)), environment={}
         )
 
@@ -457,7 +459,7 @@ async def test_models_served_from_one_folder_have_a_file_of_weights_each(tmp_pat
 
     async def served(model: Path, *beside: Path) -> None:
         before = files()
-        async with engine_alone(of_folder(config, model), model, shape, tmp_path / "eval"):
+        async with standalone_engine(config_for_folder(config, model), model, shape, tmp_path / "eval"):
             now = files()
             assert len({*now.values()}) == len(now) == len(before) + 1
             assert before.items() <= now.items()
@@ -468,7 +470,7 @@ async def test_models_served_from_one_folder_have_a_file_of_weights_each(tmp_pat
 
     left = memory / "rl_megatron-left"
     left.mkdir()
-    with in_use(left):
+    with lock_folder(left):
         pass
     (tmp_path / "eval").mkdir()
     await served(*models)
@@ -483,7 +485,9 @@ def test_a_selection_bias_is_served_as_the_folder_has_it(tmp_path: Path) -> None
     with contextlib.ExitStack() as ends:
         weights = _FolderWeights(config, tmp_path / "model", read_shape(tmp_path / "model"), path, ends)
         asyncio.run(weights.push(0))
-        sums = sealed_by(asyncio.run(weights.sums()), {name: tuple(tensor.shape) for name, tensor in given.items()})
+        sums = seal_from_reports(
+            asyncio.run(weights.sums()), {name: tuple(tensor.shape) for name, tensor in given.items()}
+        )
     served = load_file(path)
     assert sum(torch.equal(tensor, given[name]) for name, tensor in served.items()) == 3  # a layer with experts each
     assert all(torch.equal(t, given[name]) for name, t in served.items() if name.endswith("mlp.expert_bias"))
@@ -495,10 +499,10 @@ async def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, mo
     engine = f"rollout.engine={__name__}:{SaysItsGpus.__name__}"
     keys = ("rollout.server.replicas=2", "rollout.server.tp=2", "learner.device=cuda", f"weights.folder={memory}")
     model = make_tiny_model(TinySizes(), tmp_path / "models", seed=0)
-    config = of_folder(load_config("tiny_cpu", [engine, *keys]), model)
+    config = config_for_folder(load_config("tiny_cpu", [engine, *keys]), model)
     (tmp_path / "eval").mkdir()
     with pytest.raises(ConfigError, match="answers as no server"):
-        async with engine_alone(config, model, read_shape(model), tmp_path / "eval"):
+        async with standalone_engine(config, model, read_shape(model), tmp_path / "eval"):
             pass
     logs = sorted((tmp_path / "eval").glob("*.log"))
     assert [re.findall("^GPUs (.*)$", log.read_text(), re.M) for log in logs] == [["3,GPU-5a"], ["6,7"]]
@@ -526,7 +530,7 @@ def test_which_gpus_are_a_servers_own(
     config = load_config("tiny_cpu", [*given, "learner.device=cuda"])
     if isinstance(seen, str):
         with pytest.raises(ConfigError, match=re.escape(seen.replace("tp=", "rollout.server.tp="))):
-            sites_alone(config)
+            standalone_sites(config)
     else:
-        assert [site.gpus for (site,) in sites_alone(config)] == seen
-    assert not any(site.gpus for (site,) in sites_alone(load_config("tiny_cpu", given)))
+        assert [site.gpus for (site,) in standalone_sites(config)] == seen
+    assert not any(site.gpus for (site,) in standalone_sites(load_config("tiny_cpu", given)))

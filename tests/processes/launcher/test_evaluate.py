@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.build.data import load_data
 from launcher.build.model import starting_folder
-from launcher.build.trained import shown_variables, trained_model
+from launcher.build.trained import format_variables, trained_model
 from launcher.commands.evaluate import measure_model
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import fixed
@@ -254,8 +254,8 @@ def test_prompts_have_the_variables_of_the_runs_template_whatever_sets_are_given
         ):
             found = trained_model(model, config, overrides).config
             assert load_data(found, exported).held_out[0].text == f"hi {wanted}", (model, config, overrides)
-            assert shown_variables(found) == f'; variables of its chat template: who="{wanted[:-1]}", whom=1'
-    assert shown_variables(trained_model(folder, str(sets), []).config) == '; variables of its chat template: who="it"'
+            assert format_variables(found) == f'; variables of its chat template: who="{wanted[:-1]}", whom=1'
+    assert format_variables(trained_model(folder, str(sets), []).config) == '; variables of its chat template: who="it"'
 
 
 def test_a_runs_configuration_of_another_version_is_named(folder: Path, tmp_path: Path) -> None:

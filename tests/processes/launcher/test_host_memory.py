@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from launcher.build.model import starting_folder
-from launcher.build.roles import Parts
+from launcher.build.roles import RunParts
 from launcher.build.trained import trained_model
 from launcher.commands import train
 from launcher.commands.evaluate import measure_model
-from launcher.commands.submit import checked
+from launcher.commands.submit import resolve_job
 from launcher.preflight.checks import preflight
-from launcher.preflight.subject import Found, Subject
-from launcher.runs.stop import Stop
+from launcher.preflight.subject import Finding, PreflightContext
+from launcher.runs.stop import StopSignal
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.features.quantize.encoding import ENCODINGS
@@ -45,8 +45,10 @@ FP8 = "rollout.server.quantization=fp8"
 WAITS, COPIES = "checkpoint.async_save=false", ("weights.transport=direct",)
 
 
-def found_of(*keys: str, for_job: bool) -> list[Found]:
-    subject = Subject(load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *keys]), for_job)
+def found_of(*keys: str, for_job: bool) -> list[Finding]:
+    subject = PreflightContext(
+        load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *keys]), for_job
+    )
     subject.__dict__["shape"] = NAMED["qwen3-30b-a3b"]  # without the model's folder
     return list(checks.memory(subject))
 
@@ -82,7 +84,7 @@ def test_a_node_without_the_memory_that_leaves_gpus_is_told_so(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_job_of_a_recipe_asks_for_the_memory_that_it_needs(recipe: str) -> None:
     config = load_config(recipe, ["model.path=/models/given", "run.launcher=slurm"])
-    subject = Subject(config, for_job=True)
+    subject = PreflightContext(config, for_job=True)
     subject.__dict__["shape"] = NAMED[str(config.model.name)]
     assert [one.text for one in checks.memory(subject) if one.kind == "problem"] == []
 
@@ -217,7 +219,7 @@ def test_a_file_in_this_machines_memory_is_refused_for_servers_elsewhere(address
     keys = ["rollout=vllm", f"rollout.server.addresses={address}", f"weights.folder={folder}"]
     found = [
         one.text
-        for one in checks.memory(Subject(load_config("tiny_cpu", keys), for_job=False))
+        for one in checks.memory(PreflightContext(load_config("tiny_cpu", keys), for_job=False))
         if one.kind == "problem"
     ]
     told = f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at"
@@ -226,7 +228,7 @@ def test_a_file_in_this_machines_memory_is_refused_for_servers_elsewhere(address
 
 def test_a_login_node_says_nothing_of_where_servers_of_a_job_are() -> None:
     keys = ["rollout=vllm", "rollout.server.addresses=http://192.0.2.1:1", "weights.folder=/dev/shm/mine"]
-    found = checks.memory(Subject(load_config("tiny_cpu", keys), for_job=True))
+    found = checks.memory(PreflightContext(load_config("tiny_cpu", keys), for_job=True))
     assert not [one.text for one in found if one.kind == "problem"]
 
 
@@ -274,7 +276,7 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *keys]
     config = load_config(QWEN_APART, given)
-    found = [one.text for one in checks.memory(Subject(config, for_job=False)) if one.kind == "problem"]
+    found = [one.text for one in checks.memory(PreflightContext(config, for_job=False)) if one.kind == "problem"]
     assert any("Largest: engine" in text for text in found) == shared
 
 
@@ -282,7 +284,7 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
 def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.name=qwen3-30b-a3b with model\.path=null: .*; set model\.path"):
         load_config(QWEN_30B, [])
-    fits = checked(load_config(QWEN_30B, [f"model.path={folder_of(tmp_path)}"]))
+    fits = resolve_job(load_config(QWEN_30B, [f"model.path={folder_of(tmp_path)}"]))
     assert "memory: up to 112.5 GB a GPU (rank 0), most of it: optimizer" in fits.describe()
     other = load_config(QWEN_30B, [f"model.path={folder_of(tmp_path, num_hidden_layers=94)}"])
     with pytest.raises(ConfigError, match="num_layers 94 instead of 48"):
@@ -305,7 +307,7 @@ def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
 def test_a_run_whose_job_ends_soon_makes_no_report(
     signals: list[str], finished: bool, requeued: bool, reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def saved(parts: Parts, _: Progress, stop: Stop, *__: object) -> bool:
+    async def saved(parts: RunParts, _: Progress, stop: StopSignal, *__: object) -> bool:
         for name in signals:
             stop.forward(name)
         (parts.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -19,7 +19,7 @@ from launcher.hosts.slurm.script import job_script
 from launcher.processes import engine_guard
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import claim
-from launcher.runs.stop import Stop
+from launcher.runs.stop import StopSignal
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.progress import Progress
 from tests.unit.launcher.commands import program
@@ -403,7 +403,7 @@ def test_a_run_whose_job_ends_soon_exports_nothing(
     own: str | None, of_ranks: list[str], comes_back: bool, exports: bool, tmp_path: Path
 ) -> None:
     with Progress(1, "plain", "run", run_folder=tmp_path) as progress:
-        stop = Stop(progress)
+        stop = StopSignal(progress)
         if own is not None:
             stop.ask(own)
         for name in of_ranks:

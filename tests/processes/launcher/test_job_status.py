@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.commands.status import describe, status_of
+from launcher.commands.status import describe, job_status
 from launcher.hosts.slurm import calls
 from launcher.hosts.slurm.script import job_script
 from rl_megatron.errors import ConfigError
@@ -46,11 +46,11 @@ def test_the_status_is_what_slurm_said(
     stand_in(tmp_path / "sacct", NO_ACCOUNTS)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     logs = [line.partition(" StdOut=")[2].partition(" ")[0] for line in RECORDED[situation]]
-    found = status_of(job, Path(logs[0]).parent.parent)  # its jobs/
+    found = job_status(job, Path(logs[0]).parent.parent)  # its jobs/
     assert (found.text, found.over) == (text, over)
     if logs[0]:
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        elsewhere = status_of(job, tmp_path / "another" / "run")
+        elsewhere = job_status(job, tmp_path / "another" / "run")
         assert (elsewhere.name, elsewhere.over) == ("GONE", True)
 
 
@@ -98,13 +98,13 @@ def test_a_job_is_not_gone_if_slurm_does_not_answer(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     stand_in(tmp_path / "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     stand_in(tmp_path / "sacct", NO_ACCOUNTS)
-    assert status_of("7", tmp_path).name == "GONE"
+    assert job_status("7", tmp_path).name == "GONE"
     stand_in(tmp_path / name, "exec sleep 60")
     with pytest.raises(ConfigError, match=rf"{name} .* 7.*: no answer in 0\.2 s; sinfo says whether Slurm answers"):
-        status_of("7", tmp_path)
+        job_status("7", tmp_path)
     stand_in(tmp_path / name, "echo 'error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     with pytest.raises(ConfigError, match=rf"{name} .*: error: Unable to contact slurm controller"):
-        status_of("7", tmp_path)
+        job_status("7", tmp_path)
 
 
 def test_a_job_that_prints_elsewhere_is_known_by_its_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +119,10 @@ def test_a_job_that_prints_elsewhere_is_known_by_its_notes(tmp_path: Path, monke
         with written.open("ab") as out:
             script = given + (REPO / "slurm" / "job.sh").read_text()
             subprocess.run(["bash"], input=script.encode(), stdout=out, env=env | {"SLURM_RESTART_COUNT": restart})
-        assert status_of("7", run).name == "RUNNING"
+        assert job_status("7", run).name == "RUNNING"
         assert describe(run).splitlines()[2] == written.read_text().splitlines()[-1]
     stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=RUNNING NodeList=n1 StdOut={tmp_path}/other-7.txt")
-    assert status_of("7", run).name == "GONE"
+    assert job_status("7", run).name == "GONE"
 
 
 @pytest.mark.parametrize(("log", "state"), [("other/out.txt", "RUNNING"), ("runs/mine/jobs/7.txt", "COMPLETED")])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.processes import stacks
-from launcher.processes.own_thread import OwnThread
+from launcher.processes.own_thread import DedicatedThread
 from launcher.processes.stacks import LoopWatch, Stack, read
 from rl_megatron.config.io import load_config
 from tests.e2e.processes import eventually
@@ -172,10 +172,10 @@ def test_garbage_collections_of_a_run_skip_what_was_there_before(tmp_path: Path)
 # A dedicated thread runs calls in order, returns errors to their caller, and never delays the process's end.
 STUCK = """
 import asyncio, threading
-from launcher.processes.own_thread import OwnThread
+from launcher.processes.own_thread import DedicatedThread
 async def main():
     try:
-        await asyncio.wait_for(OwnThread("stuck")(threading.Event().wait), 0.1)
+        await asyncio.wait_for(DedicatedThread("stuck")(threading.Event().wait), 0.1)
     except TimeoutError:
         print("given up")
 asyncio.run(main())
@@ -187,7 +187,7 @@ def refuse() -> None:
 
 
 async def test_calls_are_made_in_order_in_one_thread_whatever_they_raise() -> None:
-    own, order = OwnThread("own"), list[int]()
+    own, order = DedicatedThread("own"), list[int]()
     await asyncio.gather(*(own(order.append, i) for i in range(20)))
     assert order == list(range(20))
     with pytest.raises(SystemExit, match="no"):

@@ -25,11 +25,11 @@ from launcher.controller.group import RankProcess
 from launcher.hosts import local
 from launcher.hosts.local import LocalLauncher
 from launcher.processes.environment import of_one_order
-from launcher.processes.scratch import removed
+from launcher.processes.scratch import remove_at_exit
 from launcher.wire import Call, Hello, Muster, Setup
 from launcher.worker import forking
 from rl_megatron.config.io import load_config
-from rl_megatron.errors import ConfigError, WorkerDied
+from rl_megatron.errors import ConfigError, WorkerFailure
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import shares_of_cores
@@ -251,7 +251,7 @@ def open_files(process: psutil.Process) -> list[str]:
 
 async def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "the process that ranks are forked from ended with status 3 before rank 0, 1 on .* connected; their output"
-    with pytest.raises(WorkerDied, match=said):
+    with pytest.raises(WorkerFailure, match=said):
         async with child(tmp_path, "import os\nos._exit(3)\n", monkeypatch):
             pass
 
@@ -275,12 +275,12 @@ def test_users_values_stay_if_they_are_of_one_order_and_others_are_refused() -> 
 
 
 def rank_main(connection: Connection, folder: Path) -> None:
-    from launcher.worker.process import run_worker, telling
+    from launcher.worker.process import reporting_errors, run_worker
 
     for name in NAMES:
         os.environ.pop(name, None)
     sys.path.append(str(folder))
-    with telling(connection):
+    with reporting_errors(connection):
         run_worker(connection, 0)
 
 
@@ -326,5 +326,5 @@ def moving() -> Iterator[None]:
 @pytest.mark.usefixtures("moving")
 def test_a_process_starts_while_variables_move() -> None:
     for _ in range(30):
-        with removed():
+        with remove_at_exit():
             pass

@@ -15,7 +15,7 @@ from launcher.build.model import starting_folder, starting_shape
 from launcher.commands.submit import prepare
 from launcher.preflight import devices, engine, own_code
 from launcher.preflight.checks import CHECKS, Preflight, checks, preflight
-from launcher.preflight.subject import Found, Subject, problem
+from launcher.preflight.subject import Finding, PreflightContext, problem
 from launcher.servers import versions
 from launcher.servers.versions import has_module
 from rl_megatron.config.io import load_config
@@ -357,7 +357,7 @@ def test_all_faults_of_one_check_are_told(keys: tuple[str, ...]) -> None:
 def test_an_error_of_a_check_is_told_with_what_others_find(
     keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def torn(subject: Subject) -> Iterator[Found]:
+    def torn(subject: PreflightContext) -> Iterator[Finding]:
         yield problem("found before")
         raise KeyError(subject.config.run.name)
 
@@ -556,7 +556,7 @@ def test_float8_on_gpus_of_which_an_engine_packs_the_scales_is_refused(
     gpus_here(tmp_path, monkeypatch, capability)
     keys = ["learner.ep=1", "learner.device=cuda", "learner.dtype=bfloat16", "rollout.server.quantization=fp8"]
     config = load_config("tiny_cpu", [f"rollout={engine}", *keys, f"rollout.server.options={option!r}"])
-    found = [one.text for one in devices.check(Subject(config, for_job=False)) if one.kind == "problem"]
+    found = [one.text for one in devices.check(PreflightContext(config, for_job=False)) if one.kind == "problem"]
     assert [text.endswith("or rollout=vllm") and "sglang#9855" in text for text in found] == [True] * told
 
 
@@ -576,7 +576,7 @@ def test_a_recipe_of_float8_that_gpus_have_no_kernels_for_is_refused(
     """The capabilities are those of A100 (8.0), H100 (9.0) and B300 (10.3) in NVIDIA's list."""
     gpus_here(tmp_path, monkeypatch, capability)
     keys = ["learner.ep=1", "learner.device=cuda", "learner.dtype=bfloat16", f"learner.fp8={recipe}"]
-    found = devices.check(Subject(load_config("tiny_cpu", keys), for_job=False))
+    found = devices.check(PreflightContext(load_config("tiny_cpu", keys), for_job=False))
     problems = [one.text for one in found if one.kind == "problem"]
     assert problems == ([f"learner.fp8={recipe} needs GPUs of compute {said}"] if said else [])
 
@@ -663,7 +663,7 @@ def test_an_engine_whose_module_is_in_a_package_is_found(tmp_path: Path, monkeyp
 
     def problems(*keys: str) -> list[str]:
         config = load_config("tiny_cpu", ["rollout.engine=packaged_engine:Mine", *keys])
-        return [one.text for one in engine.check(Subject(config, for_job=False)) if one.kind == "problem"]
+        return [one.text for one in engine.check(PreflightContext(config, for_job=False)) if one.kind == "problem"]
 
     assert problems(f"rollout.python={environment(tmp_path / 'a', 'my_servers')}") == []
     (said,) = problems()
@@ -691,7 +691,7 @@ def test_requests_and_trajectories_beyond_the_limit_of_open_files_are_told_befor
 
     def said(limit: int, *, for_job: bool = False) -> list[str]:
         monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-        return [one.text for one in devices.check(Subject(config, for_job)) if one.kind == "problem"]
+        return [one.text for one in devices.check(PreflightContext(config, for_job)) if one.kind == "problem"]
 
     assert said(needed) == said(needed - 1, for_job=True) == []
     (problem,) = said(needed - 1)

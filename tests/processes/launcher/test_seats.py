@@ -22,7 +22,7 @@ import pytest
 import ray  # after head, which sets what it reads
 from ray._private.utils import check_version_info
 
-from launcher.build.roles import allocation_of
+from launcher.build.roles import find_allocation
 from launcher.hosts.ray.actors import ServerActor
 from launcher.hosts.ray.cluster import RayCluster, Wait, join_cluster
 from launcher.hosts.ray.node import (
@@ -35,20 +35,20 @@ from launcher.hosts.ray.node import (
     shares,
     totals,
 )
-from launcher.hosts.sites import cpus_of_engine_node, sites_of
+from launcher.hosts.sites import cpus_of_engine_node, server_sites
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.processes.guards import Guard, Order, Site, elsewhere, start_guard
-from launcher.processes.own_thread import OwnThread
+from launcher.processes.guards import Guard, GuardSpec, ServerSite, elsewhere, start_guard
+from launcher.processes.own_thread import DedicatedThread
 from launcher.runs.folder import mirror_path
 from launcher.wire import this_node
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.errors import ConfigError, EngineError, WorkerDied
+from rl_megatron.errors import ConfigError, EngineError, WorkerFailure
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import made_up_nodes, place, placement_of
-from rl_megatron.placement.seats import seat, seats_of
+from rl_megatron.placement.ranks import place_ranks, placeholder_nodes, placement_of
+from rl_megatron.placement.seats import place_servers, server_placements
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.commands import program
 from tests.unit.launcher.test_memory import RECIPES
@@ -89,8 +89,8 @@ def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     config = config_of("rollout.server.replicas=2", "run.launcher=local")
     assert Allocation.this(tmp_path, config) is None
-    found = sites_of(config, None)
-    assert found == [[Site(count=2)], [Site(number=1, count=2)]]
+    found = server_sites(config, None)
+    assert found == [[ServerSite(count=2)], [ServerSite(number=1, count=2)]]
     assert not elsewhere(found)
     assert mirror_path(config, tmp_path).parent.parent == Path("/dev/shm")
 
@@ -116,14 +116,14 @@ def test_servers_on_this_machine_get_gpus_of_their_own(
     """Or share those of the ranks, where the configuration says how."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", *keys)
-    assert [site.gpus for (site,) in sites_of(config, None)] == seen
+    assert [site.gpus for (site,) in server_sites(config, None)] == seen
 
 
 def test_too_few_gpus_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", "rollout.server.tp=2")
     with pytest.raises(ConfigError, match=r"replicas=1 of rollout\.server\.tp=2 need 3 GPUs, and this machine has 2"):
-        sites_of(config, None)
+        server_sites(config, None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -131,20 +131,20 @@ def test_servers_over_nodes_are_refused_on_one_machine(device: str, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     keys = ("rollout.server.tp=2", "rollout.server.nodes=2", "learner.ep=1")
     with pytest.raises(ConfigError, match=r"rollout\.server\.nodes=2, but the run is on one machine; send it as a job"):
-        sites_of(config_of("run.launcher=local", f"learner.device={device}", *keys), None)
+        server_sites(config_of("run.launcher=local", f"learner.device={device}", *keys), None)
 
 
 def test_servers_are_shared_out_over_gpus_and_nodes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     here = config_of("run.launcher=local", "rollout.server.replicas=3")
-    assert sites_of(here, None) == [[Site(number=n, count=3)] for n in range(3)]
+    assert server_sites(here, None) == [[ServerSite(number=n, count=3)] for n in range(3)]
     on_gpus = ("run.launcher=local", "learner.device=cuda", "learner.dp=2", "learner.ep=1")
-    found = sites_of(config_of(*on_gpus, "rollout.server.replicas=3"), None)
+    found = server_sites(config_of(*on_gpus, "rollout.server.replicas=3"), None)
     assert [site.gpus for (site,) in found] == [(2,), (3,), (4,)]
     with pytest.raises(ConfigError, match=r"replicas=4 of rollout\.server\.tp=1 need 6 GPUs"):
-        sites_of(config_of(*on_gpus, "rollout.server.replicas=4"), None)
+        server_sites(config_of(*on_gpus, "rollout.server.replicas=4"), None)
     config = config_of("slurm.nodes=1", "slurm.engines.nodes=2", "rollout.server.replicas=4")
-    found = sites_of(config, slurm_allocation(config, run))
+    found = server_sites(config, slurm_allocation(config, run))
     assert [(site.node, site.number) for (site,) in found] == [("a2", 0), ("a2", 1), ("b1", 2), ("b1", 3)]
 
 
@@ -152,7 +152,7 @@ def test_like_nodes_are_cut_by_role(run: Path) -> None:
     config = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.replicas=2", "slurm.cpus_per_task=6")
     allocation = slurm_allocation(config, run)
     assert (allocation.nodes, allocation.engine_nodes) == (("a1", "a2"), ("b1",))
-    found = sites_of(config, allocation)
+    found = server_sites(config, allocation)
     assert [site.host for (site,) in found] == ["10.0.0.3"] * 2
     assert all("--nodelist=b1" in site.before for (site,) in found)
     assert all("--cpus-per-task=3" in site.before for (site,) in found)
@@ -178,7 +178,7 @@ def test_roles_with_ranks_of_their_own_have_the_nodes_between(run: Path, monkeyp
 
 def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -> None:
     config = config_of(*GPUS, "learner.dp=6", "slurm.nodes=3", "rollout.server.replicas=6")
-    found = sites_of(config, slurm_allocation(config, run))
+    found = server_sites(config, slurm_allocation(config, run))
     assert [site.host for (site,) in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
     assert [site.gpus for (site,) in found] == [(0, 1), (2, 3)] * 3
     assert [bool(site.before) for (site,) in found] == [False] * 2 + [True] * 4
@@ -188,10 +188,10 @@ def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -
 def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str, tmp_path: Path) -> None:
     """To which srun confines its step."""
     config = load_config(recipe, ["model.path=/models/given", "run.launcher=slurm"])
-    nodes = made_up_nodes(config)
+    nodes = placeholder_nodes(config)
     engines = nodes.get("engines", ())
     job = Allocation(id="7", restart=0, here="", nodes=nodes[LEARNER], engine_nodes=engines, folder=tmp_path)
-    seats = seats_of(config, job.nodes, engines)
+    seats = server_placements(config, job.nodes, engines)
     assert cpus_of_engine_node(config, job, seats) == 12 * sum(len(s.gpus) for s in seats if s.node == seats[0].node)
 
 
@@ -199,8 +199,8 @@ def test_without_a_number_of_cores_no_step_is_confined(run: Path) -> None:
     """Where a cluster gives whole nodes, --cpus-per-task=1 leaves a server one core of them: it implies --exact."""
     config = config_of("slurm.engines.nodes=1")
     job, placement = slurm_allocation(config, run), placement_of(config, ("a1",))
-    ((server,),) = sites_of(config, job)
-    seats = seats_of(config, job.nodes, job.engine_nodes)
+    ((server,),) = server_sites(config, job)
+    seats = server_placements(config, job.nodes, job.engine_nodes)
     steps = [
         server.before,
         node_command(config.slurm, placement, run, python="p"),
@@ -221,13 +221,13 @@ def test_servers_run_in_their_own_container(run: Path, runtime: str, options: li
     own = ("slurm.engines.container=/vllm.sqsh", "rollout.python=/opt/python", "slurm.container_mounts=/data")
     keys = (*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
     config = config_of(*keys, *own, f"slurm.container_runtime={runtime}")
-    found = sites_of(config, slurm_allocation(config, run))
+    found = server_sites(config, slurm_allocation(config, run))
     assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
     for (site,), node in zip(found, ("a1", "a2"), strict=True):
         assert f"--nodelist={node}" in site.before
         assert site.before[site.before.index("--mem=0") + 1 :] == (*options, *prefix)
         assert (site.python, site.gpus) == ("/opt/python", (0, 1))
-    outside = sites_of(config_of(*keys), slurm_allocation(config, run))
+    outside = server_sites(config_of(*keys), slurm_allocation(config, run))
     assert {site.python for (site,) in outside} == {sys.executable}
 
 
@@ -235,7 +235,7 @@ def test_a_server_on_two_nodes_has_their_addresses(run: Path, monkeypatch: pytes
     """Its first node is this one, which the other cannot reach by loopback."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a1,a2")
     config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.tp=8", "rollout.server.pp=2")
-    (sites,) = sites_of(config, slurm_allocation(config, run))
+    (sites,) = server_sites(config, slurm_allocation(config, run))
     assert [site.host for site in sites] == ["10.0.0.1", "10.0.0.2"]
     assert [bool(site.before) for site in sites] == [False, True]
     assert elsewhere([sites])
@@ -245,26 +245,26 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
     """As Ray does, without srun; the first is on this node, which sees its memory."""
     started = []
 
-    async def start_at(number: int, order: Order) -> Guard:
+    async def start_at(number: int, order: GuardSpec) -> Guard:
         started.append((number, order))
         return await start_guard(order)
 
     config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
-    found = sites_of(config, slurm_allocation(config, run), start_at)
+    found = server_sites(config, slurm_allocation(config, run), start_at)
     assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
     assert [site.gpus for (site,) in found] == [(0, 1)] * 2
     assert [site.before for (site,) in found] == [(), ()]
-    ((here,),) = sites_of(config_of("run.launcher=ray"), None, start_at)
+    ((here,),) = server_sites(config_of("run.launcher=ray"), None, start_at)
     assert not here.away
     said = ["sh", "-c", "pwd; echo $GLOO_SOCKET_IFNAME; exit 7"]
-    order = Order(host="127.0.0.1", command=said, environment={}, folder=run.parent, log=run.parent / "log")
+    order = GuardSpec(host="127.0.0.1", command=said, environment={}, folder=run.parent, log=run.parent / "log")
     for site in (*(site for (site,) in found), here):
         assert asyncio.run(_end_of(site, order)) == "ended with status 7"
     assert started == [(0, order), (1, order), (0, order)]
     assert order.log.read_text() == f"{run.parent}\nlo\n" * 3
 
 
-async def _end_of(site: Site, order: Order) -> str:
+async def _end_of(site: ServerSite, order: GuardSpec) -> str:
     return await (await site.start(order)).wait()
 
 
@@ -276,7 +276,7 @@ def test_a_node_is_blamed_where_it_is_the_only_one(run: Path) -> None:
 
 
 # How a Ray cluster's nodes are started: a bundle a rank and a server, bound to its node, and resources that fit.
-PLACEMENT = place(ParallelDims(dp=4), ("a1", "a2"), 2)
+PLACEMENT = place_ranks(ParallelDims(dp=4), ("a1", "a2"), 2)
 
 
 def amounts(bundles: Mapping[str, Sequence[Bundle]], name: str) -> dict[str, list[float]]:
@@ -290,7 +290,9 @@ def options_of(resources: Mapping[str, Bundle], node: str) -> list[str]:
 
 
 def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
-    roles = shares([PLACEMENT], seat(ServerSection(replicas=3, tp=4), ("b1", "b2"), 8, shared=False), alone=True)
+    roles = shares(
+        [PLACEMENT], place_servers(ServerSection(replicas=3, tp=4), ("b1", "b2"), 8, shared=False), alone=True
+    )
     assert amounts(roles.ranks["learner"], "CPU") == {"a1": [1, 1], "a2": [1, 1]}
     assert amounts(roles.engines, "GPU") == {"b1": [4, 4], "b2": [4]}
     assert [set(bundle) for bundle in roles.engines["b1"]] == [{"CPU", "GPU", "engine on b1"}] * 2
@@ -303,7 +305,7 @@ def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
 async def test_a_server_has_the_variables_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm may have other GPUs of it for the job."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    order = Order(
+    order = GuardSpec(
         host="127.0.0.1",
         command=("sh", "-c", "echo $CUDA_VISIBLE_DEVICES $SLURM_JOB_GPUS"),
         environment={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_JOB_GPUS": "0,1,2,3"},
@@ -331,13 +333,13 @@ def test_a_run_on_none_of_the_learners_nodes_is_refused(tmp_path: Path, monkeypa
         r"in job 7, but this process is on \S+, none of the learner's nodes \(a1, a2\).* use rl-megatron submit, or set"
     )
     with pytest.raises(ConfigError, match=said):
-        allocation_of(config, tmp_path)
-    assert allocation_of(load_config("tiny_cpu", [*keys, "run.launcher=slurm"]), tmp_path) is not None
+        find_allocation(config, tmp_path)
+    assert find_allocation(load_config("tiny_cpu", [*keys, "run.launcher=slurm"]), tmp_path) is not None
     monkeypatch.setenv("SLURMD_NODENAME", "b1")  # of a server
     with pytest.raises(ConfigError, match="this process is on b1, none"):
-        allocation_of(config, tmp_path)
+        find_allocation(config, tmp_path)
     monkeypatch.setenv("SLURMD_NODENAME", "a2")
-    assert allocation_of(config, tmp_path) is not None
+    assert find_allocation(config, tmp_path) is not None
 
 
 def test_separate_roles_have_bundles_of_their_own_on_one_node_or_on_others() -> None:
@@ -353,7 +355,9 @@ def test_separate_roles_have_bundles_of_their_own_on_one_node_or_on_others() -> 
 @pytest.mark.parametrize(("replicas", "last"), [(3, 1), (4, 2)])
 def test_servers_that_share_nodes_with_ranks_have_shares_beside_them(replicas: int, last: int) -> None:
     """GPUs are counted once at most, so that neither role waits for the other's."""
-    roles = shares([PLACEMENT], seat(ServerSection(replicas=replicas), ("a1", "a2"), 2, shared=True), alone=False)
+    roles = shares(
+        [PLACEMENT], place_servers(ServerSection(replicas=replicas), ("a1", "a2"), 2, shared=True), alone=False
+    )
     assert amounts(roles.engines, "GPU") == {"a1": [0, 0], "a2": [0] * last}
     has = totals(roles.ranks["learner"], roles.engines)
     assert has["a2"] == {"CPU": 2 + last, "learner on a2": 2, "engine on a2": last}
@@ -516,16 +520,16 @@ def test_a_driver_of_another_version_ends_at_once_with_both(monkeypatch: pytest.
 def cluster_of(folder: Path, *keys: str) -> RayCluster:
     """The cluster of one machine, which does not run."""
     cluster = RayCluster(load_config("tiny_cpu", ["run.launcher=ray", *keys]), None, folder)
-    cluster._own = OwnThread("ray of this test")
+    cluster._own = DedicatedThread("ray of this test")
     return cluster
 
 
 @pytest.mark.parametrize(
     ("raised", "seen"),
     [
-        (Exception("The current node timed out during startup"), WorkerDied),
-        (RuntimeError("Failed to start GCS"), WorkerDied),
-        (ray.exceptions.RaySystemError("its head is gone"), WorkerDied),
+        (Exception("The current node timed out during startup"), WorkerFailure),
+        (RuntimeError("Failed to start GCS"), WorkerFailure),
+        (ray.exceptions.RaySystemError("its head is gone"), WorkerFailure),
         (ConfigError("other versions"), ConfigError),
         (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), OSError),
         (TypeError("a fault of ours"), TypeError),
@@ -554,7 +558,7 @@ async def test_no_call_waits_for_ray_without_a_limit(
     try:
         with pytest.raises(EngineError, match=r"Ray's head on 127.0.0.1 has not answered in 0.01 s: .*; ray-\*"):
             await cluster.ask(ray.nodes)
-        with pytest.raises(WorkerDied, match=r"has not answered in learner\.timeout_seconds=0\.02"):
+        with pytest.raises(WorkerFailure, match=r"has not answered in learner\.timeout_seconds=0\.02"):
             await cluster.place(list)
         await cluster.end(None)
     finally:

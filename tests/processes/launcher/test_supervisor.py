@@ -17,22 +17,22 @@ from typing import Any, cast
 
 import pytest
 
-from launcher.processes.guards import GuardProcess, Order, Site, start_guard
+from launcher.processes.guards import GuardProcess, GuardSpec, ServerSite, start_guard
 from launcher.servers import supervisor as restarts
-from launcher.servers.pool import ServedEngines, ServedLauncher
-from launcher.servers.supervisor import Failed, Standing, Supervisor
-from launcher.servers.supervisor import Started as StartedServer
+from launcher.servers.pool import ServerLauncher, ServerPool
+from launcher.servers.supervisor import FailedServer, ServerState, Supervisor
+from launcher.servers.supervisor import StartedServer as StartedServer
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.engines import replicas as replicas_
 from rl_megatron.engines import requests as attempts
-from rl_megatron.engines.adapter import Description, ForeignWeights
-from rl_megatron.engines.engine import ServedEngine
-from rl_megatron.engines.http import NoAnswer, Server
+from rl_megatron.engines.adapter import ServerInfo, UnknownWeights
+from rl_megatron.engines.engine import ServerEngine
+from rl_megatron.engines.http import ResponseTimeout, Server
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
 from rl_megatron.engines.replicas import Health, Replica
-from rl_megatron.errors import EngineError, ReplicasLost
-from rl_megatron.interfaces import Launcher, Roles
+from rl_megatron.errors import AllReplicasLost, EngineError
+from rl_megatron.interfaces import Launcher, RunComponents
 from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
@@ -46,7 +46,7 @@ class Place:
 
     fake: Fake
     server: Server
-    fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
+    fatal: tuple[type[Exception], ...] = (ResponseTimeout, UnknownWeights)
     why: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     was_ended: bool = False
 
@@ -61,7 +61,7 @@ class Place:
 class Bed:
     """An engine of fakes, looked after; ``spare`` ones take the places of the dead."""
 
-    engine: ServedEngine
+    engine: ServerEngine
     supervisor: Supervisor
     places: list[Place]
     spare: list[Fake]
@@ -87,9 +87,9 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
         return Place(fake=fake, server=Server(fake.url, token="t", timeout_seconds=section.timeout_seconds))
 
     places = [place(fake) for fake in fakes]
-    engine = ServedEngine(Words(), [p.server for p in places], section, max_length=8, vocab_size=10)
+    engine = ServerEngine(Words(), [p.server for p in places], section, max_length=8, vocab_size=10)
 
-    async def restart(replica: Replica) -> Standing:
+    async def restart(replica: Replica) -> ServerState:
         await it.may_start.wait()
         if it.faults:
             raise it.faults.pop()
@@ -182,7 +182,7 @@ async def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fak
 async def self_healing(it: Bed, version: int) -> None:
     """A push as ServedWeights makes it."""
     while True:
-        with contextlib.suppress(ReplicasLost):
+        with contextlib.suppress(AllReplicasLost):
             await it.push(version)
             return
 
@@ -295,10 +295,10 @@ async def test_a_server_of_somebody_else_that_came_back_with_other_weights_is_re
 
 
 class Described(Words):
-    async def describe(self, server: Server) -> Description:
+    async def describe(self, server: Server) -> ServerInfo:
         await server.get("/version")
         architecture = "Qwen3MoeForCausalLM"
-        return Description(version="1", dtype="float32", architecture=architecture, max_length=1000, problems=())
+        return ServerInfo(version="1", dtype="float32", architecture=architecture, max_length=1000, problems=())
 
 
 async def test_a_server_by_address_that_was_away_serves_again_once_refitted(fakes: list[Fake], tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ async def test_a_server_by_address_that_was_away_serves_again_once_refitted(fake
         return 200, {"label": fake.label}
 
     fake.answer = answer
-    servers = ServedEngines(config, Described(), model, tmp_path, read_shape(model))
+    servers = ServerPool(config, Described(), model, tmp_path, read_shape(model))
     async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
 
         async def refit(url: str) -> None:
@@ -331,7 +331,7 @@ async def test_a_server_by_address_that_was_away_serves_again_once_refitted(fake
 
 
 async def test_a_supervisor_that_fails_is_no_endless_wait(fakes: list[Fake]) -> None:
-    engine = ServedEngine(
+    engine = ServerEngine(
         Words(), [Server(fakes[0].url, token="t", timeout_seconds=60.0)], SECTION, max_length=8, vocab_size=10
     )
     waiting: Awaitable[object] = asyncio.ensure_future(engine.replicas.some(engine.replicas.healthy))
@@ -367,13 +367,13 @@ class Started:
     def __init__(self, code: str) -> None:
         self._code, self.guards, self.ports = code, list[GuardProcess](), set[int]()
 
-    async def start(self, order: Order) -> GuardProcess:
+    async def start(self, order: GuardSpec) -> GuardProcess:
         self.ports.add(int(order.command[order.command.index("--port") + 1]))
         command = (sys.executable, "-c", PORT + self._code, *order.command[1:])
         self.guards.append(await start_guard(replace(order, command=command)))
         return self.guards[-1]
 
-    async def fails(self, order: Order) -> GuardProcess:
+    async def fails(self, order: GuardSpec) -> GuardProcess:
         raise OSError("no such node")
 
 
@@ -387,12 +387,12 @@ async def test_servers_of_one_gpu_start_one_after_the_other(
     keys = ("rollout=local", "rollout.server.replicas=3", "train.max_staleness=1")
     config, started, ready = load_config("tiny_cpu", keys), Started(OPEN), list[bool]()
 
-    async def start(order: Order) -> GuardProcess:
+    async def start(order: GuardSpec) -> GuardProcess:
         ready.append(all(map(_listens, started.ports)))
         return await started.start(order)
 
-    sites = [[Site(start=start, number=n, count=3, gpus=(gpu,))] for n, gpu in enumerate(gpus)]
-    launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, read_shape(model), sites)
+    sites = [[ServerSite(start=start, number=n, count=3, gpus=(gpu,))] for n, gpu in enumerate(gpus)]
+    launcher = ServerLauncher(cast("Launcher", None), model, tmp_path, read_shape(model), sites)
     async with asyncio.timeout(300.0):
         engines = launcher._servers(config, EmbeddedAdapter(read_shape(model)))
         async with contextlib.AsyncExitStack() as running:
@@ -401,23 +401,23 @@ async def test_servers_of_one_gpu_start_one_after_the_other(
     assert ready == [True, alone, alone]
 
 
-async def check_that_the_first_fails(folder: Path, sites: list[list[Site]], why: str, *, resumes: bool) -> None:
+async def check_that_the_first_fails(folder: Path, sites: list[list[ServerSite]], why: str, *, resumes: bool) -> None:
     """Of two servers: that ends a first start; in a resume the second serves."""
     config = load_config("tiny_cpu", ("rollout=local", "rollout.server.replicas=2"))
     model = make_tiny_model(TinySizes(), folder / "cache", seed=0)
     shape = read_shape(model)
-    launcher = ServedLauncher(cast("Launcher", None), model, folder, shape, sites, resumes=resumes)
+    launcher = ServerLauncher(cast("Launcher", None), model, folder, shape, sites, resumes=resumes)
     servers = launcher._servers(config, EmbeddedAdapter(shape))
     async with asyncio.timeout(300.0), contextlib.AsyncExitStack() as running:
         with contextlib.nullcontext() if resumes else pytest.raises(EngineError, match=why):
             first, second = await servers._start_all(running, folder)
-            assert re.match(why, cast("Failed", first).why)
+            assert re.match(why, cast("FailedServer", first).why)
             assert [guard.process.returncode for guard in cast("StartedServer", second).guards] == [None]
 
 
 @pytest.mark.parametrize("resumes", [False, True])
 async def test_a_server_that_dies_as_it_starts_ends_a_run_but_not_its_resume(tmp_path: Path, *, resumes: bool) -> None:
-    sites = [[Site(start=Started(each).start, number=n, count=2)] for n, each in enumerate((ENDS, OPEN))]
+    sites = [[ServerSite(start=Started(each).start, number=n, count=2)] for n, each in enumerate((ENDS, OPEN))]
     why = r"(?s)^http.* ended with status 3; .*local_0\.log ends with:\n  its log"
     await check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
 
@@ -427,7 +427,7 @@ async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool, ends_late: bool
 ) -> None:
     """It was ready, and no supervisor watches it before all are; it may still be ending when the others are ready."""
-    lives, ready, start_ready, end = Started(OPEN), asyncio.Event(), ServedEngines._start_ready, StartedServer.end
+    lives, ready, start_ready, end = Started(OPEN), asyncio.Event(), ServerPool._start_ready, StartedServer.end
     up, both, ended, known = list[StartedServer](), asyncio.Event(), StartedServer.ended, asyncio.Event()
     why = r"(?s)^http.* ended with status -9; .*local_0\.log ends with:"
 
@@ -447,15 +447,15 @@ async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_i
             await asyncio.sleep(0)
         await end(server)
 
-    async def late(order: Order) -> GuardProcess:
+    async def late(order: GuardSpec) -> GuardProcess:
         await ready.wait()
         (first,) = lives.guards
         first.process.kill()
         await known.wait()  # its guard is gone at once; its own processes are searched for and ended meanwhile
         return await lives.start(order)
 
-    sites = [[Site(start=each, number=n, count=2)] for n, each in enumerate((lives.start, late))]
-    monkeypatch.setattr(ServedEngines, "_start_ready", told)
+    sites = [[ServerSite(start=each, number=n, count=2)] for n, each in enumerate((lives.start, late))]
+    monkeypatch.setattr(ServerPool, "_start_ready", told)
     monkeypatch.setattr(StartedServer, "ended", told_end)
     if ends_late:
         monkeypatch.setattr(StartedServer, "end", late_end)
@@ -487,13 +487,13 @@ async def test_nothing_is_left_of_a_server_that_is_restarted_and_does_not_come_u
     model = make_tiny_model(TinySizes(), tmp_path / "cache", seed=0)
     keys = ("rollout=local", "rollout.server.replicas=1", "train.max_staleness=1", "rollout.server.restarts=1")
     config, started = load_config("tiny_cpu", (*keys, f"rollout.server.start_seconds={seconds}")), Started(code)
-    sites = [Site(start=start) for start in (started.start, started.fails)[:nodes]]
+    sites = [ServerSite(start=start) for start in (started.start, started.fails)[:nodes]]
 
     async with asyncio.timeout(300.0):
         adapter, section = EmbeddedAdapter(read_shape(model)), config.rollout.server
-        servers = ServedEngines(config, adapter, model, tmp_path, read_shape(model), [sites])
-        died = Failed(server=Server("http://127.0.0.1:1", token=None, timeout_seconds=1.0), why="it died")
-        engine = ServedEngine(adapter, [died.server], section, max_length=8, vocab_size=10)
+        servers = ServerPool(config, adapter, model, tmp_path, read_shape(model), [sites])
+        died = FailedServer(server=Server("http://127.0.0.1:1", token=None, timeout_seconds=1.0), why="it died")
+        engine = ServerEngine(adapter, [died.server], section, max_length=8, vocab_size=10)
         async with contextlib.AsyncExitStack() as running, servers._kept(running, tmp_path, engine, [died]):
             with pytest.raises(EngineError, match=why):
                 await engine.weights.served_somewhere()
@@ -516,15 +516,15 @@ async def test_a_server_that_cannot_start_is_named_early(monkeypatch: pytest.Mon
 
     class Learners(Launcher):
         @contextlib.asynccontextmanager
-        async def start(self, config: RunConfig, tell: object = None) -> AsyncIterator[Roles]:
+        async def start(self, config: RunConfig, tell: object = None) -> AsyncIterator[RunComponents]:
             try:
                 await asyncio.Event().wait()
             finally:
                 ended.append("learners")
-            yield cast("Roles", None)
+            yield cast("RunComponents", None)
 
-    monkeypatch.setattr(ServedEngines, "running", running)
-    launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(TinySizes()))
+    monkeypatch.setattr(ServerPool, "running", running)
+    launcher = ServerLauncher(Learners(), tmp_path, tmp_path, tiny_shape(TinySizes()))
     with pytest.raises(EngineError, match="unrecognized arguments"):
         async with asyncio.timeout(60.0), launcher.start(load_config("tiny_cpu", ["rollout=vllm"])):
             pass
@@ -538,14 +538,14 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "_FIRST_WAIT", 0.01)
 
 
-def attached(folder: Path, fakes: list[Fake], *keys: str, resumes: bool = False) -> ServedEngines:
+def attached(folder: Path, fakes: list[Fake], *keys: str, resumes: bool = False) -> ServerPool:
     model = make_tiny_model(TinySizes(), folder / "cache", seed=0)
     of_server = (f"addresses={','.join(fake.url for fake in fakes)}", *keys)
     config = load_config("tiny_cpu", ["rollout=vllm", *(f"rollout.server.{key}" for key in of_server)])
-    return ServedEngines(config, Described(), model, folder, read_shape(model), resumes=resumes)
+    return ServerPool(config, Described(), model, folder, read_shape(model), resumes=resumes)
 
 
-async def pushed(servers: ServedEngines, engine: ServedEngine, version: int) -> None:
+async def pushed(servers: ServerPool, engine: ServerEngine, version: int) -> None:
     """Serve a version, also on servers that come back."""
 
     async def refit(url: str) -> None:

@@ -21,8 +21,8 @@ from launcher.commands import doctor
 from launcher.preflight.checks import preflight
 from launcher.runs.resume import record_start
 from launcher.servers import versions
-from launcher.servers.pool import ServedEngines
-from launcher.servers.versions import compare_environments, libraries_of, why_no_group
+from launcher.servers.pool import ServerPool
+from launcher.servers.versions import compare_environments, group_problem, libraries_of
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
@@ -138,7 +138,7 @@ def test_ranks_that_cannot_be_one_group_are_refused_by_both_numbers_and_others_a
     engine: Libraries, transport: str, more: tuple[str, ...], said: str
 ) -> None:
     config = load_config("tiny_cpu", [*GPU, *TRANSPORTS[transport], *more])
-    problem = why_no_group(config, {"learner": having(), "engine": engine})
+    problem = group_problem(config, {"learner": having(), "engine": engine})
     assert problem == (said and f"weights.transport=direct: {said}")
 
 
@@ -186,7 +186,7 @@ def test_they_are_compared_before_a_run_and_again_before_servers_start(
     assert re.search(r"2\.29\.7 \(learner .*2\.30\.7 \(engine .*; torch differs: 2\.13 .* 2\.14 .*; install the", said)
     shape = read_shape(folder := make_tiny_model(TinySizes(), tmp_path / "cache", seed=0))
     with pytest.raises(ConfigError, match=re.escape(said)):
-        asyncio.run(ServedEngines(config, VLLMAdapter(shape), folder, tmp_path, shape)._prepare(tmp_path / "packages"))
+        asyncio.run(ServerPool(config, VLLMAdapter(shape), folder, tmp_path, shape)._prepare(tmp_path / "packages"))
     status_of("train", "--check", "rollout=vllm", f"rollout.python={engine}")
     assert re.search(r"^NCCL +2\.29\.7 +2\.30\.7$", capsys.readouterr().out, re.MULTILINE)
     monkeypatch.setattr("launcher.commands.doctor._learner", lambda: "")

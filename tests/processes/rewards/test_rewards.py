@@ -31,7 +31,7 @@ from rl_megatron.rewards.scoring import score as judged
 from rl_megatron.rewards.tests import code_of, same_output
 from rl_megatron.sandbox import executors as here
 from rl_megatron.sandbox.executors import Executor, Limits, Ran, Sandbox, SandboxProgram, _Slots, why_unfenced
-from rl_megatron.types import Prompt, Scored
+from rl_megatron.types import Prompt, RewardResult
 from tests.completions import completion
 from tests.unit.rewards.test_rewards import LATEX, score
 from tests.unit.rewards.test_time_limit import _processes_of_math_verify, _programs, _ranks, _requests, _threads
@@ -381,7 +381,7 @@ asyncio.run(rules.math_verify(Prompt(id="a", text="", token_ids=(1,), answer="8"
 """
 
 
-def scored(answer: str, *texts: str) -> tuple[Scored, ...]:
+def scored(answer: str, *texts: str) -> tuple[RewardResult, ...]:
     prompt, completions = Prompt(id="train:7", text="", token_ids=(1,), answer=answer), [completion((1,))] * len(texts)
     return asyncio.run(judged(rules.math_verify, prompt, completions, texts, limit=60.0))
 

@@ -25,11 +25,11 @@ from transformers import Qwen3MoeForCausalLM
 
 from bench.streaming import Sleeping
 from launcher.servers.engines import SERVERS
-from launcher.servers.pool import ServedEngines
+from launcher.servers.pool import ServerPool
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines import requests as attempts
-from rl_megatron.engines.engine import GaugesInTurn, ServedEngine
+from rl_megatron.engines.engine import GaugePoller, ServerEngine
 from rl_megatron.engines.engine_token import VARIABLE, authorization
 from rl_megatron.engines.http import Server
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
@@ -42,7 +42,7 @@ from rl_megatron.observability import timeline
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.compare import ReportReader
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import ChecksumReport
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.routes.mirror import Mirror
 from tests.completions import completion
@@ -110,7 +110,7 @@ async def scores(adapter: EmbeddedAdapter, server: Server, theirs: Qwen3MoeForCa
     np.testing.assert_allclose(scored, logprobs[range(4), [1, 4, 1, 5]], rtol=0, atol=1e-4)
 
 
-async def interrupted(engine: ServedEngine, asked: Sequence[GenerationRequest]) -> dict[str, Completion]:
+async def interrupted(engine: ServerEngine, asked: Sequence[GenerationRequest]) -> dict[str, Completion]:
     """What is known then of requests of one completion that have a token, by their ids."""
     await engine.interrupt()
     known = {one.id: got for one in asked if (got := engine.so_far(one.id)) is not None}
@@ -130,14 +130,14 @@ def begins(whole: Completion, known: Completion | None) -> None:
 
 
 async def says_how_busy_it_is(
-    adapter: EmbeddedAdapter, engine: ServedEngine, running: Sequence[asyncio.Future[Sequence[Completion]]]
+    adapter: EmbeddedAdapter, engine: ServerEngine, running: Sequence[asyncio.Future[Sequence[Completion]]]
 ) -> None:
     """Nine completions are in six slots, until each has some tokens, and the timeline says so."""
     (server,) = engine.servers
     timeline.taken()
     said: list[object] = []
     processes = set()
-    async with GaugesInTurn(adapter, engine.replicas, 0.005).asked():
+    async with GaugePoller(adapter, engine.replicas, 0.005).asked():
         while await adapter.tokens(server) < 60 or ("requests", {"running": 6, "waiting": 3}) not in said:
             assert not all(one.done() for one in running)
             kept = [span for span in timeline.taken()[0] if not span[0].thread]
@@ -177,7 +177,7 @@ async def test_a_push_while_requests_run_labels_every_token_with_the_weights_tha
     adapter = EmbeddedAdapter(shape)
     server = Server(urls[0], token=TOKEN, timeout_seconds=60)
     await describes_itself(adapter, server)
-    engine = ServedEngine(adapter, [server], ServerSection(), max_length=128, vocab_size=41)
+    engine = ServerEngine(adapter, [server], ServerSection(), max_length=128, vocab_size=41)
     assert await engine.tokenized("a", add_special_tokens=True) is None  # its description names no paths
     try:
         await push(theirs, 1)
@@ -244,7 +244,7 @@ async def test_completions_move_to_a_server_that_joins_with_every_token(
     asked = [replace(request(f"p{n}", (n, 7, n), 1, seed=n, max_new_tokens=100), group="g") for n in range(6)]
     adapter = EmbeddedAdapter(read_shape(model_folder))
     servers = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
-    engine = ServedEngine(adapter, servers, ServerSection(), max_length=128, vocab_size=41)
+    engine = ServerEngine(adapter, servers, ServerSection(), max_length=128, vocab_size=41)
     try:
         async with asyncio.timeout(60):
             await engine.weights.load(mirror.path, 5, only=urls[0])
@@ -280,7 +280,7 @@ async def test_the_bench_of_streaming_serves_reports_of_this_form(monkeypatch: p
         async with httpx2.AsyncClient(transport=transport, base_url="http://bench") as client:
             body = {"version": 1, "known": list(reader.known)}
             said = await client.post("/load", json=body, headers=authorization("a token"))
-        assert reader.read(said.content) == Report(rows=[], seconds=0.0, read=[])
+        assert reader.read(said.content) == ChecksumReport(rows=[], seconds=0.0, read=[])
 
 
 # Requests that come at once: as those of a push do, and as many as may be in flight, or more.
@@ -328,7 +328,7 @@ async def test_what_a_push_held_and_a_checkpoint_aborts_is_sent_one_after_anothe
     """Some passes of the loop apart: the requests, the aborts and then the rests, each once."""
     adapter, names = Aborted(), [f"{n}" for n in range(64)]
     servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
-    engine = ServedEngine(adapter, servers, SECTION.model_copy(update={"concurrency": 64}), max_length=8, vocab_size=10)
+    engine = ServerEngine(adapter, servers, SECTION.model_copy(update={"concurrency": 64}), max_length=8, vocab_size=10)
     await engine.weights.load(Path("weights"), 1)
     asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
     await every_chance()
@@ -368,7 +368,7 @@ async def test_servers_are_told_once_what_they_are_to_abort(fakes: list[Fake], e
     adapter, names = Listed(), [f"{n}" for n in range(64)]
     servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
     section = SECTION.model_copy(update={"concurrency": 64})
-    engine = ServedEngine(adapter, servers, section, max_length=8, vocab_size=10)
+    engine = ServerEngine(adapter, servers, section, max_length=8, vocab_size=10)
     await push(engine, 1)
     group = asyncio.create_task(engine.generate(replace(REQUEST, id="group", num_completions=2, ahead=True)))
     asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
@@ -434,18 +434,18 @@ class Held(Described):
 
 
 @contextlib.asynccontextmanager
-async def two_groups_of_four(fake: Fake, folder: Path, *keys: str) -> AsyncIterator[tuple[Held, ServedEngine]]:
+async def two_groups_of_four(fake: Fake, folder: Path, *keys: str) -> AsyncIterator[tuple[Held, ServerEngine]]:
     """A run's servers, of which so much may be in flight."""
     model = make_tiny_model(TinySizes(), folder / "cache", seed=0)
     limits = ["rollout.server.concurrency=2", "rollout.group_size=4"]
     config = load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={fake.url}", *limits, *keys])
-    servers = ServedEngines(config, held := Held(), model, folder, read_shape(model))
+    servers = ServerPool(config, held := Held(), model, folder, read_shape(model))
     async with servers.running(folder / "mirror" / "model.safetensors") as engine:
         await push(engine, 1)
         yield held, engine
 
 
-def asked(engine: ServedEngine, sizes: dict[str, int], *, ahead: bool) -> dict[str, asyncio.Task[object]]:
+def asked(engine: ServerEngine, sizes: dict[str, int], *, ahead: bool) -> dict[str, asyncio.Task[object]]:
     """Requests by name, for so many completions each."""
     requests = [replace(REQUEST, id=name, num_completions=count, ahead=ahead) for name, count in sizes.items()]
     return {one.id: asyncio.create_task(engine.generate(one)) for one in requests}

@@ -19,10 +19,10 @@ import pytest
 
 from rl_megatron.agents import playing as playing_module
 from rl_megatron.agents import threads
-from rl_megatron.agents.threads import Adopted
+from rl_megatron.agents.threads import AdoptedProcesses
 from rl_megatron.environments import marks
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
-from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.environments.registry import EnvironmentFactory
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
@@ -61,7 +61,7 @@ def test_processes_that_it_leaves_are_killed_whole(tmp_path: Path, then: str, ca
     pids: list[int] = []
     engine = Scripted(lambda text: "a")
     keys = {"on_error": 0.0, "step_seconds": 30.0 if then == "ends" else 2.0, "group_size": 1}
-    made = sampler(engine, EnvironmentMaker(Forks), **keys)
+    made = sampler(engine, EnvironmentFactory(Forks), **keys)
     if then == "is cut off":
         asyncio.run(asyncio.wait_for(cut_off(), LIMIT))
     else:
@@ -157,7 +157,7 @@ def test_processes_that_left_their_parent_are_killed_and_no_other_trajectorys(
 
     outlived = list[bool]()
     shared = subprocess.Popen(["sleep", f"{FOR_EVER:g}"])  # started by no trajectory
-    ours = sampler(Scripted(lambda text: "a"), EnvironmentMaker(Leaves), group_size=2, step_seconds=LIMIT)
+    ours = sampler(Scripted(lambda text: "a"), EnvironmentFactory(Leaves), group_size=2, step_seconds=LIMIT)
     numbers = {ours._place(PROMPTS[0], "step 1", number).seed: number for number in range(2)}
     assert {one.stop for one in trajectories(played(ours))} == {"done"}
     assert outlived == [True]
@@ -181,7 +181,7 @@ def test_a_thread_that_was_seen_with_all_signals_blocked_still_has_its_processes
         started.set()
         left[0].wait()
 
-    thread, adopted = threading.Thread(target=starts, daemon=True), Adopted()
+    thread, adopted = threading.Thread(target=starts, daemon=True), AdoptedProcesses()
     thread.start()
     assert blocked.wait(LIMIT)
     assert adopted.of(7, ()) == []
@@ -201,5 +201,5 @@ def test_a_helper_that_ends_while_processes_are_looked_for_disturbs_nobody(monke
         return 1
 
     helpers._left[5] = 1
-    monkeypatch.setattr(threads, "began", began)
+    monkeypatch.setattr(threads, "start_ticks", began)
     assert helpers.children() == [5]

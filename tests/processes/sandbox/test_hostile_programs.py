@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
-from rl_megatron.agents.threads import began
+from rl_megatron.agents.threads import start_ticks
 from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.environments import marks
 from rl_megatron.errors import SandboxError
@@ -49,7 +49,9 @@ def nothing_is_left() -> Iterator[None]:
     marks.mark(os.getpid())
     try:
         yield
-        left = [pid for pid in psutil.pids() if marks.mark_of(pid) == os.getpid() != pid and began(pid) is not None]
+        left = [
+            pid for pid in psutil.pids() if marks.mark_of(pid) == os.getpid() != pid and start_ticks(pid) is not None
+        ]
     finally:
         marks.mark(0)
     assert not left

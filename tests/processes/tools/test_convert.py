@@ -33,7 +33,7 @@ from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
 from rl_megatron.weights.checkpoints import convert, streaming, torch_dist
-from rl_megatron.weights.checkpoints.megatron import place_of
+from rl_megatron.weights.checkpoints.megatron import stacked_place
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, read_tensor, write_index
 from rl_megatron.weights.formats import torch_pickle
@@ -83,7 +83,7 @@ def test_torchs_own_reader_finds_the_tensors_that_megatron_holds(hf: Path, megat
     state: dict[str, Any] = {key: torch.empty(size) for key, size in sizes.items()}
     dcp.load(state, checkpoint_id=str(megatron), no_dist=True)
     for name, tensor in wanted.items():
-        key, index = place_of(name, shape)
+        key, index = stacked_place(name, shape)
         assert torch.equal(state[key][index], tensor), name
     assert sum(t.numel() for t in state.values()) == sum(t.numel() for t in wanted.values())
     assert len(list(megatron.glob("*.distcp"))) > 3
@@ -140,7 +140,7 @@ def test_a_shared_tensor_is_the_widest(part: str, odd: torch.dtype, widened: str
     state: dict[str, Any] = {key: torch.empty(size) for key, size in sizes.items()}
     dcp.load(state, checkpoint_id=str(tmp_path / "megatron"), no_dist=True)
     for name, tensor in wanted.items():
-        key, index = place_of(name, shape)
+        key, index = stacked_place(name, shape)
         assert torch.equal(state[key][index], tensor), name
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
     wide = {name: t.float() if re.search(widened, name) else t for name, t in given.items()}

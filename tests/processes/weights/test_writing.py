@@ -28,7 +28,7 @@ from rl_megatron.weights.checkpoints import convert, streaming
 from rl_megatron.weights.checkpoints.streaming import Files, Share
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.last_hop import _HELLO, Rings
-from rl_megatron.weights.routes.mirror import await_free, in_use, remove_abandoned
+from rl_megatron.weights.routes.mirror import lock_folder, remove_abandoned, wait_until_unlocked
 from tests.unit.weights.conversions import tree
 from tools.convert import verify
 from tools.convert.commands import part_of_step
@@ -327,8 +327,8 @@ def test_of_many_parts_to_write_the_command_names_twenty(tmp_path: Path, capsys:
 
 
 # What a killed run left in a node's memory goes with the next run there; what a living one has stays.
-HOLD = "import sys\nfrom pathlib import Path\nfrom rl_megatron.weights.routes.mirror import in_use\n" + (
-    "with in_use(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+HOLD = "import sys\nfrom pathlib import Path\nfrom rl_megatron.weights.routes.mirror import lock_folder\n" + (
+    "with lock_folder(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
 )
 
 
@@ -340,7 +340,7 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path) -> N
         (folder / "model.safetensors").write_text("weights")
     held = {folder: hold(folder) for folder in (dead, alive, other)}
     try:
-        with in_use(mine):
+        with lock_folder(mine):
             remove_abandoned(mine)
             assert all(folder.exists() for folder in (dead, alive, mine, no_lock, other))
             for folder in (dead, other):
@@ -348,7 +348,7 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path) -> N
                 held[folder].wait()
             remove_abandoned(mine)
             assert [f.exists() for f in (dead, alive, mine, no_lock, other)] == [False, True, True, True, True]
-        with in_use(mine):  # the same run again
+        with lock_folder(mine):  # the same run again
             remove_abandoned(dead)
             assert mine.exists()
     finally:
@@ -358,14 +358,14 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path) -> N
 
 def test_a_folder_that_another_run_uses_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of one in another container that shares /dev/shm, and has its run's folder under the same path."""
-    await_free(tmp_path)
+    wait_until_unlocked(tmp_path)
     held = hold(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(mirror, "_ENDING_SECONDS", 0.0)
         with pytest.raises(SyncError, match=rf"{tmp_path} has weights of a run that goes on.* run\.name, run\.dir or"):
-            await_free(tmp_path)
+            wait_until_unlocked(tmp_path)
     held.send_signal(signal.SIGKILL)  # an earlier start that ends meanwhile
-    await_free(tmp_path)
+    wait_until_unlocked(tmp_path)
     held.communicate()
 
 

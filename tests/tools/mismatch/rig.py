@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from rl_megatron.data.problems.prompts import Prompt
-from rl_megatron.engines.local.engine import InThisProcess, LocalEngine
+from rl_megatron.engines.local.engine import InProcessEngine, LocalEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores, Want
 from rl_megatron.weights.layouts.families import read_shape
@@ -115,7 +115,7 @@ class Embedded:
     twist: Callable[[Completion], Completion] = lambda completion: completion
 
     def __post_init__(self) -> None:
-        self._batched = InThisProcess(self.engine)
+        self._batched = InProcessEngine(self.engine)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         return [self.twist(c) for c in await self._batched.generate(self.change(request))]

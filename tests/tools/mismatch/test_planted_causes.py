@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_megatron.engines.local import engine as local
 from rl_megatron.models import experts as mlp
 from rl_megatron.models.attention import Context
-from rl_megatron.models.kv_cache import KVCache, Prefix
+from rl_megatron.models.kv_cache import KVCache, PrefixCache
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, Samples
 from tests.tools.mismatch.rig import (
@@ -201,7 +201,7 @@ def test_other_rotary_embeddings(policy: Policy, read: bool) -> None:
 def test_left_padding_that_is_attended_to(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = KVCache.insert
 
-    def insert(self: KVCache, start: int, clock: int, prefix: Prefix, lengths: Tensor) -> None:
+    def insert(self: KVCache, start: int, clock: int, prefix: PrefixCache, lengths: Tensor) -> None:
         inner(self, start, clock, prefix, torch.full_like(lengths, prefix.columns.shape[2]))
 
     monkeypatch.setattr(local.KVCache, "insert", insert)

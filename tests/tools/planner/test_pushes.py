@@ -23,7 +23,7 @@ from rl_megatron.features.quantize.formats import FORMATS
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, tiny_shape
-from rl_megatron.placement.files import weights_folder, writers_of_files
+from rl_megatron.placement.files import file_writer_ranks, weights_folder
 from rl_megatron.placement.routes import engine_nodes, route_of
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.formats.schemes import is_quantized
@@ -378,7 +378,7 @@ def test_servers_by_address_find_their_weights_in_the_runs_folder(addresses: str
     """They do not see this machine's /dev/shm."""
     config = tiny("rollout=sglang", f"rollout.server.addresses={addresses}")
     assert weights_folder(config) == folder
-    assert writers_of_files(config) == [range(2 if folder else 1)]
+    assert file_writer_ranks(config) == [range(2 if folder else 1)]
 
 
 def test_a_run_on_this_machine_has_its_file_here() -> None:

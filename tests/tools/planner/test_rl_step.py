@@ -15,14 +15,14 @@ from tests.unit.launcher.test_memory import DEEPSEEK, KIMI, QWEN_30B, QWEN_235B,
 from tools.planner import rl_step as rollouts
 from tools.planner.estimates import push_cost
 from tools.planner.hardware import FITTED, GPUS, MEMORY
-from tools.planner.layouts import SLOTS, Wanted, placements, with_keys
+from tools.planner.layouts import SLOTS, SearchRequest, placements, with_keys
 from tools.planner.memory import weights_served
 from tools.planner.rl_step import (
     ServerShape,
     cache_bytes,
     forward_seconds,
     learner_work,
-    lengths_of,
+    length_distribution,
     push_bytes,
     rl_step,
     rows_that_fit,
@@ -41,11 +41,11 @@ SERVER = ServerShape(tp=2, dp=1, cache=35e9)
 
 def test_lengths_have_their_mean_and_their_cut() -> None:
     for mean, most in ((500.0, 4096.0), (3000.0, 4096.0), (1.0, 10.0)):
-        found = lengths_of(mean, most)
+        found = length_distribution(mean, most)
         assert sum(found) / len(found) == pytest.approx(mean, rel=1e-6)
         assert list(found) == sorted(found)
         assert found[-1] <= most
-    assert lengths_of(3000.0, 4096.0)[-1] == 4096.0
+    assert length_distribution(3000.0, 4096.0)[-1] == 4096.0
 
 
 def sent(rows: float, hidden: int, ranks: int, over: float) -> float:
@@ -159,7 +159,7 @@ def simulated(rows: list[float], slots: int, prompt: float) -> float:
 @pytest.mark.parametrize(("waves", "slots"), [(1, 64), (2, 64), (4, 128)])
 def test_sampling_takes_as_long_as_if_each_token_is_simulated(waves: int, slots: int) -> None:
     """Up to 12 %: the queue's rows are taken at their mean length, and the last ones as if all had just begun."""
-    lengths = lengths_of(1000, 4096)
+    lengths = length_distribution(1000, 4096)
     order = [lengths[i * 37 % 64] for i in range(64)] * (waves * slots // 64)
     group = {"replicas": 1, "completions": len(order), "group": len(order), "prompt": 0}
     found = sampled(SHAPE, SERVER, H100, **group, lengths=lengths, slots=slots)
@@ -185,7 +185,7 @@ def in_groups(groups: list[list[float]], requests: int) -> float:
 @pytest.mark.parametrize(("requests", "group"), [(4, 8), (16, 4)])
 def test_requests_that_wait_for_their_longest_completion_hold_servers_back(requests: int, group: int) -> None:
     """rollout.server.concurrency counts requests, each of a group: its other completions' places stay empty."""
-    lengths, count = lengths_of(1000, 4096), 12 * requests
+    lengths, count = length_distribution(1000, 4096), 12 * requests
     drawn = random.Random(0)
     groups = [[drawn.choice(lengths) for _ in range(group)] for _ in range(count)]
     of = {"replicas": 1, "completions": count * group, "group": group, "prompt": 0.0, "slots": 256}
@@ -250,7 +250,7 @@ def test_the_closed_form_of_a_push_has_the_real_plans_bytes(name: str) -> None:
 def step(k: int | None, *keys: str) -> tuple[float, int]:
     """Seconds and staleness of a step of a configuration with these keys."""
     config = load_config(QWEN_235B, ["model.path=.", "run.launcher=slurm", *("rollout.prompts_per_step=32", *keys)])
-    lengths, shape = lengths_of(500, 7168), NAMED["qwen3-235b-a22b"]
+    lengths, shape = length_distribution(500, 7168), NAMED["qwen3-235b-a22b"]
     found = rl_step(config, shape, H100, lengths, prompt=512, staleness=k)
     learner = sum(s for name, s in found.parts.items() if name not in ("rollout", "waiting for the longest"))
     if k == 0:
@@ -281,7 +281,7 @@ def test_servers_that_share_gpus_sample_together_what_one_does() -> None:
         keys = ["model.path=.", "run.launcher=slurm", "weights.transport=auto", "rollout.server.memory_fraction=0.2"]
         keys += [f"rollout.server.replicas={servers}", f"slurm.nodes={nodes}", f"learner.dp={2 * nodes}"]
         config = load_config(QWEN_30B, [*keys, f"rollout.prompts_per_step={completions // 16}"])
-        return rl_step(config, SHAPE, H100, lengths_of(3584, 7168), prompt=512).parts["rollout"]
+        return rl_step(config, SHAPE, H100, length_distribution(3584, 7168), prompt=512).parts["rollout"]
 
     assert rollout(2, 1, 2048) == pytest.approx(2 * rollout(1, 1, 1024))
     assert rollout(2, 1, 2048) == pytest.approx(2 * rollout(2, 2, 2048))
@@ -319,7 +319,7 @@ def test_a_draft_layer_is_trained_and_does_not_score() -> None:
 
 
 def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
-    even, tail = (1000.0,) * 64, lengths_of(1000, 8000)
+    even, tail = (1000.0,) * 64, length_distribution(1000, 8000)
     of = {"replicas": 1, "completions": 64, "group": 64, "prompt": 0.0, "slots": 64}
     flat, long = (sampled(SHAPE, SERVER, H100, lengths=lengths, **of) for lengths in (even, tail))
     assert long.alone > 1.5 * flat.alone
@@ -380,7 +380,7 @@ def test_demonstrations_are_trained_on_and_not_sampled() -> None:
 
 
 # How many sequences the servers of a plan have at once, where the user does not say.
-def room_of(plan: PlannedRun, wanted: Wanted) -> float:
+def room_of(plan: PlannedRun, wanted: SearchRequest) -> float:
     """The rows that the cache of a plan's server holds."""
     config, shape = plan.config, wanted.shape
     server = server_shape(config, config.rollout.server, weights_served(config, shape), shape, wanted.gpu)

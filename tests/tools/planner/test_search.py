@@ -16,25 +16,25 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import GB, ConfigError
 from rl_megatron.models.named import NAMED
-from rl_megatron.placement.seats import seat
+from rl_megatron.placement.seats import place_servers
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.test_memory import CONF, KIMI, QWEN3, RECIPES
 from tools.planner.hardware import GPUS
-from tools.planner.layouts import Wanted, described, layouts, placements, stage_layers, with_keys
+from tools.planner.layouts import SearchRequest, described, layouts, placements, stage_layers, with_keys
 from tools.planner.memory import check_memory, copies_bytes, file_bytes, fullest, host_bytes
 from tools.planner.rl_step import filled, learner_work, rl_step
-from tools.planner.scale import Asked, asked_of, configuration_file, value_of
+from tools.planner.scale import ScaleRequest, asked_of, configuration_file, value_of
 from tools.planner.search import NEAR, PlannedRun, explain_term, savings, search
 from tools.planner.time import step_terms
 
 SMALL = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
 
 
-def asked(*arguments: str) -> Asked:
+def asked(*arguments: str) -> ScaleRequest:
     return asked_of(arguments)
 
 
-def fitting(wanted: Wanted) -> Iterator[tuple[float, float]]:
+def fitting(wanted: SearchRequest) -> Iterator[tuple[float, float]]:
     """The seconds of every layout of all placements with each of the savings that fits, and its bytes of a GPU; with
     checkpoints that training waits for where the host's memory holds no copies."""
     room, host = wanted.gpu.memory * GB, 0.8 * wanted.gpu.host * GB
@@ -217,7 +217,7 @@ def test_servers_fill_their_nodes(dp: int) -> None:
     for _, placed in found:
         config = with_keys(wanted.base, placed)
         nodes = [f"node {i}" for i in range(config.slurm.engines.nodes or config.slurm.nodes)]
-        seats = seat(config.rollout.server, nodes, 8, shared=False)
+        seats = place_servers(config.rollout.server, nodes, 8, shared=False)
         assert sorted((s.node, gpu) for s in seats for gpu in s.gpus) == sorted((n, i) for n in nodes for i in range(8))
 
 

@@ -24,7 +24,7 @@ from tests.unit.launcher.test_memory import DEEPSEEK, QWEN_30B, QWEN_APART
 from tools.planner.estimates import StepTime, estimate
 from tools.planner.hardware import GPUS, PRIOR, Gpu, gpu_named
 from tools.planner.layers import replicated
-from tools.planner.rl_step import RlStep, lengths_of, rl_step
+from tools.planner.rl_step import RlStep, length_distribution, rl_step
 from tools.planner.scale import asked_of
 from tools.planner.search import search
 from tools.planner.time import LearnerWork, step_seconds, step_terms
@@ -330,7 +330,7 @@ def test_a_plan_that_scale_found_has_the_seconds_that_scale_says() -> None:
 
 def step(config: RunConfig) -> RlStep:
     return rl_step(
-        config, SHAPE, GPUS["h100"], lengths_of(1000, 7168), prompt=512, staleness=config.train.max_staleness
+        config, SHAPE, GPUS["h100"], length_distribution(1000, 7168), prompt=512, staleness=config.train.max_staleness
     )
 
 

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import group_advantages
-from rl_megatron.algorithms.returns import drop_truncated, less_optimal_baseline, overlong_penalty, score_finished
+from rl_megatron.algorithms.returns import (
+    drop_truncated,
+    less_optimal_baseline,
+    overlong_penalty,
+    set_unfinished_rewards,
+)
 from rl_megatron.config.io import load_config
 from rl_megatron.data.samples import single_turns
 from rl_megatron.errors import ConfigError
-from rl_megatron.training.credit import groups_that_differ
+from rl_megatron.training.credit import groups_with_gradient
 from rl_megatron.types import Prompt
 from tests.completions import completion
 from tests.rows import config_of
@@ -125,7 +130,7 @@ def test_dynamic_sampling_keeps_the_groups_that_have_an_advantage(leave_one_out:
     prompt, sampled = Prompt(id="a", text="", token_ids=(1, 2), answer=""), [completion([3])] * 3
     told = [[1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
     groups = [single_turns(prompt, sampled, [""] * 3, rewards, [{}] * 3) for rewards in told]
-    assert groups_that_differ(groups, row, max_new_tokens=9) == teach
+    assert groups_with_gradient(groups, row, max_new_tokens=9) == teach
 
 
 def test_the_datas_demonstration_is_one_more_completion_of_the_group() -> None:
@@ -268,5 +273,5 @@ def test_truncated_sequences_leave_the_loss() -> None:
 
 
 def test_scores_of_the_unfinished() -> None:
-    rewards = score_finished(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), unfinished_reward=-1.0)
+    rewards = set_unfinished_rewards(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), unfinished_reward=-1.0)
     assert rewards.tolist() == [2.0, -1.0]

@@ -16,7 +16,7 @@ from rl_megatron.algorithms.mismatch import mismatch_metrics
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.heads import logits_of, top_tokens
+from rl_megatron.learner.heads import gather_logits, top_tokens
 from rl_megatron.types import LossInputs
 from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss
@@ -115,7 +115,7 @@ def bucketed(of_student: Tensor, of_teacher: Tensor, k: int, beta: float) -> Ten
     """As the learner has it: the teacher names k tokens, of which the student's log-probs are taken."""
     tokens = top_tokens(of_teacher, k, VOCABULARY, 0, None)
     ref = of_teacher.log_softmax(-1).gather(1, tokens)
-    x = logits_of(of_student, tokens, vocab_start=0, group=None)
+    x = gather_logits(of_student, tokens, vocab_start=0, group=None)
     return divergence(x - of_student.logsumexp(-1, keepdim=True), ref, beta=beta)
 
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from rl_megatron.algorithms import own
 from rl_megatron.algorithms.advantages import group_advantages
-from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
+from rl_megatron.algorithms.own import check_custom_advantages, check_custom_objective, check_custom_pair_loss
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection, PreferenceSection
 from rl_megatron.config.sections.jobs import DpoSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.training.credit import groups_that_differ
-from rl_megatron.training.update import Update
+from rl_megatron.training.credit import groups_with_gradient
+from rl_megatron.training.update import PolicyUpdate
 from rl_megatron.types import Loss, LossInputs, Trajectory
 from tests.documents import blocks
 from tests.property.test_losses_metrics import batch
@@ -245,9 +245,12 @@ def test_updates_by_maxrl_are_those_of_rewards_that_were_made_advantages_by_hand
     keys, found = ["algorithm=reinforce", "learner.ep=1", "train.lr_decay=none"], []
     for name, made in (("maxrl:maxrl", list[float]), ("none", by_hand)):
         policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-        roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+        roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
         config = load_config("tiny_cpu", [*keys, f"algorithm.advantage_mean={name}"])
-        update, engine = Update(config=config, roles=roles, attention_cost=0.0), table(VOCABULARY, VOCABULARY, seed=4)
+        update, engine = (
+            PolicyUpdate(config=config, roles=roles, attention_cost=0.0),
+            table(VOCABULARY, VOCABULARY, seed=4),
+        )
         for step in (3, 4, 5):
             judged = [
                 replace(g, trajectories=tuple(map(rewarded, g.trajectories, made(g.rewards))))
@@ -293,21 +296,21 @@ def test_micro_batches_add_up(loss: Loss) -> None:
 
 def test_the_files_of_the_page_are_not_refused() -> None:
     for given in ({"objective": "cpgd:cpgd"}, {"objective": "aspo:aspo", "cap_high": 3.0}):
-        check_own_objective(AlgorithmSection.model_validate(given))
+        check_custom_objective(AlgorithmSection.model_validate(given))
     for name in ("maxrl", "opo", "gfpo"):
         row = AlgorithmSection(advantage_mean=f"{name}:{name}", advantage_std="none")
-        check_own_advantages(row, RolloutSection())
+        check_custom_advantages(row, RolloutSection())
     for name in PAIRS:
-        check_own_pair_loss(DpoSection(loss=f"{name}:{name}"))
+        check_custom_pair_loss(DpoSection(loss=f"{name}:{name}"))
 
 
 def test_an_objective_is_tried_with_sequences_that_are_masked_in_part() -> None:
     with pytest.raises(ConfigError, match="raised KeyError: 'a gap'"):
-        check_own_objective(AlgorithmSection.model_validate({"objective": "faulty:gaps"}))
+        check_custom_objective(AlgorithmSection.model_validate({"objective": "faulty:gaps"}))
 
 
 def test_every_column_that_an_objective_is_tried_with_is_finite() -> None:
-    check_own_objective(AlgorithmSection.model_validate({"objective": "faulty:whole", "kl": {"coefficient": 0.1}}))
+    check_custom_objective(AlgorithmSection.model_validate({"objective": "faulty:whole", "kl": {"coefficient": 0.1}}))
 
 
 @pytest.mark.parametrize(
@@ -326,14 +329,14 @@ def test_every_column_that_an_objective_is_tried_with_is_finite() -> None:
 def test_pair_losses_that_cannot_train_are_refused(name: str, reason: str) -> None:
     for section in (DpoSection(loss=name), PreferenceSection(loss=name, beta=0.1, reference_free=True)):
         with pytest.raises(ConfigError, match=rf"(?s){section.key}\.loss=.*{reason}"):
-            check_own_pair_loss(section)
+            check_custom_pair_loss(section)
 
 
 def test_a_pair_loss_of_log_probs_is_tried_below_0() -> None:
     """Of ratios to a reference it would have a logarithm of a negative number."""
     with pytest.raises(ConfigError, match="must return one finite loss"):
-        check_own_pair_loss(DpoSection(loss="faulty:of_logprobs"))
-    check_own_pair_loss(DpoSection(loss="faulty:of_logprobs", reference_free=True))
+        check_custom_pair_loss(DpoSection(loss="faulty:of_logprobs"))
+    check_custom_pair_loss(DpoSection(loss="faulty:of_logprobs", reference_free=True))
 
 
 def test_a_pair_of_padding_does_not_reach_a_loss_that_is_not_finite_at_0() -> None:
@@ -373,7 +376,9 @@ def test_advantages_that_cannot_train_are_refused_where_the_update_is_made(name:
 def made(name: str, *more: str) -> None:
     """An update of such advantages."""
     config = load_config("tiny_cpu", ["algorithm=reinforce", f"algorithm.advantage_mean={name}", *more])
-    Update(config=config, roles=Roles(learners={}, frozen={}, engine=None, weights=None), attention_cost=0.0)  # type: ignore[arg-type]
+    PolicyUpdate(
+        config=config, roles=RunComponents(learners={}, frozen={}, engine=None, weights=None), attention_cost=0.0
+    )  # type: ignore[arg-type]
 
 
 GAP = ["algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.placement=completion_reward"]
@@ -425,7 +430,7 @@ def test_the_function_says_which_groups_teach() -> None:
         row = AlgorithmSection.model_validate(
             {"advantage_mean": "faulty:above_half", "advantage_std": "none", **section}
         )
-        return groups_that_differ(sampled, row, max_new_tokens=4)
+        return groups_with_gradient(sampled, row, max_new_tokens=4)
 
     assert teach() == [True, False, True]
     assert teach(advantage_std="group") == [False, False, True]
@@ -440,7 +445,7 @@ def test_a_function_of_lengths_gets_those_of_completions_and_of_turns() -> None:
         found = advantages(9, sampled, credit=credit, **section)
         assert [one[0] for one in found] == pytest.approx([1 - of_a, -of_a, 0.5 - of_a, 0.0, 0.0], abs=1e-7)
         row = AlgorithmSection.model_validate({"credit": credit, **section})
-        assert groups_that_differ(sampled, row, max_new_tokens=9) == [True, False]
+        assert groups_with_gradient(sampled, row, max_new_tokens=9) == [True, False]
     made("opo:opo")
 
 
@@ -546,8 +551,8 @@ def test_updates_by_the_documented_gmpo_are_the_rows_to_the_bit() -> None:
 def trained(config: RunConfig) -> tuple[torch.Tensor, list[float]]:
     """A toy's weights, and the share of clipped tokens in each step."""
     policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
-    update, engine = Update(config=config, roles=roles, attention_cost=0.0), table(VOCABULARY, VOCABULARY, seed=4)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    update, engine = PolicyUpdate(config=config, roles=roles, attention_cost=0.0), table(VOCABULARY, VOCABULARY, seed=4)
     rows = [asyncio.run(update(groups(step, engine), step, Stopwatch())) for step in (3, 4, 5)]
     return policy.weights, [float(row["clip_fraction"] or 0) for row in rows]
 
@@ -578,7 +583,7 @@ def trained(config: RunConfig) -> tuple[torch.Tensor, list[float]]:
 def test_what_cannot_train_is_refused_before_the_run(name: str, keys: dict[str, object], reason: str) -> None:
     row = AlgorithmSection.model_validate({"objective": name, **keys})
     with pytest.raises(ConfigError, match=rf"(?s)algorithm\..*{reason}"):
-        check_own_objective(row)
+        check_custom_objective(row)
 
 
 @pytest.mark.parametrize(
@@ -592,15 +597,15 @@ def test_what_cannot_train_is_refused_before_the_run(name: str, keys: dict[str, 
     ],
 )
 def test_what_can_train_is_not_refused(name: str, keys: dict[str, object]) -> None:
-    check_own_objective(AlgorithmSection.model_validate({"objective": name, **keys}))
+    check_custom_objective(AlgorithmSection.model_validate({"objective": name, **keys}))
 
 
 @pytest.mark.parametrize("name", ["here", "so_far", "more_often", "less_often"])
 def test_what_would_change_with_the_context_parallel_degree_is_refused_above_one(name: str) -> None:
     row = AlgorithmSection(objective=f"faulty_objectives:{name}")
-    check_own_objective(row, cp=1)
+    check_custom_objective(row, cp=1)
     with pytest.raises(ConfigError, match=rf"faulty_objectives:{name}.* with learner\.cp=2.* part of (a|the) sequence"):
-        check_own_objective(row, cp=2)
+        check_custom_objective(row, cp=2)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "turn"])
@@ -609,7 +614,7 @@ def test_sums_over_ranks_are_taken_for_those_of_the_whole_sequence(level: str) -
     row = AlgorithmSection.model_validate(
         {"objective": "gmpo_of_the_page:gmpo", "ratio_level": level, "aggregation": "seq_mean_token_mean"}
     )
-    check_own_objective(row, cp=2)
+    check_custom_objective(row, cp=2)
 
 
 def test_it_is_tried_on_what_a_run_may_give() -> None:
@@ -632,7 +637,9 @@ def test_it_is_tried_on_what_a_run_may_give() -> None:
 def test_it_is_tried_where_the_update_is_made(name: str, keys: list[str], reason: str) -> None:
     config = load_config("tiny_cpu", ["algorithm=grpo", f"algorithm.objective=faulty_objectives:{name}", *keys])
     with pytest.raises(ConfigError, match=reason):
-        Update(config=config, roles=Roles(learners={}, frozen={}, engine=None, weights=None), attention_cost=0.0)  # type: ignore[arg-type]
+        PolicyUpdate(
+            config=config, roles=RunComponents(learners={}, frozen={}, engine=None, weights=None), attention_cost=0.0
+        )  # type: ignore[arg-type]
 
 
 def test_keys_that_are_not_of_an_objective_are_refused_as_before() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_megatron import algorithms, types
 from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, KtoLoss, PreferenceLoss, ScoreLoss, ValueLoss
-from rl_megatron.algorithms.losses import LossOutput, loss_of
+from rl_megatron.algorithms.losses import LossOutput, policy_loss
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES, UNPAIRED, AlgorithmSection
 from rl_megatron.data import packing
@@ -304,7 +304,7 @@ def test_a_policy_that_is_its_own_critic_adds_its_value_loss_by_the_coefficient(
     choices = {"objective": "reinforce", "credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
     critic = {"backbone": "policy", "coefficient": 0.25, "clip": 0.2}
     row = AlgorithmSection.model_validate({**choices, "critic": critic})
-    loss = loss_of(row, kl_coefficient=0.0, max_new_tokens=1)
+    loss = policy_loss(row, kl_coefficient=0.0, max_new_tokens=1)
     logprobs, values = (torch.tensor(x, requires_grad=True) for x in ([-1.0, -3.0], [1.0, 1.0]))
     columns = {"values": values, "old_values": torch.tensor([0.5, 0.5]), "returns": torch.tensor([0.0, 2.0])}
     batch = loss_inputs([2], [True, True], logprobs=logprobs, **columns)

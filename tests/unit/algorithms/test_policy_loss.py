@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.corrections import second_moment_mask
-from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss, loss_of
+from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
+from rl_megatron.algorithms.losses import policy_loss as loss_of
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.samples import single_turns, to_samples
-from rl_megatron.training.credit import AlgorithmState, assign_credit, groups_to_train_on, shape_rewards
+from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards, trainable_groups
 from rl_megatron.types import Loss, LossInputs, LossOutput, Prompt, Samples
 from tests.completions import completion
 from tests.rows import changed, policy_loss
@@ -295,7 +296,7 @@ def test_gpg_is_reinforce_over_the_groups_that_dynamic_sampling_keeps() -> None:
     config, told = load_config("tiny_cpu", keys), [[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4]
     prompt, length = Prompt(id="a", text="", token_ids=(1, 2), answer=""), 3
     groups = [single_turns(prompt, [completion((7,) * length)] * 4, rewards=rewards) for rewards in told]
-    kept = groups_to_train_on(groups, config.algorithm, max_new_tokens=9)
+    kept = trainable_groups(groups, config.algorithm, max_new_tokens=9)
     trained = [group for group, keep in zip(groups, kept, strict=True) if keep]
     shaped = shape_rewards(trained, config.algorithm, AlgorithmState(), max_new_tokens=9)
     made = assign_credit(to_samples(trained), trained, shaped, config.algorithm, success_reward=1.0)[0]

@@ -21,7 +21,7 @@ from rl_megatron.algorithms import corrections
 from rl_megatron.algorithms.advantages import LEVELS
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.kl import ESTIMATORS
-from rl_megatron.algorithms.losses import AGGREGATIONS, loss_of
+from rl_megatron.algorithms.losses import AGGREGATIONS, policy_loss
 from rl_megatron.algorithms.objectives import OBJECTIVES, RATIO_LEVELS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -216,7 +216,7 @@ def ours(x: Padded, *keys: str) -> Tensor:
     given = [key if key.startswith("rollout") else f"algorithm{key}" for key in keys]
     config = load_config("tiny_cpu", [f"rollout.max_new_tokens={WIDTH}", *given])
     row, longest = config.algorithm, config.rollout.max_new_tokens
-    return loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=longest)(packed(x, x.logp)).loss
+    return policy_loss(row, kl_coefficient=row.kl.coefficient, max_new_tokens=longest)(packed(x, x.logp)).loss
 
 
 def per_row(values: Tensor, mask: Tensor) -> Tensor:

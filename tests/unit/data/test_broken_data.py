@@ -21,7 +21,15 @@ from rl_megatron.columns import ColumnWriter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
-from rl_megatron.data.problems.leaks import OnLeak, ProblemTexts, leaked, listed_texts, repeated, rows_to_keep, spaced
+from rl_megatron.data.problems.leaks import (
+    OnLeak,
+    ProblemTexts,
+    find_duplicates,
+    find_leaks,
+    listed_texts,
+    normalize_whitespace,
+    rows_to_keep,
+)
 from rl_megatron.data.problems.parquet import read_records
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
@@ -256,9 +264,11 @@ def test_rows_are_those_of_a_loop_over_texts(bits: int, monkeypatch: pytest.Monk
     held_out = [f"{n}  x" for n in range(0, 80, 7)]
     first: dict[str, int] = {}
     wanted = [(row, first[key]) for row, text in enumerate(texts) if first.setdefault(key := norm(text), row) != row]
-    ours, theirs = (listed_texts([str(i) for i in range(len(one))], map(spaced, one)) for one in (texts, held_out))
-    assert list(zip(*map(np.ndarray.tolist, repeated(ours, ours.hashes())), strict=True)) == wanted
-    rows, places = leaked(ours, ours.hashes(), {"eval": theirs})
+    ours, theirs = (
+        listed_texts([str(i) for i in range(len(one))], map(normalize_whitespace, one)) for one in (texts, held_out)
+    )
+    assert list(zip(*map(np.ndarray.tolist, find_duplicates(ours, ours.hashes())), strict=True)) == wanted
+    rows, places = find_leaks(ours, ours.hashes(), {"eval": theirs})
     held = set(map(norm, held_out))
     assert rows.tolist() == [row for row, text in enumerate(texts) if norm(text) in held]
     assert places == [f"{[norm(one) for one in held_out].index(norm(texts[row]))} (eval)" for row in rows.tolist()]

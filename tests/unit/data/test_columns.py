@@ -22,9 +22,9 @@ from rl_megatron import feature
 from rl_megatron.columns import Column, ColumnReader, ColumnWriter, Ragged, read_column, written_column
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import Packer
-from rl_megatron.data.rows import HeldRows, SentRows, has_layers, of_layers
-from rl_megatron.data.samples import columns_of_row, seen_by, select, single_turns, split, to_samples
-from rl_megatron.engines.answers import joined
+from rl_megatron.data.rows import RankRows, SentRows, has_layers, select_layers
+from rl_megatron.data.samples import columns_of_row, for_pass, select, single_turns, split, to_samples
+from rl_megatron.engines.answers import join_continuation
 from rl_megatron.engines.local.adapter import answer_of, asked, completions_of, request_of
 from rl_megatron.errors import DataError
 from rl_megatron.learner.packed import pack_micro_batch
@@ -129,9 +129,9 @@ def test_a_completion_that_a_push_cut_has_the_columns_of_both_parts() -> None:
     again = replace(more, columns={**more.columns, "indices": more.columns["indices"] + np.int16(0)})
     again.columns["indices"].flags.writeable = True
     again.columns["indices"][:4] = -1  # of positions that the first part computed
-    assert columns_of(joined(first, replace(again))) == columns_of(answered([50, 51, 52], [7, 8, 9, 10, 11]))
+    assert columns_of(join_continuation(first, replace(again))) == columns_of(answered([50, 51, 52], [7, 8, 9, 10, 11]))
     bare = replace(first, columns={})
-    assert set(joined(bare, more).columns) == {"indices"}  # the first part's tokens have no values
+    assert set(join_continuation(bare, more).columns) == {"indices"}  # the first part's tokens have no values
 
 
 def test_a_row_of_two_requests_has_the_columns_of_both() -> None:
@@ -172,10 +172,10 @@ def test_ranks_get_their_rows_and_their_layers(cut_by: str) -> None:
         shares, again = sent.shares(batch, to_score=to_score), sent.shares(batch, to_score=to_score)
         assert all(map(has_layers, shares)) == to_score  # and once a step
         for share, more, numbers, wanted in zip(shares, again, batch.sequences, batch.micro_batches, strict=True):
-            held = HeldRows()
+            held = RankRows()
             if not to_score:
                 continue
-            cut = of_layers(share, layers) if cut_by == "the relay" else share
+            cut = select_layers(share, layers) if cut_by == "the relay" else share
             for found, ids, whole in zip(held.take(cut, layers), numbers, wanted, strict=True):
                 assert found.every_column.keys() == whole.every_column.keys()
                 if len(ids):
@@ -191,7 +191,7 @@ def test_ranks_get_their_rows_and_their_layers(cut_by: str) -> None:
 
 
 def test_ranks_get_new_values_of_a_ragged_column_with_the_counts_of_before() -> None:
-    samples, held = to_samples(groups()), HeldRows()
+    samples, held = to_samples(groups()), RankRows()
     kept, sent = samples.extra["kept"], SentRows(1)
     assert isinstance(kept, Ragged)
     changed = replace(samples, extra={**samples.extra, "kept": Ragged(kept.values + 1, kept.counts)})
@@ -227,8 +227,8 @@ def test_a_slice_of_a_ragged_column_has_the_values_of_its_positions() -> None:
 
 def test_models_without_the_policys_layers_get_the_other_columns() -> None:
     batch = Packer(dims=ParallelDims(), max_tokens=20).pack(to_samples(groups()))
-    assert set(seen_by(batch, replays=False, last_tokens=False).micro_batches[0][0].extra) == {"kept", "marks"}
-    assert set(seen_by(batch, replays=True, last_tokens=False).micro_batches[0][0].extra) == set(OWN)
+    assert set(for_pass(batch, replays=False, last_tokens=False).micro_batches[0][0].extra) == {"kept", "marks"}
+    assert set(for_pass(batch, replays=True, last_tokens=False).micro_batches[0][0].extra) == set(OWN)
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 2), (4, 3)])

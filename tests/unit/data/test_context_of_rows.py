@@ -17,7 +17,7 @@ import pytest
 
 from launcher.build.data import load_data, training_data
 from launcher.build.sampler import Demonstrations
-from rl_megatron.agents.conversation.written import WrittenConversations, paired_answers, paired_texts
+from rl_megatron.agents.conversation.written import ConversationRows, split_answer_pair, split_text_pair
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, MixtureData
 from rl_megatron.config.sections.teachers import TeacherSection
@@ -25,8 +25,8 @@ from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.problems.rendering import RowForm
-from rl_megatron.data.samples import Pair, WrittenRow, single_turns, to_samples, with_demonstrations
-from rl_megatron.environments.protocol import Observed
+from rl_megatron.data.samples import Pair, SupervisedRow, single_turns, to_samples, with_demonstrations
+from rl_megatron.environments.protocol import Observation
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Prompt, RolloutGroup
@@ -65,11 +65,11 @@ def loaded(
     return load_prompts(data, form, seed=0, teachers=taught, samples=samples, **more)[0][:]
 
 
-def conversations() -> WrittenConversations:
-    return WrittenConversations(TOKENIZER, [TOKENIZER.eos_token_id])
+def conversations() -> ConversationRows:
+    return ConversationRows(TOKENIZER, [TOKENIZER.eos_token_id])
 
 
-def shown(rows: list[WrittenRow] | Pair) -> list[tuple[list[int], Any]]:
+def shown(rows: list[SupervisedRow] | Pair) -> list[tuple[list[int], Any]]:
     return [(row.token_ids.tolist(), row.turns) for row in rows]
 
 
@@ -94,9 +94,9 @@ def test_a_pair_beside_its_prompt_is_that_of_two_whole_conversations(tmp_path: P
     before = [SAYS, ASKS, ANSWERS, AGAIN]
     whole = loaded(tmp_path, ".jsonl", {"chosen": [*before, GOOD], "rejected": [*before, BAD]}, fields=fields)
     made = conversations()
-    ((one,), (other,)) = paired_answers(apart, made), paired_answers(whole, made)
+    ((one,), (other,)) = split_answer_pair(apart, made), split_answer_pair(whole, made)
     assert shown(one) == shown(other)
-    assert paired_texts(apart, made) == paired_texts(whole, made)
+    assert split_text_pair(apart, made) == split_text_pair(whole, made)
     assert whole[0].text.startswith('{"messages": [')  # of which checkpoints have digests
     assert [*json.loads(whole[0].text)] == ["messages", "tools", "rejected"]
 
@@ -181,7 +181,7 @@ def test_an_environment_begins_with_the_messages_of_a_row_or_with_its_text(tmp_p
     keys: dict[str, Any] = {**VERL, "chat_template": False, "samples": True, "prompt_template": "{prompt} Why?"}
     for prompt, chat in zip(loaded(tmp_path, suffix, *of_verl(*CHATS), **keys, begun=True), CHATS, strict=True):
         last = {**chat[-1], "content": f"{chat[-1]['content']} Why?"}
-        assert Observed(said=prompt.messages or prompt.text).messages == (*chat[:-1], last)
+        assert Observation(said=prompt.messages or prompt.text).messages == (*chat[:-1], last)
         assert prompt.text == last["content"]
     (text,) = loaded(tmp_path, suffix, {"prompt": "1?", "reward_model": {"ground_truth": "2"}}, **keys)
     assert (text.messages, text.text) == ((), "1? Why?")

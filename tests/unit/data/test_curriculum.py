@@ -21,11 +21,11 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.data import CurriculumSection
 from rl_megatron.data.problems import pool
-from rl_megatron.data.problems.pool import Listed, PromptStream, PromptTable, Upcoming
+from rl_megatron.data.problems.pool import ListPool, NextDraw, PromptStream, PromptTable
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.rollout.stream import Answered
+from rl_megatron.rollout.stream import GroupResult
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
 from rl_megatron.types import Prompt, RolloutGroup
@@ -109,14 +109,14 @@ def test_a_policy_that_solves_all_but_few_is_not_warned_of_at_each_step(caplog: 
     assert re.search(r"that had retired are drawn again, 10\d\d so far", caplog.text)
 
 
-class SomeTooLong(Listed):
+class SomeTooLong(ListPool):
     """As rows of parquet with ``on_long_prompt=drop``: every row that ``step`` divides is too long."""
 
     def __init__(self, count: int, step: int) -> None:
         super().__init__(prompts(count))
         self.step, self.found = step, 0
 
-    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
         if row % self.step:
             return super().at(row, upcoming)
         self.found += 1
@@ -194,9 +194,9 @@ def test_a_resume_draws_the_same(tmp_path: Path) -> None:
 def test_a_step_adds_what_it_trained_on_and_what_it_dropped_for_equal_rewards(tmp_path: Path, staleness: int) -> None:
     """Rewards of a group are 1, 0, 0, ... or all 1; a failed reward says nothing of the prompt."""
     assert len(set(TEACHES.rewards)) > 1
-    teaches = Answered(group=TEACHES, rewards=TEACHES.rewards)
-    equal = Answered(group=EQUAL, rewards=(1.0, 1.0))
-    answers = [teaches, equal, Answered(group=None, reason="reward_error"), teaches, *[teaches] * 40]
+    teaches = GroupResult(group=TEACHES, rewards=TEACHES.rewards)
+    equal = GroupResult(group=EQUAL, rewards=(1.0, 1.0))
+    answers = [teaches, equal, GroupResult(group=None, reason="reward_error"), teaches, *[teaches] * 40]
     keys = {"train": {"minibatches": 1, "max_staleness": staleness, "steps": 2}}
     ours = job(tmp_path, answers, Steps(), rollout={"dynamic_sampling": "drop"}, **keys)  # type: ignore[arg-type]
     held = [Prompt(id=str(i), text="", token_ids=(1,), answer="") for i in range(30)]

@@ -24,7 +24,7 @@ from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.data.samples import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.rollout.stream import Answered, Draw, PendingPrompt, RolloutBatch
+from rl_megatron.rollout.stream import Draw, GroupResult, PendingPrompt, RolloutBatch
 from rl_megatron.training.jobs.rl import source_row
 from rl_megatron.types import Completion, Prompt, Span
 from tests.completions import completion
@@ -232,7 +232,7 @@ def test_metrics_of_a_source() -> None:
 
     def place(ordinal: int, prompt: Prompt, rewards: tuple[float, ...], *, kept: bool = True) -> PendingPrompt:
         group = single_turns(prompt, [completion([1] * (ordinal + 1))] * len(rewards), rewards=rewards)
-        answered = Answered(group=group if kept else None, reason=None if kept else "equal_rewards", rewards=rewards)
+        answered = GroupResult(group=group if kept else None, reason=None if kept else "equal_rewards", rewards=rewards)
         drawn = Draw(ordinal=ordinal, prompt=prompt, batch=1)
         return PendingPrompt(drawn=drawn, birth=0, due=1, answered=answered)
 

@@ -14,14 +14,14 @@ from tokenizers.processors import TemplateProcessing
 
 from launcher.build.jobs import LearnedRows
 from rl_megatron.agents.conversation.forms import check_answers, check_texts
-from rl_megatron.agents.conversation.written import WrittenConversations, paired_answers, paired_texts, single_answers
+from rl_megatron.agents.conversation.written import ConversationRows, single_answers, split_answer_pair, split_text_pair
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.data.problems.mixture import OLDER_DIGESTS, DigestOf, digest_of_prompts
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.data.problems.prompts import load_prompts, wrong
-from rl_megatron.data.problems.rendering import Problem, RowForm
-from rl_megatron.data.samples import WrittenRow, answer_pairs, mismatched, scored_pairs, with_margins
+from rl_megatron.data.problems.prompts import load_prompts, wrong_answer
+from rl_megatron.data.problems.rendering import Example, RowForm
+from rl_megatron.data.samples import SupervisedRow, answer_pairs, mismatched, scored_pairs, set_margins
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rewards.classifiers.in_process import ClassifierTexts
@@ -41,10 +41,10 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": roles[part[0]], "content": part[2:]} for part in text.split("|")]
 
 
-def conversations() -> WrittenConversations:
+def conversations() -> ConversationRows:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template, tokenizer.split_special_tokens = TEMPLATE, False
-    return WrittenConversations(tokenizer, [EOS])
+    return ConversationRows(tokenizer, [EOS])
 
 
 def prompt(better: str, worse: str) -> Prompt:
@@ -53,9 +53,9 @@ def prompt(better: str, worse: str) -> Prompt:
 
 
 def test_wrong_sums_have_the_answers_length_and_answers_end_with_the_end_of_sequence_token() -> None:
-    problems = [Problem(id=f"{n}", place="", text="", raw="", answer=f"{n % 200:03d}") for n in range(2000)]
-    made = [wrong(one) for one in problems]
-    assert made == [wrong(one) for one in problems]
+    problems = [Example(id=f"{n}", place="", text="", raw="", answer=f"{n % 200:03d}") for n in range(2000)]
+    made = [wrong_answer(one) for one in problems]
+    assert made == [wrong_answer(one) for one in problems]
     assert all(len(one) == 3 and one.isdigit() and one != two.answer for one, two in zip(made, problems, strict=True))
     apart = [sum(a != b for a, b in zip(one, two.answer, strict=True)) for one, two in zip(made, problems, strict=True)]
     assert 0.4 < apart.count(1) / len(apart) < 0.65  # half of them by intent, and few of the others
@@ -89,7 +89,7 @@ def test_a_text_whose_template_writes_the_first_token_is_scored_with_one_of_it(a
 def test_a_scored_text_is_learnt_at_its_last_token_and_the_better_one_has_the_margin() -> None:
     one = Prompt(id="p", text="ab", token_ids=(7, 8), answer="", margin=0.5)
     pairs = scored_pairs([one], [("abc", "ad")], TOKENIZER, add_special_tokens=False)
-    samples = with_margins([row for pair in pairs for row in pair])
+    samples = set_margins([row for pair in pairs for row in pair])
     ids = TOKENIZER("abcad", add_special_tokens=False)["input_ids"]
     assert samples.input_ids.tolist() == ids
     assert samples.mask.tolist() == [False, False, True, False, True]
@@ -104,7 +104,7 @@ def test_prompts_with_other_rows_answers_are_those_of_lists(most: int) -> None:
     prompts, answers = ([1, 2, 3], [4], [5, 6]), ([7], [8, 9, 10, 11, 12], [13, 14, 15])
     turns = ([(0, 1)], [(0, 2), (3, 5)], [(0, 3)])  # within the answers
     rows = [
-        WrittenRow(
+        SupervisedRow(
             id="p",
             token_ids=np.array(p + a, np.int32),
             turns=tuple((len(p) + start, len(p) + stop) for start, stop in of),
@@ -112,7 +112,7 @@ def test_prompts_with_other_rows_answers_are_those_of_lists(most: int) -> None:
         )
         for p, a, of, margin in zip(prompts, answers, turns, (1.5, -0.5, 2.0), strict=True)
     ]
-    samples = with_margins(rows)
+    samples = set_margins(rows)
     assert samples.returns is not None
     assert samples.returns.tolist() == [0, 0, 1.5, -0.5, 0, 0, 0, 0, 0, 2.0, 0, 0]
     found = mismatched(samples, most)
@@ -163,7 +163,7 @@ def test_a_conversation_with_a_label_whose_turns_are_in_several_rows_is_refused(
     text = json.dumps({"messages": said("u:a|a:b|u:c|a:d"), "tools": []})
     one = Prompt(id="p:1", text=text, token_ids=(), answer="")
     with pytest.raises(DataError, match=r"^prompt 'p:1': the turns that its label is of are in 2 rows"):
-        single_answers([one], WrittenConversations(tokenizer, [EOS]))
+        single_answers([one], ConversationRows(tokenizer, [EOS]))
     silent = [{**message, "weight": 0} for message in said("u:a|a:b")]
     none = replace(one, text=json.dumps({"messages": silent, "tools": []}))
     assert single_answers([none], conversations()) == []
@@ -178,13 +178,13 @@ def test_another_label_of_a_conversation_is_another_data_set_and_none_that_of_ol
 
 
 def test_of_two_conversations_what_is_behind_their_common_messages_is_learnt() -> None:
-    ((better, worse),) = paired_answers([prompt("u:1|a:2|u:3|a:good", "u:1|a:2|u:3|a:no")], conversations())
+    ((better, worse),) = split_answer_pair([prompt("u:1|a:2|u:3|a:good", "u:1|a:2|u:3|a:no")], conversations())
     for row, text in ((better, "good"), (worse, "no")):
         ((start, stop),) = row.turns
         assert TOKENIZER.decode(row.token_ids[start : stop - 1]) == text
         assert row.token_ids[stop - 1] == EOS
         assert TOKENIZER.decode(row.token_ids[:start]).replace(TOKENIZER.eos_token, "") == "u:1\na:2\nu:3\na:"
-    ((whole, _),) = paired_texts([prompt("u:1|a:2", "u:1|a:3")], conversations())
+    ((whole, _),) = split_text_pair([prompt("u:1|a:2", "u:1|a:3")], conversations())
     assert whole == f"u:1\na:2{TOKENIZER.eos_token}\n"
 
 
@@ -200,7 +200,7 @@ def test_of_two_conversations_what_is_behind_their_common_messages_is_learnt() -
 )
 def test_conversations_that_are_no_pair_are_refused_by_name(better: str, worse: str, reason: str) -> None:
     with pytest.raises(DataError, match=f"prompt 'p:1': {reason}"):
-        paired_answers([prompt(better, worse)], conversations())
+        split_answer_pair([prompt(better, worse)], conversations())
 
 
 def test_all_conversations_that_are_no_pair_are_named_before_the_first_step() -> None:
@@ -221,7 +221,7 @@ def test_all_conversations_that_are_no_pair_are_named_before_the_first_step() ->
 def test_an_answer_without_the_messages_before_it_is_no_text_to_score() -> None:
     """As TRL's files have them, whose ``prompt`` is another field."""
     one = prompt("a:2", "a:3")
-    for check in (check_answers, check_texts, lambda prompts: paired_texts(prompts, conversations())):
+    for check in (check_answers, check_texts, lambda prompts: split_text_pair(prompts, conversations())):
         with pytest.raises(DataError, match=r"^prompt 'p:1': message 1 is the assistant's, which answers nobody"):
             check([one])
     greeting = replace(
@@ -238,7 +238,7 @@ def test_a_conversation_that_ends_with_a_user_has_no_answer_to_score() -> None:
     """Its score would be that of the question; in job=dpo what follows the last answer is not read."""
     one = prompt("u:1|a:2|u:thanks", "u:1|a:3")
     check_answers([one])
-    for check in (check_texts, lambda prompts: paired_texts(prompts, conversations())):
+    for check in (check_texts, lambda prompts: split_text_pair(prompts, conversations())):
         with pytest.raises(DataError, match=r"^prompt 'p:1': message 3, the last, is of the role 'user', and"):
             check([one])
 
@@ -250,7 +250,7 @@ def test_messages_that_say_the_same_are_the_same_beginning() -> None:
     one["messages"][1] |= {"weight": 0}
     other = Prompt(id="p:1", text=json.dumps(one), token_ids=(), answer="")
     given, wanted = (
-        paired_answers([each], conversations()) for each in (other, prompt("u:1|a:2|u:3|a:good", "u:1|a:2|u:3|a:no"))
+        split_answer_pair([each], conversations()) for each in (other, prompt("u:1|a:2|u:3|a:good", "u:1|a:2|u:3|a:no"))
     )
     for row, same in zip(given[0], wanted[0], strict=True):
         assert (row.token_ids.tolist(), row.turns) == (same.token_ids.tolist(), same.turns)
@@ -262,10 +262,10 @@ def test_a_weight_of_0_on_all_that_differs_is_refused_at_the_start_and_on_a_part
     one[key][3]["weight"] = 0
     part = Prompt(id="p:1", text=json.dumps(one), token_ids=(), answer="")
     check_answers([part])
-    assert len(paired_answers([part], conversations())) == 1
+    assert len(split_answer_pair([part], conversations())) == 1
     one[key][5]["weight"] = 0
     whole = replace(part, text=json.dumps(one))
-    for check in (check_answers, lambda prompts: paired_answers(prompts, conversations())):
+    for check in (check_answers, lambda prompts: split_answer_pair(prompts, conversations())):
         with pytest.raises(DataError, match=rf"^prompt 'p:1': .* its {side} .* a weight of 0 from message 4 on"):
             check([whole])
 
@@ -280,8 +280,8 @@ def test_a_pair_whose_texts_leave_out_what_differs_is_refused() -> None:
         one = json.loads(prompt(answer, answer).text)
         for side, more in zip(("messages", "rejected"), extra, strict=True):
             one[side][1] |= more
-        made = WrittenConversations(tokenizer, [EOS])
-        return paired_texts([Prompt(id="p:1", text=json.dumps(one), token_ids=(), answer="")], made)
+        made = ConversationRows(tokenizer, [EOS])
+        return split_text_pair([Prompt(id="p:1", text=json.dumps(one), token_ids=(), answer="")], made)
 
     with pytest.raises(DataError, match=r"^prompt 'p:1': the chat template's texts of both conversations are equal"):
         texts({"reasoning_content": "Hm."}, {"reasoning_content": "No."})
@@ -298,10 +298,10 @@ def test_answers_that_the_template_shows_alike_are_no_pair() -> None:
         TEMPLATE.replace("m['content']", "m.content.strip()"),
         False,
     )
-    made = WrittenConversations(tokenizer, [EOS])
-    assert len(paired_answers([prompt("u:1|a:2", "u:1|a:3 ")], made)) == 1
+    made = ConversationRows(tokenizer, [EOS])
+    assert len(split_answer_pair([prompt("u:1|a:2", "u:1|a:3 ")], made)) == 1
     with pytest.raises(DataError, match=r"^prompt 'p:1': the chat template's texts of both conversations are equal"):
-        paired_answers([prompt("u:1|a:2", "u:1|a:2 ")], made)
+        split_answer_pair([prompt("u:1|a:2", "u:1|a:2 ")], made)
 
 
 LETTERS = {"q": "1+1", "good": "2", "bad": "3", "m": 0.5}

@@ -21,7 +21,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import CurriculumSection, FileRunData, MixtureData, RunKeys
 from rl_megatron.data.problems import parquet, pool, rendering
 from rl_megatron.data.problems.parquet import ParquetRows
-from rl_megatron.data.problems.pool import Pool, PromptStream
+from rl_megatron.data.problems.pool import PromptPool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.data.problems.rows import as_json, values_of
@@ -46,12 +46,14 @@ def made(count: int, seed: int = 0, values: int = 60) -> list[dict[str, Any]]:
     ]
 
 
-def loaded(train: Path, held_out: Path, leak: str = "drop", limit: int = 99, long: Any = "fail", **keys: Any) -> Pool:
+def loaded(
+    train: Path, held_out: Path, leak: str = "drop", limit: int = 99, long: Any = "fail", **keys: Any
+) -> PromptPool:
     data = {"type": "files", "train": train, "eval": held_out, "on_leak": leak, **keys}
     return load(FileRunData.model_validate(data), limit, long)
 
 
-def load(data: Any, limit: int = 99, long: Any = "fail") -> Pool:
+def load(data: Any, limit: int = 99, long: Any = "fail") -> PromptPool:
     assert isinstance(data, RunKeys)
     form = RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long=long)
     return load_prompts(data, form, seed=0, on_leak=data.on_leak)[0]
@@ -184,7 +186,7 @@ def test_a_row_that_is_larger_than_all_others_leaves_batches_as_they_are(tmp_pat
 
 
 def test_it_is_a_source_of_a_mixture(tmp_path: Path) -> None:
-    def mixed(kind: str) -> Pool:
+    def mixed(kind: str) -> PromptPool:
         folder = tmp_path / kind
         folder.mkdir()
         source = {"type": "files", "eval": written(folder / "e.jsonl", made(1, 5, 10**6))}
@@ -278,7 +280,7 @@ def test_of_what_is_held_out_no_more_is_read_than_is_used(kind: str, tmp_path: P
         load(RunConfig.model_validate({"data": {**keys, "max_eval": 5}}).data)
 
 
-def mixed_again(folder: Path) -> Pool:
+def mixed_again(folder: Path) -> PromptPool:
     """The parquet mixture of the test above, loaded again."""
     source = {"type": "files", "eval": folder / "parquet/e.jsonl"}
     sources = {
@@ -359,7 +361,7 @@ def test_any_prompt_of_a_mixture_is_read_by_its_row(tmp_path: Path) -> None:
     """As a resume does with those that wait; also of a source's last rows, behind which are another's."""
     held_out, parts = written(tmp_path / "e.jsonl", made(2, seed=1, values=90)), [made(13), made(11, seed=5)]
 
-    def mixed(kind: str) -> Pool:
+    def mixed(kind: str) -> PromptPool:
         files = [written(tmp_path / f"{name}.{kind}", part) for name, part in zip("ab", parts, strict=True)]
         sources = {one.stem: {"type": "files", "train": one, "eval": held_out} for one in files}
         keys = {"type": "mixture", "sources": sources, "on_leak": "keep"}
@@ -596,13 +598,13 @@ def test_values_of_columns_by_hand() -> None:
 @pytest.mark.parametrize("served", [True, False])
 def test_a_stream_renders_rows_in_another_thread(served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chat template may take 5 s of a processor, in which nothing else of the controller would go on."""
-    rendered, threads = rendering.tokenized_one, list[threading.Thread]()
+    rendered, threads = rendering.tokenize_one, list[threading.Thread]()
 
     def tokenized_one(*given: Any, **named: Any) -> Any:
         threads.append(threading.current_thread())
         return rendered(*given, **named)
 
-    monkeypatch.setattr(pool, "tokenized_one", tokenized_one)
+    monkeypatch.setattr(pool, "tokenize_one", tokenized_one)
     train = written(tmp_path / "t.parquet", made(40, values=10**6))
     held_out = written(tmp_path / "e.jsonl", made(1, 5, 10**6))
     prompts, wanted = loaded(train, held_out), PromptStream(loaded(train, held_out), seed=0).take(12)

@@ -21,7 +21,7 @@ from typing_extensions import override
 from rl_megatron.agents.conversation.templates import PlainText
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticData, FileData
-from rl_megatron.data.problems.pool import Listed, Pool, PromptStream
+from rl_megatron.data.problems.pool import ListPool, PromptPool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
@@ -388,7 +388,7 @@ def test_what_is_left_out_comes_no_more_and_all_others_in_the_same_order() -> No
         stream.leave_out(prompts(7)[6])
 
 
-def dated(folder: Path, today: str) -> Pool:
+def dated(folder: Path, today: str) -> PromptPool:
     """The prompts of a start on that day, by a chat template that writes it."""
     path, tokenizer = folder / "train.jsonl", byte_tokenizer()
     path.write_text("".join(json.dumps({"question": f"1+{i}?", "answer": "4"}) + "\n" for i in range(5)))
@@ -457,11 +457,11 @@ class OneHash(str):
 
 def test_rows_are_found_by_names_of_equal_hashes_and_at_twelve_bytes_a_prompt() -> None:
     names = [OneHash(name) for name in "abc"]
-    few = Listed([replace(one, id=name) for one, name in zip(prompts(3), names, strict=True)])
+    few = ListPool([replace(one, id=name) for one, name in zip(prompts(3), names, strict=True)])
     assert [few.row_of(name) for name in names] == [0, 1, 2]
     with pytest.raises(KeyError):
         few.row_of(OneHash("d"))
-    many = Listed(prompts(4096))
+    many = ListPool(prompts(4096))
     tracemalloc.start()
     try:
         assert [many.row_of(str(row)) for row in range(4096)] == list(range(4096))

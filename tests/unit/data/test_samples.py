@@ -10,20 +10,20 @@ import torch
 from pydantic import TypeAdapter
 
 from rl_megatron.data.samples import (
+    answer_end_token,
+    append_last_targets,
     check_ends,
     dense_column,
-    end_of_answers,
     select,
     single_turns,
     split_minibatches,
     supervised_rows,
+    supervised_samples,
     to_samples,
-    with_last_tokens,
-    written_samples,
 )
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.stream import Answered, Draw, LedgerState, PendingPrompt, StreamState
+from rl_megatron.rollout.stream import Draw, GroupResult, LedgerState, PendingPrompt, StreamState
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples
 from tests import completions
 from tests.completions import columns_of, completion
@@ -70,7 +70,7 @@ def test_a_sequence_without_a_sampled_token_is_named() -> None:
 
 def test_supervised_targets_end_with_eos() -> None:
     prompts = [Prompt(id="x", text="1+1=", token_ids=tuple(b"1+1="), answer="2")]
-    samples = written_samples(supervised_rows(prompts, [("2",)], byte_tokenizer(), {"": 257}))
+    samples = supervised_samples(supervised_rows(prompts, [("2",)], byte_tokenizer(), {"": 257}))
     assert samples.input_ids.tolist() == list(b"1+1=2")
     assert samples.targets.tolist() == [*b"+1=2", 257]
     assert samples.mask.tolist() == [False, False, False, True, True]
@@ -91,7 +91,7 @@ def test_select_takes_whole_sequences_in_the_order_asked(samples: Samples) -> No
 def test_what_ends_a_supervised_target_ends_sampling_and_is_a_token_of_the_tokenizer() -> None:
     tokenizer = byte_tokenizer()
     for stops, end in (((256, 257), 257), ((256,), 256), ((900, 258, 256), 258), ((900,), None), ((), None)):
-        assert end_of_answers(tokenizer, stops) == end
+        assert answer_end_token(tokenizer, stops) == end
     prompts = [Prompt(id="x", text="1+1=", token_ids=tuple(b"1+1="), answer="2")]
     with pytest.raises(DataError, match=r"none of the tokens that end sampling, .* eos_token_id"):
         supervised_rows(prompts, [("2",)], tokenizer, {"": None})
@@ -128,7 +128,7 @@ def test_minibatches_hold_every_sequence_once_and_depend_on_the_seed_alone() -> 
 
 
 def test_the_last_token_becomes_an_input_for_the_critic(samples: Samples) -> None:
-    longer, is_last = with_last_tokens(samples)
+    longer, is_last = append_last_targets(samples)
     assert longer.input_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 9]
     assert is_last.nonzero().flatten().tolist() == [4, 8, 11]
     assert longer.cu_seqlens.tolist() == [0, 5, 9, 12]
@@ -198,7 +198,9 @@ def test_waiting_rollouts_keep_their_routes_in_a_checkpoint() -> None:
     every_byte = np.arange(240, dtype=np.uint8).reshape(40, 2, 3)
     groups = (routed_group([wide, None]), routed_group([every_byte], prompt=39))
     places = tuple(
-        PendingPrompt(drawn=Draw(ordinal=i, prompt=one.prompt, batch=1), birth=0, due=1, answered=Answered(group=one))
+        PendingPrompt(
+            drawn=Draw(ordinal=i, prompt=one.prompt, batch=1), birth=0, due=1, answered=GroupResult(group=one)
+        )
         for i, one in enumerate(groups)
     )
     counts = {"version": 3, "drawn": 2, "opened": 0, "credit": 0, "ahead": 0, "calm": 0}

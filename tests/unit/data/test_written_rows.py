@@ -18,16 +18,16 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
 from rl_megatron.config.sections.jobs import RowsOf
 from rl_megatron.data.problems import parquet, pool
-from rl_megatron.data.problems.leaks import ANSWERED, digests_of, hashes_of, spaced
+from rl_megatron.data.problems.leaks import ANSWERED, digests_of, hashes_of, normalize_whitespace
 from rl_megatron.data.problems.parquet import FileRows, ParquetRows
-from rl_megatron.data.problems.pool import Pool, PromptStream
+from rl_megatron.data.problems.pool import PromptPool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.data.samples import answer_pairs, supervised_rows
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.training.jobs.warm_start import answers
-from rl_megatron.training.jobs.written import Unit, fitted
+from rl_megatron.training.jobs.written import Unit, fit_rows
 from tests.data_files import written
 
 FORMS: dict[str, dict[str, str]] = {
@@ -67,13 +67,15 @@ def made(form: str, count: int, seed: int, values: int = 20) -> list[dict[str, A
     ]
 
 
-def loaded(form: str, train: Path, held_out: Path) -> Pool:
+def loaded(form: str, train: Path, held_out: Path) -> PromptPool:
     keys = {"type": "files", "train": train, "eval": held_out, "on_leak": "drop"}
     data = FileRunData.model_validate(keys | {"fields": FORMS[form]})
     return load(data, rows="pairs" if "rejected" in FORMS[form] else "answers")
 
 
-def load(data: FileRunData | MixtureData, *, rows: RowsOf = "answers", limit: int = 99, long: str = "fail") -> Pool:
+def load(
+    data: FileRunData | MixtureData, *, rows: RowsOf = "answers", limit: int = 99, long: str = "fail"
+) -> PromptPool:
     form = RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long=long)
     return load_prompts(data, form, seed=0, on_leak=data.on_leak, rows=rows, samples=False)[0]
 
@@ -112,7 +114,7 @@ def test_prompts_and_draws_are_those_of_jsonl_and_of_sets(form: str, tmp_path: P
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("form", ["pairs of conversations", "pairs of answers"])
 def test_fields_of_an_object_are_read_as_those_of_the_row(form: str, kind: str, tmp_path: Path) -> None:
-    def pool_of(name: str, rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> Pool:
+    def pool_of(name: str, rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> PromptPool:
         path = written(tmp_path / f"{name}.{kind}", rows)
         given = {"type": "files", "train": path, "eval": path, "on_leak": "keep", "fields": fields}
         return load(FileRunData.model_validate(given), rows="pairs")
@@ -158,7 +160,7 @@ def test_an_epoch_of_parquet_has_each_row_once_and_counts_those_that_are_too_lon
         if pairs
         else [(one,) for one in supervised_rows(drawn, answers(drawn, 0), byte_tokenizer(), {"": 257})]
     )
-    found = fitted(units, config)
+    found = fit_rows(units, config)
     assert sorted(unit[0].id for unit in found.units) == sorted(f"t:{number}" for number in range(21, 41))
     assert found.dropped == 20 * (1 + pairs)
 
@@ -249,7 +251,7 @@ def test_answers_in_columns_of_text_are_compared_as_in_jsonl_without_an_object_a
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"good": pa.array(answered, kind), "q": pa.array(asked, kind)}), path, row_group_size=7)
     data = FileRunData.model_validate({"type": "files", "train": path, "eval": path, "fields": FORMS["answers"]})
-    rows, wanted = FileRows([path], data, "data.train", lists=False), list(map(spaced, asked, answered))
+    rows, wanted = FileRows([path], data, "data.train", lists=False), list(map(normalize_whitespace, asked, answered))
     (wholes,) = rows.compared(ANSWERED)
     monkeypatch.setattr(ParquetRows, "_records_of", None)
     assert wholes.hashes().tolist() == hashes_of(wanted).tolist()

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from write_tasks import run
 
-from launcher.build.sampler import demonstrations, made_environment
+from launcher.build.sampler import demonstrations, load_environment
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
-from rl_megatron.environments.registry import EnvironmentMaker, resolve_environment
+from rl_megatron.environments.registry import EnvironmentFactory, resolve_environment
 from rl_megatron.environments.shipped import Calculator, Guess, evaluated
-from rl_megatron.errors import ConfigError, EnvironmentFailed
+from rl_megatron.errors import ConfigError, EnvironmentFailure
 from rl_megatron.types import Prompt
 from tests.unit.rollout.test_environment_source import Talks
 
@@ -193,7 +193,7 @@ EXAMPLES = Path(__file__).parents[3] / "docs" / "examples" / "environments"
 def test_an_example_is_an_environment_of_ones_own(function: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     made = resolve_environment(EnvironmentSection(function=function, options={option: "x"}))
-    assert isinstance(made, EnvironmentMaker)
+    assert isinstance(made, EnvironmentFactory)
     assert made.options == {option: "x"}
     with pytest.raises(ConfigError, match=r"environment\.options\.other: "):
         resolve_environment(EnvironmentSection(function=function, options={option: "x", "other": "y"}))
@@ -352,10 +352,10 @@ def configured(kind: Callable[..., Any], *keys: str) -> RunConfig:
 @pytest.mark.parametrize(("kind", "said"), WRONG.items())
 def test_another_answer_than_texts_ends_the_warm_start_with_both_names(kind: Callable[..., Any], said: str) -> None:
     config = configured(kind)
-    made = made_environment(config)
+    made = load_environment(config)
     assert made is not None
     given = rf"^environment '{__name__}:{kind.__name__}': demonstration of prompt '3\*4' \('3\*4='\){MADE_FOR}{said}"
-    with pytest.raises(EnvironmentFailed, match=given):
+    with pytest.raises(EnvironmentFailure, match=given):
         demonstrations(made, config)([SHOWN], 1)
 
 
@@ -369,7 +369,7 @@ def test_it_is_told_before_the_run_of_the_first_problem(kind: Callable[..., Any]
 
 def test_right_texts_are_learned_as_they_are_and_nothing_is_said_of_them() -> None:
     config = configured(Shouts)
-    made = made_environment(config)
+    made = load_environment(config)
     assert made is not None
     assert demonstrations(made, config)([SHOWN], 1) == [("?3*4", ":12", "!12")]
     assert preflight(config, for_job=False).texts("problem") == []

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from bench.intervals import nearest
 from rl_megatron.evaluation.figures import (
     FEW,
-    all_at,
+    all_at_k,
     beta_quantiles,
     chance_interval,
     difference_interval,
     majority,
-    pass_at,
+    pass_at_k,
     rate_interval,
     share_interval,
 )
-from rl_megatron.evaluation.results import draws_of
+from rl_megatron.evaluation.results import num_draws
 from rl_megatron.observability.intervals import Interval, beta_quantile
 
 SETS = 2000
@@ -35,22 +35,22 @@ def test_pass_at_and_all_at_are_the_shares_of_all_subsets(samples: int) -> None:
     for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         subsets = list(itertools.combinations([True] * right + [False] * (samples - right), k))
         some, every = Fraction(sum(map(any, subsets)), len(subsets)), Fraction(sum(map(all, subsets)), len(subsets))
-        assert pass_at(right, samples, k) == pytest.approx(float(some), abs=1e-15)
-        assert all_at(right, samples, k) == pytest.approx(float(every), abs=1e-15)
+        assert pass_at_k(right, samples, k) == pytest.approx(float(some), abs=1e-15)
+        assert all_at_k(right, samples, k) == pytest.approx(float(every), abs=1e-15)
 
 
 def test_pass_at_is_unbiased_and_refuses_what_cannot_be() -> None:
     p, samples, k = 0.1, 8, 4
     weights = [math.comb(samples, c) * p**c * (1 - p) ** (samples - c) for c in range(samples + 1)]
-    expected = math.fsum(w * pass_at(c, samples, k) for c, w in enumerate(weights))
+    expected = math.fsum(w * pass_at_k(c, samples, k) for c, w in enumerate(weights))
     assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
     exact = 1 - Fraction(math.comb(99_000, 500), math.comb(100_000, 500))  # its binomials are no floats
-    assert pass_at(1_000, 100_000, 500) == pytest.approx(float(exact), rel=1e-12)
+    assert pass_at_k(1_000, 100_000, 500) == pytest.approx(float(exact), rel=1e-12)
     for right, samples, k in ((1, 4, 0), (1, 4, 5), (5, 4, 1), (-1, 4, 1)):
         with pytest.raises(ValueError, match="right of"):
-            pass_at(right, samples, k)
+            pass_at_k(right, samples, k)
         with pytest.raises(ValueError, match="right of"):
-            all_at(right, samples, k)
+            all_at_k(right, samples, k)
 
 
 @pytest.mark.parametrize("truth", ["", "a", "b"])
@@ -133,10 +133,10 @@ def test_paired_intervals_of_pass_at_k_hold_the_truth(k: int, samples: int, prob
     """The second model solves a problem as the first in two tries, so its share that k samples miss is squared."""
     rng = np.random.default_rng([k, samples])
     rates = rng.beta(a, b, (SETS, problems))
-    value = np.array([pass_at(right, samples, k) for right in range(samples + 1)])
+    value = np.array([pass_at_k(right, samples, k) for right in range(samples + 1)])
     first, second = (value[rng.binomial(samples, one)] for one in (rates, 1 - (1 - rates) ** 2))
     once, twice = (math.prod((b + i) / (a + b + i) for i in range(tries)) for tries in (k, 2 * k))
-    draws = draws_of(samples, k)
+    draws = num_draws(samples, k)
     found = [difference_interval(*pair, samples=draws) for pair in zip(first.tolist(), second.tolist(), strict=True)]
     inside = [one.low is not None and one.high is not None and one.low <= once - twice <= one.high for one in found]
     assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
@@ -144,7 +144,7 @@ def test_paired_intervals_of_pass_at_k_hold_the_truth(k: int, samples: int, prob
 
 def test_draws_are_steps_and_equal_models_are_not_shown_equal() -> None:
     for samples, k in ((4, 1), (4, 3), (16, 8), (16, 16)):
-        assert draws_of(samples, k) == len({pass_at(right, samples, k) for right in range(samples + 1)}) - 1
+        assert num_draws(samples, k) == len({pass_at_k(right, samples, k) for right in range(samples + 1)}) - 1
     same = difference_interval([1.0] * 30, [1.0] * 30)
     assert same.value == 0.0
     assert same.high == pytest.approx(1.95996 * math.sqrt(2 / 31 / 32), rel=1e-4)  # 30 gaps of 0, one of 1, one of -1
@@ -234,16 +234,16 @@ def held(
 @pytest.mark.parametrize(
     ("figure", "k", "a", "b", "problems"),
     [
-        (pass_at, 2, 0.4, 1.6, 15),
-        (pass_at, 8, 5, 5, 30),  # 0.823 by the spread alone, 0.987 of two samples a problem
-        (pass_at, 8, 2, 8, 8),
-        (all_at, 2, 1, 1, 100),
+        (pass_at_k, 2, 0.4, 1.6, 15),
+        (pass_at_k, 8, 5, 5, 30),  # 0.823 by the spread alone, 0.987 of two samples a problem
+        (pass_at_k, 8, 2, 8, 8),
+        (all_at_k, 2, 1, 1, 100),
     ],
 )
 def test_chances_are_held(figure: Callable[[int, int, int], float], k: int, a: float, b: float, problems: int) -> None:
     """Of a beta's rates; all of k are right in the product of (a + i) / (a + b + i), i from 0 to k - 1."""
     every = [math.prod((one + i) / (a + b + i) for i in range(k)) for one in (a, b)]
-    truth = every[0] if figure is all_at else 1 - every[1]
+    truth = every[0] if figure is all_at_k else 1 - every[1]
     rates = np.random.default_rng([k, problems]).beta(a, b, (SETS, problems))
     found = held(rates, lambda c: figure(c, 16, k), truth, lambda values: chance_interval(values, samples=16))
     assert found == pytest.approx(0.95, abs=0.02)

@@ -19,15 +19,15 @@ from rl_megatron.errors import DataError
 from rl_megatron.evaluation.results import (
     Results,
     SetResult,
-    drawn_otherwise,
-    kept_sets,
-    measured_by,
+    differing_sampling_keys,
+    eval_digest,
+    finished_sets,
     paired_figures,
     read_results,
     result_of,
     unfinished,
 )
-from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
+from rl_megatron.evaluation.sets import EvalSet, EvalSetSamples
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Prompt
 
@@ -42,7 +42,7 @@ def result(folder: Path, row: dict[str, str], template: str) -> SetResult:
     tokenizer.chat_template = template
     data = FileData(type="files", train=folder / "train.jsonl", eval=folder / "eval.jsonl", chat_template=True)
     _, prompts = load_prompts(data, RowForm(tokenizer=tokenizer, max_tokens=50, on_long="fail"), seed=0)
-    measured = MeasuredSet(
+    measured = EvalSetSamples(
         problems=tuple(one.id for one in prompts),
         samples=1,
         right=(1,),
@@ -52,7 +52,7 @@ def result(folder: Path, row: dict[str, str], template: str) -> SetResult:
         truncated=0.0,
         seconds=0.0,
     )
-    return result_of(ProblemSet(name="one", prompts=prompts, section=EvalSetSection(), temperature=0.0), measured)
+    return result_of(EvalSet(name="one", prompts=prompts, section=EvalSetSection(), temperature=0.0), measured)
 
 
 def compared(folder: Path, *sets: SetResult) -> int:
@@ -149,13 +149,13 @@ def test_what_judges_no_sample_may_differ_and_how_samples_were_drawn_is_told(tmp
     other = evaluated(tmp_path, "eval.sets.one.temperature=0.5", "rollout.max_new_tokens=9", "rollout.ignore_eos=true")
     older = replace(first, config={"reward": {"function": "exact_match"}})
     assert all(len(paired_figures(first, each)) == 1 for each in (alike, other, older))
-    assert not drawn_otherwise(first, alike)
+    assert not differing_sampling_keys(first, alike)
     tokens = first.config["rollout"]["max_new_tokens"]
     drawn = ["temperature (0.0 and 0.5)", f"max_new_tokens ({tokens} and 9)", "rollout.ignore_eos (False and True)"]
-    assert drawn_otherwise(first, other) == {"one": drawn}
+    assert differing_sampling_keys(first, other) == {"one": drawn}
     served = ("rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16", "weights.transport=file")
     quantized = [evaluated(tmp_path, *served, f"rollout.server.quantization={one}") for one in ("none", "fp8")]
-    assert drawn_otherwise(*quantized) == {"one": ["rollout.server.quantization (none and fp8)"]}
+    assert differing_sampling_keys(*quantized) == {"one": ["rollout.server.quantization (none and fp8)"]}
 
 
 def way(*keys: str, mark: str = "", tests: str = "") -> str:
@@ -166,7 +166,7 @@ def way(*keys: str, mark: str = "", tests: str = "") -> str:
         for n in (1, 2)
     ]
     config = load_config("tiny_cpu", ["eval.sets.one.limit=2", "eval.sets.one.temperature=1", *keys])
-    return measured_by(
+    return eval_digest(
         config.model_dump(mode="json"), problem_sets(config, held_out, lambda data, **_: held_out[::-1])[0]
     )
 
@@ -198,7 +198,7 @@ TWO = ("eval.sets.two.samples=2", "eval.sets.two.temperature=1")
 
 def begun(
     *keys: str, mark: str = "", weights: str = "w", tests: str = "", **shown: Any
-) -> tuple[Results, list[ProblemSet]]:
+) -> tuple[Results, list[EvalSet]]:
     """An evaluation with the keys of `way`, which has measured no set yet, and its sets, whose second problem has these
     tests; ``shown``: variables of the chat template."""
     held_out = [
@@ -216,13 +216,13 @@ def kept(folder: Path, *keys: str, errors: int = 0, **others: Any) -> list[str]:
     """The sets that such an evaluation takes from one of two sets that was stopped after both, of which the first had
     so many samples without a reward."""
     results, sets = begun(*TWO)
-    measured = MeasuredSet(
+    measured = EvalSetSamples(
         problems=("1", "2"), samples=1, right=(1, 0), votes=None, errors=0, length=1.0, truncated=0.0, seconds=0.0
     )
     numbers = {"one": errors, "two": 0}
     found = {str(one.name): result_of(one, replace(measured, errors=numbers[str(one.name)])) for one in sets}
     replace(results, sets=found).write(unfinished(folder / "a.json"), private=False)
-    return list(kept_sets(folder / "a.json", *begun(*TWO, *keys, **others)))
+    return list(finished_sets(folder / "a.json", *begun(*TWO, *keys, **others)))
 
 
 @OTHER_WAYS
@@ -239,4 +239,4 @@ def test_a_set_is_kept_of_the_same_weights_whatever_becomes_of_others(tmp_path: 
     assert not kept(tmp_path, tests="other")
     assert not kept(tmp_path, enable_thinking=False)
     assert kept(tmp_path, errors=1) == ["two"]
-    assert not kept_sets(tmp_path / "b.json", *begun())
+    assert not finished_sets(tmp_path / "b.json", *begun())

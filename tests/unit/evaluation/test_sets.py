@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from launcher.build.data import Data, load_data, problem_sets
-from launcher.build.sampler import sampler_of
+from launcher.build.sampler import make_sampler
 from launcher.preflight.own_code import check
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import PreflightContext
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
@@ -26,13 +26,13 @@ from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.evaluation.figures import chance_interval, rate_interval, share_interval
-from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
+from rl_megatron.evaluation.sets import EvalSet, measure, row_of
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.tiny import TinySizes, byte_tokenizer, make_tiny_model
 from rl_megatron.observability.metrics import documented
 from rl_megatron.rewards.registry import resolve_reward, resolve_rewards
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.evaluation import Evaluator
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, limits_of
 from tests import scripted_engine
 from tests.completions import completion
@@ -76,13 +76,13 @@ def sampler(engine: RolloutEngine, reward: Any = "final_number", **section: Any)
     )
 
 
-def held_out(name: str, **keys: Any) -> ProblemSet:
+def held_out(name: str, **keys: Any) -> EvalSet:
     section = EvalSetSection(**keys)
-    return ProblemSet(name=name, prompts=PROMPTS, section=section, temperature=section.temperature or 0.0)
+    return EvalSet(name=name, prompts=PROMPTS, section=section, temperature=section.temperature or 0.0)
 
 
-def evaluation(engine: RolloutEngine, *sets: ProblemSet, **section: Any) -> Evaluation:
-    return Evaluation(sampler=sampler(engine), sets=sets, section=EvalSection(**section), last_step=100)
+def evaluation(engine: RolloutEngine, *sets: EvalSet, **section: Any) -> Evaluator:
+    return Evaluator(sampler=sampler(engine), sets=sets, section=EvalSection(**section), last_step=100)
 
 
 def test_figures_are_those_counted_by_hand() -> None:
@@ -133,7 +133,7 @@ def test_limits_are_those_that_leave_tokens_out() -> None:
 
 def test_without_sets_the_row_and_the_requests_are_what_they_were() -> None:
     engine = Written()
-    whole = ProblemSet(name=None, prompts=PROMPTS, section=EvalSetSection(), temperature=0.0)
+    whole = EvalSet(name=None, prompts=PROMPTS, section=EvalSetSection(), temperature=0.0)
     assert asyncio.run(evaluation(engine, whole).row(10)) == {"eval/accuracy": 3 / 4, "eval/errors": 0}
     assert [one.id for one in engine.asked] == [f"evaluation: {name}" for name in ANSWERS]
 
@@ -154,7 +154,7 @@ def test_a_reward_that_reads_no_answer_has_no_majority_and_failed_ones_count_as_
 def test_a_sample_of_several_turns_is_as_long_as_all_of_them() -> None:
     task = Prompt(id="3*4", text="3*4=", token_ids=(1,), answer="12")
     script = {"3*4=": "?3*4", "3*4=?3*4:12": "!12"}
-    one = ProblemSet(name="products", prompts=(task,), section=EvalSetSection(samples=2), temperature=0.5)
+    one = EvalSet(name="products", prompts=(task,), section=EvalSetSection(samples=2), temperature=0.5)
     ours = scripted_engine.sampler(scripted_engine.Scripted(lambda text: script[text]))
     measured = asyncio.run(measure(ours, one, EvalSection()))
     assert (measured.right, measured.length, measured.truncated) == ((2,), len("?3*4") + 1 + len("!12") + 1, 0.0)
@@ -172,9 +172,9 @@ def test_samples_without_a_turn_are_counted_beside_the_accuracy(caplog: pytest.L
             return [replace(one, token_ids=np.array([], np.int32), logprobs=np.array([], np.float32))]
 
     tasks = [Prompt(id=text, text=text, token_ids=(1,), answer="12") for text in ("3*4=", "2*6=")]
-    one = ProblemSet(name=None, prompts=tasks, section=EvalSetSection(samples=2), temperature=0.5)
+    one = EvalSet(name=None, prompts=tasks, section=EvalSetSection(samples=2), temperature=0.5)
     ours = scripted_engine.sampler(SaysNothing(lambda text: "!12"))
-    row = asyncio.run(Evaluation(sampler=ours, sets=(one,), section=EvalSection(), last_step=1).row(0))
+    row = asyncio.run(Evaluator(sampler=ours, sets=(one,), section=EvalSection(), last_step=1).row(0))
     assert row == {"eval/accuracy": 3 / 4, "eval/errors": 1}
     assert "evaluation: 1 of 4 samples have no reward and count as wrong" in caplog.text
     assert "evaluation: length and truncated are of 2 of 4 samples; the other 2 are of prompts of" in caplog.text
@@ -275,7 +275,7 @@ def built(config: RunConfig, model: Path) -> tuple[RolloutSampler, Data]:
     data = load_data(config, model)
     answers = {prompt.id: (prompt.answer,) for one in data.sets for prompt in one.prompts}
     reward = resolve_rewards(config.reward, config.own_rewards)
-    sampler = sampler_of(config, None, Written(answers), reward, data, vocab_size=259)
+    sampler = make_sampler(config, None, Written(answers), reward, data, vocab_size=259)
     assert isinstance(sampler, RolloutSampler)
     return sampler, data
 
@@ -306,7 +306,7 @@ def test_what_follows_an_error_is_what_the_sets_own_reward_says(model: Path) -> 
 
 
 def test_the_preflight_asks_the_reward_of_each_set(model: Path) -> None:
-    found = check(Subject(load_config("tiny_cpu", [*SETS, f"model.path={model}"]), for_job=False))
+    found = check(PreflightContext(load_config("tiny_cpu", [*SETS, f"model.path={model}"]), for_job=False))
     facts = [each.text for each in found if each.kind == "fact"]
     assert facts[0].startswith("reward 'length' gives 0 for the answer itself")
     assert facts[1].startswith("reward 'exact_match' gives 1 for the answer itself, 0 for")

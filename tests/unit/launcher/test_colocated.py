@@ -15,8 +15,8 @@ import torch
 
 from launcher.controller.group import WorkerGroup
 from launcher.controller.roles import BatchCalls, LearnerGroup
-from launcher.hosts.sites import sites_of
-from launcher.servers.pool import COMPUTING, ServedEngines, ServedLauncher, colocated
+from launcher.hosts.sites import server_sites
+from launcher.servers.pool import COMPUTING, ServerLauncher, ServerPool, colocated
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -25,11 +25,11 @@ from rl_megatron.engines import replicas
 from rl_megatron.engines.replicas import Health
 from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.interfaces import Launcher, Learner, Roles
+from rl_megatron.interfaces import Launcher, Learner, RunComponents
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.jobs.rl import RLJob
 from rl_megatron.types import Loss, ParallelDims
 from tests.processes.launcher.test_supervisor import LIMIT, Bed, Place, bed, stuck, until
 from tests.samples import sequences_of
@@ -84,10 +84,10 @@ class Servers:
             (folder / "config.json").touch()
 
 
-def roles_of(servers: Servers, policy: Any, critic: Any, reference: Any) -> Roles:
+def roles_of(servers: Servers, policy: Any, critic: Any, reference: Any) -> RunComponents:
     learners, weights = {"policy": policy, "critic": critic}, cast(Any, servers)
     return colocated(
-        Roles(learners=learners, frozen={"reference": reference}, engine=weights, weights=weights), weights
+        RunComponents(learners=learners, frozen={"reference": reference}, engine=weights, weights=weights), weights
     )
 
 
@@ -127,7 +127,7 @@ async def test_models_loaded_at_the_start_leave_the_gpus_before_sampling(tmp_pat
     keys = ("rollout=vllm", "rollout.server.colocated=true", "algorithm=ppo", "algorithm.kl.coefficient=0.1")
     config, none = load_config("tiny_cpu", keys), cast(Any, None)
     stream = SimpleNamespace(restore=lambda *_: None, table=None, read_ahead=lambda: None, digest=dict)
-    job = Reinforcement(
+    job = RLJob(
         config=config,
         roles=roles,
         prompts=cast(Any, stream),
@@ -156,7 +156,7 @@ def test_servers_leave_the_gpus_before_a_checkpoint_is_loaded(tmp_path: Path) ->
     heard: list[str] = []
     critic, servers = learner(cast(WorkerGroup, Ranks("critic", heard)), "critic"), Servers(heard)
     none = cast(Any, None)
-    roles = Roles(learners={"policy": critic}, frozen={}, engine=none, weights=none)
+    roles = RunComponents(learners={"policy": critic}, frozen={}, engine=none, weights=none)
     asyncio.run(colocated(roles, cast(ReplicaWeights, servers)).policy.load(tmp_path, {}))
     assert heard == ["servers release", "critic verify", "critic load"]
 
@@ -187,15 +187,15 @@ async def test_learners_start_after_servers_that_share_their_gpus(
         yield SimpleNamespace(weights=Servers(heard))
 
     class Learners(Launcher):
-        def start(self, config: RunConfig, tell: object = None) -> AbstractAsyncContextManager[Roles]:
+        def start(self, config: RunConfig, tell: object = None) -> AbstractAsyncContextManager[RunComponents]:
             heard.append("learners start")
             raise ConfigError("that is enough")
 
-    monkeypatch.setattr(ServedEngines, "running", running)
+    monkeypatch.setattr(ServerPool, "running", running)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     config = load_config("tiny_cpu", ["rollout=vllm", "learner.device=cuda", "learner.ep=1", *keys])
-    launcher = ServedLauncher(
-        Learners(), tmp_path, tmp_path, tiny_shape(TinySizes.of(config.model.tiny)), sites_of(config, None)
+    launcher = ServerLauncher(
+        Learners(), tmp_path, tmp_path, tiny_shape(TinySizes.of(config.model.tiny)), server_sites(config, None)
     )
     with pytest.raises(ConfigError, match="that is enough"):
         async with launcher.start(config):

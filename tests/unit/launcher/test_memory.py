@@ -13,7 +13,7 @@ import torch
 
 from launcher.preflight.sizes import size_problems
 from launcher.wire import Setup
-from launcher.worker.models import remember, telling_of_memory
+from launcher.worker.models import remember, with_memory_notes
 from launcher.worker.process import _machines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -21,8 +21,8 @@ from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import made_up_nodes, placement_of
-from rl_megatron.placement.seats import beside_ranks, seats_here, seats_of
+from rl_megatron.placement.ranks import placeholder_nodes, placement_of
+from rl_megatron.placement.seats import gpus_on_learner_nodes, local_server_placements, server_placements
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import elements, learner_layout
 from tests.unit.launcher.commands import status_of
@@ -180,7 +180,7 @@ def test_what_8_gpus_hold_only_with_moments_on_the_host_16_hold_without(name: st
 
 def test_a_machine_of_8_gpus_has_6_for_the_learner_and_2_for_its_server() -> None:
     config, _ = recipe(QWEN_APART)
-    assert [seat.gpus for seat in seats_here(config, 8)] == [(6, 7)]
+    assert [seat.gpus for seat in local_server_placements(config, 8)] == [(6, 7)]
 
 
 def test_each_term_grows_with_what_its_advice_names() -> None:
@@ -498,16 +498,20 @@ def test_a_rank_has_the_gpu_of_its_place_on_its_node(tmp_path: Path) -> None:
     """Also where ranks are fewer than GPUs: servers have each node's GPUs from the first on."""
     keys = (*EIGHT, "slurm.nodes=2", "slurm.ntasks_per_node=4", "learner.dp=2")
     config = load_config("tiny_cpu", [*keys, "rollout.server.replicas=4"])
-    nodes = made_up_nodes(config)[LEARNER]
+    nodes = placeholder_nodes(config)[LEARNER]
     placement = placement_of(config, nodes)
     each = {"ranks_per_node": placement.ranks_per_node, "rendezvous": ""}
     setup = Setup(config=config, model_folder=tmp_path, run_folder=tmp_path, **each)
     ranks = {(placement.node_of(rank), setup.gpu_of(rank)): rank for rank in range(8)}
     assert [gpu for _, gpu in ranks] == [0, 1, 2, 3] * 2
-    beside = [[ranks[seat.node, gpu] for gpu in seat.gpus] for seat in seats_of(config, nodes, ())]
-    assert beside == beside_ranks(config) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    beside = [[ranks[seat.node, gpu] for gpu in seat.gpus] for seat in server_placements(config, nodes, ())]
+    assert beside == gpus_on_learner_nodes(config) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     more = load_config("tiny_cpu", [*keys, "rollout.server.replicas=8"])
-    assert beside_ranks(more)[1:4] == [[2, 3], [12, 13], [14, 15]]  # GPUs without a rank are behind the 8 ranks
+    assert gpus_on_learner_nodes(more)[1:4] == [
+        [2, 3],
+        [12, 13],
+        [14, 15],
+    ]  # GPUs without a rank are behind the 8 ranks
 
 
 def test_more_ranks_than_gpus_on_a_node_are_refused() -> None:
@@ -555,7 +559,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def notes_of(setup: Setup, rank: int = 3) -> list[str]:
-    with pytest.raises(torch.OutOfMemoryError) as found, telling_of_memory(setup, rank):
+    with pytest.raises(torch.OutOfMemoryError) as found, with_memory_notes(setup, rank):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
     return list(found.value.__notes__)
 
@@ -604,7 +608,7 @@ NCCL = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.29
 )
 def test_libraries_that_allocate_beside_torch_fill_a_gpu_too(tmp_path: Path, error: Exception, full_of: bool) -> None:
     """Their errors get the same lines, and are the run's fault like torch's own, not the machine's."""
-    with pytest.raises(type(error)) as found, telling_of_memory(rank_of(tmp_path), 3):
+    with pytest.raises(type(error)) as found, with_memory_notes(rank_of(tmp_path), 3):
         raise error
     notes = getattr(found.value, "__notes__", [])
     assert [note.partition(",")[0] for note in notes[:1]] == ["the plan of its GPU"] * full_of

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from launcher.commands import submit
 from launcher.hosts.ray.node import engine_node_command, node_command
-from launcher.hosts.sites import sites_of
+from launcher.hosts.sites import server_sites
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import step_command
 from launcher.preflight.checks import preflight
@@ -26,9 +26,9 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.placement.files import writers_of_files
-from rl_megatron.placement.ranks import group_ranks, made_up_nodes, place, placement_of
-from rl_megatron.placement.seats import seat, seats_alone, seats_here, seats_of
+from rl_megatron.placement.files import file_writer_ranks
+from rl_megatron.placement.ranks import group_ranks, place_ranks, placeholder_nodes, placement_of
+from rl_megatron.placement.seats import local_server_placements, place_servers, server_placements, standalone_placements
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.slurm_jobs import CASES, config_of
 
@@ -63,7 +63,7 @@ def test_every_rank_has_one_node_and_tensor_parallelism_stays_inside(dims: Paral
     world = dims.world_size
     nodes = [f"n{i}" for i in range(-(-world // each))]
     try:
-        placement = place(dims, nodes, each)
+        placement = place_ranks(dims, nodes, each)
     except ConfigError:
         assert world != each * len(nodes) or (len(nodes) > 1 and (each % dims.tp or each % dims.etp))
         return
@@ -75,7 +75,7 @@ def test_every_rank_has_one_node_and_tensor_parallelism_stays_inside(dims: Paral
 
 def spans(text: str, *, nodes: int, each: int) -> Iterator[str]:
     dims = ParallelDims(**{k: int(v) for k, v in (pair.split("=") for pair in text.split())})
-    placement = place(dims, [f"n{i}" for i in range(nodes)], each)
+    placement = place_ranks(dims, [f"n{i}" for i in range(nodes)], each)
     yield from (f"{kind}:{count}" for kind, count in placement.spans().items())
 
 
@@ -96,17 +96,17 @@ def test_how_far_groups_reach(dims: str, nodes: int, each: int, expected: str) -
 
 def test_both_numbers_and_the_change_are_told() -> None:
     with pytest.raises(ConfigError) as caught:
-        place(ParallelDims(tp=4, dp=1), ["a", "b"], 4)
+        place_ranks(ParallelDims(tp=4, dp=1), ["a", "b"], 4)
     assert "slurm.nodes=2 * slurm.ntasks_per_node=4 = 8 tasks" in str(caught.value)
     assert "= 4 ranks; set learner.dp=2" in str(caught.value)
     with pytest.raises(ConfigError, match=r"= 3 ranks; change one of them$"):
-        place(ParallelDims(dp=3), ["a", "b"], 2)
+        place_ranks(ParallelDims(dp=3), ["a", "b"], 2)
     with pytest.raises(ConfigError, match=r"learner\.tp=8 does not divide slurm\.ntasks_per_node=4"):
-        place(ParallelDims(tp=8, etp=8), ["a", "b"], 4)
+        place_ranks(ParallelDims(tp=8, etp=8), ["a", "b"], 4)
 
 
 def test_a_person_sees_nodes_and_groups() -> None:
-    text = place(ParallelDims(tp=8, ep=16, dp=16), [f"n{i}" for i in range(16)], 8).describe()
+    text = place_ranks(ParallelDims(tp=8, ep=16, dp=16), [f"n{i}" for i in range(16)], 8).describe()
     assert text.splitlines() == [
         *("128 ranks on 16 nodes, 8 on each", "  n0: ranks 0-7", "  n1: ranks 8-15", "  ...", "  n15: ranks 120-127"),
         *("  tp=8: inside a node", "  dp=16: across 16 nodes", "  ep=16: across 2 nodes", "  edp=8: across 8 nodes"),
@@ -115,12 +115,12 @@ def test_a_person_sees_nodes_and_groups() -> None:
 
 def test_a_domain_of_nvlink_may_hold_a_tensor_parallel_group() -> None:
     with pytest.raises(ConfigError, match=r"slurm\.ntasks_per_node=4: a tensor-parallel group would leave its node"):
-        place(ParallelDims(tp=8, etp=8, dp=2), list("abcd"), 4)
-    text = place(ParallelDims(tp=8, etp=8, dp=2), list("abcd"), 4, domain=2).describe()
+        place_ranks(ParallelDims(tp=8, etp=8, dp=2), list("abcd"), 4)
+    text = place_ranks(ParallelDims(tp=8, etp=8, dp=2), list("abcd"), 4, domain=2).describe()
     assert "  tp=8: across 2 nodes of one NVLink domain" in text
     assert "  dp=2: across 2 nodes of 2 NVLink domains" in text
     with pytest.raises(ConfigError, match=r"ntasks_per_node=4 \* slurm\.nvlink_nodes=2: .* leave its NVLink domain"):
-        place(ParallelDims(tp=16, etp=16), list("abcd"), 4, domain=2)
+        place_ranks(ParallelDims(tp=16, etp=16), list("abcd"), 4, domain=2)
 
 
 @given(replicas=st.integers(1, 20), tp=st.sampled_from([1, 2, 3, 4, 8]), count=st.integers(1, 5), shared=st.booleans())
@@ -128,7 +128,7 @@ def test_servers_stay_inside_a_node_and_meet_on_no_own_gpus(replicas: int, tp: i
     section, nodes = ServerSection(replicas=replicas, tp=tp), [f"n{i}" for i in range(count)]
     fits = -(-replicas // count) * tp <= 8
     try:
-        seats = seat(section, nodes, 8, shared=shared)
+        seats = place_servers(section, nodes, 8, shared=shared)
     except ConfigError:
         assert not fits and not shared  # noqa: PT018
         return
@@ -139,7 +139,7 @@ def test_servers_stay_inside_a_node_and_meet_on_no_own_gpus(replicas: int, tp: i
     assert shared or len(set(taken)) == len(taken)
     assert not fits or len(set(taken)) == len(taken)
     assert max(sum(s.node == node for s in seats) for node in nodes) == -(-replicas // count)
-    assert all(s.gpus == () for s in seat(section, nodes, 0, shared=shared))
+    assert all(s.gpus == () for s in place_servers(section, nodes, 0, shared=shared))
 
 
 @given(
@@ -157,7 +157,7 @@ def test_servers_on_several_nodes_have_neighbouring_nodes_and_gpus_of_their_own(
     ranks, nodes = tp * pp * dp, [f"n{i}" for i in range(count)]
     span = given_nodes or math.ceil(ranks / 8)
     try:
-        seats = seat(section, nodes, 8, shared=False)
+        seats = place_servers(section, nodes, 8, shared=False)
     except ConfigError:
         fits = ranks % span == 0 and ranks // span <= 8 and count % span == 0
         fits = fits and math.ceil(replicas / (count // span)) * (ranks // span) <= 8
@@ -188,7 +188,7 @@ def test_servers_on_several_nodes_have_neighbouring_nodes_and_gpus_of_their_own(
 )
 def test_servers_that_do_not_fit_nodes_are_told(keys: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        seat(ServerSection(**keys), ("a", "b", "c"), 8, shared=False)
+        place_servers(ServerSection(**keys), ("a", "b", "c"), 8, shared=False)
 
 
 # One machine's servers, of which no rank has the GPUs or which have some beside the ranks.
@@ -206,7 +206,7 @@ def served(*keys: str) -> RunConfig:
     ids=["one sees all", "GPUs of their own", "a shared GPU"],
 )
 def test_servers_without_ranks_have_all_gpus(keys: tuple[str, ...], gpus: int, expected: list[tuple[int, ...]]) -> None:
-    assert [one.gpus for one in seats_alone(served(*keys), gpus)] == expected
+    assert [one.gpus for one in standalone_placements(served(*keys), gpus)] == expected
 
 
 @pytest.mark.parametrize(
@@ -223,19 +223,19 @@ def test_servers_without_ranks_have_all_gpus(keys: tuple[str, ...], gpus: int, e
 )
 def test_servers_without_ranks_that_have_no_room_are_refused(keys: tuple[str, ...], gpus: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        seats_alone(served("rollout.server.replicas=3", *keys), gpus)
+        standalone_placements(served("rollout.server.replicas=3", *keys), gpus)
 
 
 def test_servers_beside_ranks_need_gpus_of_their_own_for_all() -> None:
     config = served("learner.dp=2", "rollout.server.replicas=2")
-    assert [one.gpus for one in seats_here(config, 4)] == [(2,), (3,)]
+    assert [one.gpus for one in local_server_placements(config, 4)] == [(2,), (3,)]
     with pytest.raises(ConfigError, match="need 4 GPUs, and this machine has 3"):
-        seats_here(config, 3)
+        local_server_placements(config, 3)
 
 
 def test_servers_of_a_run_on_cpus_have_no_gpus() -> None:
     config = served("learner.device=cpu", "run.launcher=slurm", "run.name=cpus", "slurm.gpus_per_node=8")
-    assert [one.gpus for one in seats_of(config, ("a",), ())] == [()]
+    assert [one.gpus for one in server_placements(config, ("a",), ())] == [()]
 
 
 # A critic and a reference in layouts of their own: their nodes, the job's request for these, and what is refused.
@@ -254,7 +254,7 @@ def job_config(*keys: str) -> RunConfig:
 
 def test_they_fill_as_many_nodes_as_they_need() -> None:
     config = job_config(*APART, *CRITIC, *REFERENCE, "roles.layouts.reference.dp=4")
-    lines = submit.checked(config).describe().splitlines()
+    lines = submit.resolve_job(config).describe().splitlines()
     assert lines[lines.index("critic: 8 ranks on 1 nodes, 8 on each") :] == [
         *("critic: 8 ranks on 1 nodes, 8 on each", "  node 2: ranks 0-7"),
         *("  tp=2: inside a node", "  dp=2: inside a node", "  pp=2: inside a node"),
@@ -270,12 +270,12 @@ def test_fewer_ranks_than_gpus_may_be_on_a_node() -> None:
     fewer = job_config(*APART, *CRITIC, "slurm.nodes=4", "slurm.ntasks_per_node=4")
     assert placement_of(fewer, list("abcd")).ranks_per_node == 4
     assert placement_of(fewer, ["x", "y"], "critic").ranks_per_node == 4
-    assert len(made_up_nodes(fewer)["critic"]) == 2
+    assert len(placeholder_nodes(fewer)["critic"]) == 2
 
 
 def test_each_node_with_servers_has_a_whole_copy_of_the_weights_from_its_own_ranks() -> None:
     config = job_config("rollout=vllm", "rollout.server.replicas=2", "rollout.server.memory_fraction=0.3")
-    assert writers_of_files(config) == [range(8), range(8, 16)]
+    assert file_writer_ranks(config) == [range(8), range(8, 16)]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_told_with_the_roles_keys(keys: tuple[str, ...], me
 )
 def test_the_step_has_a_task_a_node_in_its_container(keys: tuple[str, ...], expected: str) -> None:
     config = config_of(*keys)
-    command = step_command(config.slurm, submit.checked(config).placement, python="/bin/python")
+    command = step_command(config.slurm, submit.resolve_job(config).placement, python="/bin/python")
     cores = "--cpus-per-task=6 " if config.slurm.cpus_per_task else ""  # of both ranks
     assert " ".join(command) == (
         f"srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --job-name=learner {cores}--kill-on-bad-exit=1 --label "
@@ -332,7 +332,7 @@ def test_the_step_has_a_task_a_node_in_its_container(keys: tuple[str, ...], expe
 
 
 def test_every_role_is_placed_before_the_job_is_sent() -> None:
-    text = submit.checked(config_of(*CASES["ray_and_engine_nodes"], "algorithm=ppo")).describe()
+    text = submit.resolve_job(config_of(*CASES["ray_and_engine_nodes"], "algorithm=ppo")).describe()
     assert text.splitlines() == [
         *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", "  tp=4: inside a node"),
         *("  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes"),
@@ -343,7 +343,7 @@ def test_every_role_is_placed_before_the_job_is_sent() -> None:
 
 def test_separate_roles_are_placed_on_nodes_of_their_own() -> None:
     roles = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "roles.critic=separate", "roles.reference=separate")
-    lines = submit.checked(config_of(*CASES["ray_and_engine_nodes"], *roles)).describe().splitlines()
+    lines = submit.resolve_job(config_of(*CASES["ray_and_engine_nodes"], *roles)).describe().splitlines()
     learner = [*("  tp=4: inside a node", "  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes")]
     assert lines == [
         *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", *learner),
@@ -364,7 +364,7 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path) -> None:
         separate={"critic": ("c1", "c2"), "reference": ("r1", "r2")},
     )
     config = config_of(*CASES["separate_roles"])
-    critic = submit.checked(config).separate[0]
+    critic = submit.resolve_job(config).separate[0]
     command = allocation.separate_command(step_command(config.slurm, critic, python="p"), "critic")
     assert " ".join(command) == (
         "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
@@ -390,21 +390,21 @@ def test_a_name_without_an_address_is_asked_for_again_and_told(tmp_path: Path, m
 
     monkeypatch.setattr("socket.gethostbyname", late)
     monkeypatch.setattr("launcher.hosts.slurm.allocation._LOOK_SECONDS", 0.0)
-    assert [site.host for (site,) in sites_of(config, allocation)] == ["10.0.0.3"]
+    assert [site.host for (site,) in server_sites(config, allocation)] == ["10.0.0.3"]
     left = 2
     assert allocation.address() == "127.0.0.1"  # by which this machine goes there
     left = 2
     monkeypatch.setattr("launcher.hosts.slurm.allocation._NAME_SECONDS", 0.0)
     said = "node {} of job 7 has no address here after 0 s: Name or service not known.* IPv4.*`getent ahostsv4 {}` find"
     with pytest.raises(EngineError, match=said.format("b1", "b1")):
-        sites_of(config, allocation)
+        server_sites(config, allocation)
     with pytest.raises(ConfigError, match=said.format("a2", "a2")):
         allocation.address()
 
 
 def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:
     cut = Allocation(id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1", "b2"), folder=tmp_path)
-    placement = submit.checked(config_of("slurm.nodes=2")).placement
+    placement = submit.resolve_job(config_of("slurm.nodes=2")).placement
     slurm = config_of().slurm
     where = cut.learner_options()
     assert step_command(slurm, placement, python="p", where=where)[1] == "--nodelist=a1,a2"

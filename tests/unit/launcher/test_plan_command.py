@@ -351,7 +351,7 @@ def test_ctrl_c_before_a_run_has_its_folder_promises_nothing_of_it(
     def interrupted() -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launcher.commands.train.uncollected", interrupted)  # around the imports, which take seconds
+    monkeypatch.setattr("launcher.commands.train.gc_disabled", interrupted)  # around the imports, which take seconds
     if options:
         (tmp_path / "x").mkdir()
     assert status_of("train", f"run.dir={tmp_path}", "run.name=x", f"model.cache_dir={tmp_path}", *options) == 130

@@ -15,20 +15,20 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from launcher.build.data import Data, load_data, training_data
-from launcher.build.jobs import written_job
+from launcher.build.jobs import dataset_job
 from launcher.build.model import starting_shape
-from launcher.build.roles import Parts
+from launcher.build.roles import RunParts
 from launcher.preflight import own_code, sizes
 from launcher.preflight.checks import preflight
-from launcher.preflight.subject import Subject
-from rl_megatron.agents.conversation.forms import WrittenConversation
-from rl_megatron.agents.conversation.written import WrittenConversations
+from launcher.preflight.subject import PreflightContext
+from rl_megatron.agents.conversation.forms import TrainingConversation
+from rl_megatron.agents.conversation.written import ConversationRows
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, DataError
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.training.jobs.written import WrittenJob, made_units
+from rl_megatron.training.jobs.written import DatasetJob, make_units
 from tests.unit.launcher.sites import data_file, model_folder
 from tests.unit.launcher.test_memory import QWEN3
 
@@ -52,14 +52,14 @@ def chat_model(folder: Path, chat_template: str, tokenizer: PreTrainedTokenizerB
     return folder
 
 
-def job_of(config: RunConfig, folder: Path) -> tuple[WrittenJob, Data]:
+def job_of(config: RunConfig, folder: Path) -> tuple[DatasetJob, Data]:
     """The job on written text of a configuration, without processes, and its data."""
     none: Any = None
-    parts = Parts(config=config, folder=folder, reward=none, allocation=None)
-    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    parts = RunParts(config=config, folder=folder, reward=none, allocation=None)
+    roles = RunComponents(learners={"policy": none}, frozen={}, engine=none, weights=none)
     assert config.model.path is not None
     data = training_data(config, config.model.path)
-    return written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print), data
+    return dataset_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print), data
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_conversations_need_a_template_that_ends_turns(tmp_path: Path, name: str
     config = load_config(name, ["data.type=files", "data.fields.messages=talk", *rows, *more])
     assert config.model.path is None
     found = [text for text in preflight(config).texts("problem") if "data.fields.messages='talk', but" in text]
-    said = WrittenConversation(id="p", messages=TALK, tools=[])
-    conversations = WrittenConversations(tokenizer := byte_tokenizer(), [tokenizer.eos_token_id])
+    said = TrainingConversation(id="p", messages=TALK, tools=[])
+    conversations = ConversationRows(tokenizer := byte_tokenizer(), [tokenizer.eos_token_id])
     if name == "reward_tiny":
         assert (found, conversations.whole(said)) == ([], "user: 1\nassistant: 2\n")
         return
@@ -269,7 +269,7 @@ def test_conversations_are_read_through_while_processes_start(tmp_path: Path, na
     assert str(refused.value).endswith(f"\nor leave such rows out with {key}, which a resume may set")
     config = load_config(name, [f"model.path={model}", *given, key])
     job, data = job_of(config, tmp_path)
-    units, left_out = made_units(data.train[:], job.units_of, config)
+    units, left_out = make_units(data.train[:], job.units_of, config)
     assert [[row.id for row in unit] for unit in units] == [["train:2"] * (1 + len(more))]
     assert [why.split(" has content")[0] for why in left_out.refused] == ["prompt 'train:1': message 1"]
 
@@ -370,7 +370,9 @@ def test_trajectories_that_wait_for_servers_or_the_reverse_are_noted(most: int, 
     served = ("rollout=vllm", "rollout.server.addresses=http://a:1", f"rollout.server.concurrency={groups}")
     many = ("rollout.prompts_per_step=8", "rollout.group_size=4", f"environment.concurrency={most}")
     config = load_config("calculator", [*served, *many])
-    notes = [found.text for found in sizes.check_batches(Subject(config, False)) if "trajectories" in found.text]
+    notes = [
+        found.text for found in sizes.check_batches(PreflightContext(config, False)) if "trajectories" in found.text
+    ]
     assert len(notes) == (said is not None), notes
     assert all(text.startswith(str(said)) for text in notes)
 
@@ -391,7 +393,7 @@ def test_trajectories_that_wait_for_servers_or_the_reverse_are_noted(most: int, 
     ],
 )
 def test_an_objective_without_a_ratio_on_older_samples_is_noted(more: tuple[str, ...], noted: list[str]) -> None:
-    found = sizes.check_batches(Subject(load_config("tiny_cpu", list(more)), False))
+    found = sizes.check_batches(PreflightContext(load_config("tiny_cpu", list(more)), False))
     texts = [one.text for one in found if one.text.startswith("algorithm.objective=reinforce has no ratio")]
     assert [given for text, given in zip(texts, noted, strict=True) if given not in text] == []
 
@@ -438,7 +440,7 @@ def test_ratios_to_an_engine_that_leaves_tokens_out(more: tuple[str, ...], refus
         with pytest.raises(ConfigError, match=rf"rollout\.top_p=0\.95 with \S*{refused}: "):
             load_config("tiny_cpu", [*more, "rollout.top_p=0.95"])
         return
-    found = sizes.check_batches(Subject(load_config("tiny_cpu", [*more, "rollout.top_p=0.95"]), False))
+    found = sizes.check_batches(PreflightContext(load_config("tiny_cpu", [*more, "rollout.top_p=0.95"]), False))
     texts = [one.text for one in found if one.text.startswith("rollout.top_p=0.95: ")]
     assert len(texts) == bool(noted)
     assert all(noted in text for text in texts)
@@ -447,13 +449,15 @@ def test_ratios_to_an_engine_that_leaves_tokens_out(more: tuple[str, ...], refus
 def test_pairs_and_demonstrations_are_sequences_of_a_step() -> None:
     """Of groups of 16, of which the other 14 are not trained on."""
     keys = ["algorithm=dpo", "learner.ep=1", "learner.dp=4", "rollout.prompts_per_step=3", "rollout.group_size=16"]
-    (idle,) = sizes.check_batches(Subject(load_config("tiny_cpu", [*keys, "train.minibatches=3"]), False))
+    (idle,) = sizes.check_batches(PreflightContext(load_config("tiny_cpu", [*keys, "train.minibatches=3"]), False))
     product = "rollout.prompts_per_step=3 * 2 of a pair / train.minibatches=3"
     assert idle.text.startswith(f"an optimizer step has 2 sequences ({product}) for 4 data-parallel ranks")
     with pytest.raises(ConfigError, match=r"train\.minibatches=4 is more than the 3 pairs of a step"):
         load_config("tiny_cpu", [*keys, "train.minibatches=4"])
     keys = ["algorithm=luffy", "rollout.prompts_per_step=4", "rollout.group_size=3", "rollout.max_prompt_tokens=16"]
-    idle, *_ = sizes.check_batches(Subject(load_config("tiny_cpu", [*keys, "learner.ep=1", "learner.dp=32"]), False))
+    idle, *_ = sizes.check_batches(
+        PreflightContext(load_config("tiny_cpu", [*keys, "learner.ep=1", "learner.dp=32"]), False)
+    )
     product = "rollout.prompts_per_step=4 * (rollout.group_size=3 + 1 demonstration) / train.minibatches=2"
     assert idle.text.startswith(f"an optimizer step has 8 sequences ({product}) for 32 data-parallel ranks")
 
@@ -524,7 +528,7 @@ def test_a_name_that_is_not_in_its_module_is_found_without_an_import(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = own_code.check_modules(Subject(load_config("tiny_cpu", [f"learner.layers={own}"]), False))
+    found = own_code.check_modules(PreflightContext(load_config("tiny_cpu", [f"learner.layers={own}"]), False))
     wanted = ("problem", f"learner.layers={own}: {said}") if said else None
     expected = [wanted or ("unchecked", f"learner.layers={own}, which ranks import")]
     assert [(one.kind, one.text) for one in found] == expected

@@ -38,17 +38,17 @@ from launcher.processes import limits, stacks
 from launcher.processes.stacks import Frame, Stack, explain, read
 from launcher.wire import Hello
 from launcher.worker.models import RankModels
-from launcher.worker.process import say_alive, telling
+from launcher.worker.process import reporting_errors, send_heartbeats
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import Packer
-from rl_megatron.data.rows import HeldRows, OwnLayers, Share
-from rl_megatron.errors import CheckpointError, CorruptionError, RLMegatronError, SyncError, WorkerDied
-from rl_megatron.interfaces import Pass
+from rl_megatron.data.rows import OwnLayers, RankRows, Share
+from rl_megatron.errors import CheckpointError, CorruptionError, RLMegatronError, SyncError, WorkerFailure
+from rl_megatron.interfaces import ForwardPass
 from rl_megatron.observability.timeline import RankTimed
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Batch, ParallelDims, Samples, WeightUpdate
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import ChecksumReport
 from tests.samples import sequences_of
 from tests.virtual_time import run_at_once
 
@@ -154,7 +154,7 @@ class _Unsound(BaseException):
 )
 async def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: str) -> None:
     async with ranks() as (group, (rank,)):
-        with telling(rank):
+        with reporting_errors(rank):
             raise error
         with pytest.raises(RLMegatronError, match=said):
             await group._failure.known
@@ -163,12 +163,12 @@ async def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, s
 async def test_a_dead_rank_is_named_and_not_the_push_that_it_broke() -> None:
     """The rank that waited for it may say so before the news of its end."""
     async with ranks() as (group, (rank,)):
-        with telling(rank):
+        with reporting_errors(rank):
             raise SyncError("rank 0 waited for 8 bytes from rank 1")
         while not group.workers[0]._raised:
             await asyncio.sleep(0)
-        group._failure.report(WorkerDied("rank 1 was killed by signal 9"), at_once=True)
-        with pytest.raises(WorkerDied, match="rank 1 was killed by signal 9"):
+        group._failure.report(WorkerFailure("rank 1 was killed by signal 9"), at_once=True)
+        with pytest.raises(WorkerFailure, match="rank 1 was killed by signal 9"):
             await group._failure.known
 
 
@@ -176,9 +176,9 @@ def test_a_rank_that_can_no_longer_say_that_it_lives_says_why(monkeypatch: pytes
     def living() -> None:
         raise RuntimeError("unable to start watchdog thread")
 
-    monkeypatch.setattr("launcher.processes.stacks.living", living)
+    monkeypatch.setattr("launcher.processes.stacks.postpone_stack_dump", living)
     ours, theirs = Pipe()
-    say_alive(theirs)
+    send_heartbeats(theirs)
     theirs.close()
     heard = []
     with contextlib.suppress(EOFError):
@@ -269,7 +269,7 @@ async def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_
         del array
         await asyncio.to_thread(os.read, streams[0].fileno(), 1_000_000)
         streams[0].close()
-        with pytest.raises(WorkerDied, match=r"^rank 0 \(pid 0 on here\) was killed by signal 9$"):
+        with pytest.raises(WorkerFailure, match=r"^rank 0 \(pid 0 on here\) was killed by signal 9$"):
             await group.gather(asked)
         call(group.workers[0], "hold", np.zeros(LARGE, np.uint8))  # as of one who does not know yet
         gc.collect()
@@ -281,7 +281,7 @@ async def test_the_error_that_ended_a_rank_is_heard_before_its_end() -> None:
         wire.send(rank, wire.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
         wire.send(rank, wire.pack(("erred", "KeyError: planted", None)))
         rank.close()
-        with pytest.raises(WorkerDied, match=r"^rank 0 \(pid 0 on here\) raised KeyError: planted$"):
+        with pytest.raises(WorkerFailure, match=r"^rank 0 \(pid 0 on here\) raised KeyError: planted$"):
             await group._failure.known
 
 
@@ -338,7 +338,7 @@ class Rank:
     def call(self, name: str, *arguments: Any) -> Any:
         name, given = wire.unpack(wire.pack((name, arguments)))
         self._of.heard.append((name, self.rank))
-        passes: Sequence[Pass] = ()
+        passes: Sequence[ForwardPass] = ()
         if name in ("score", "backward"):
             passes, self._of.shares[self.rank], *_ = given
         last_stage = self.rank >= 4 and self.rank % 2 == 0
@@ -408,14 +408,14 @@ def test_the_first_rank_of_each_data_parallel_rank_is_sent_its_rows_and_the_othe
     stages = score(given)
     assert [rank for rank, share in stages.shares.items() if share is not None] == list(FIRST)
     for share, row in zip(shares_of(stages), given.micro_batches, strict=True):
-        found = HeldRows().take(share)
+        found = RankRows().take(share)
         assert [m.input_ids.tolist() for m in found] == [m.input_ids.tolist() for m in row]
 
 
 def test_a_rank_keeps_the_routes_of_its_own_layers() -> None:
     given = packed(samples(4))
     for share, row in zip(shares_of(score(given)), given.micro_batches, strict=True):
-        for found, whole in zip(HeldRows().take(share, {"routes": (1, 3)}), row, strict=True):
+        for found, whole in zip(RankRows().take(share, {"routes": (1, 3)}), row, strict=True):
             assert torch.equal(found.extra["routes"], whole.extra["routes"][:, [1, 3]])
     with pytest.raises(RLMegatronError, match="have 3 layers, but the learner's model has 4"):
         score(packed(samples(3)))
@@ -426,7 +426,7 @@ def test_routes_are_sent_to_the_policy_alone() -> None:
     group = cast(WorkerGroup, stages)
     reference = LearnerGroup(group, "reference", BatchCalls(group, DIMS))
     asyncio.run(reference.score(packed(samples(4)), frozenset({"logprobs"})))
-    assert [one.extra for share in shares_of(stages) for one in HeldRows().take(share)] == [{}] * 4
+    assert [one.extra for share in shares_of(stages) for one in RankRows().take(share)] == [{}] * 4
 
 
 async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
@@ -451,7 +451,7 @@ async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
     assert [rank for name, rank in stages.heard if name == "forget"] == list(range(8))
     for share in shares_of(stages):
         with pytest.raises(RLMegatronError, match="which it was not sent"):
-            HeldRows().take(share)
+            RankRows().take(share)
 
 
 async def test_rows_are_freed_though_later_shares_could_not_be_computed() -> None:
@@ -471,7 +471,7 @@ async def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
     stages, whole = Stages(), packed(samples())
     learner, want = learner_of(stages), frozenset({"logprobs"})
     await asyncio.gather(*(learner.score(whole, want) for _ in range(2)))
-    held = HeldRows()
+    held = RankRows()
     with pytest.raises(RLMegatronError, match=r"'input_ids' of rows 3 of batch 1, 1 in all, which it was not sent"):
         held.take(shares_of(stages)[0])
 
@@ -525,7 +525,7 @@ class Watched:
 
 
 def test_a_silent_rank_is_woken_for_its_stack_and_ends_the_run(tmp_path: Path) -> None:
-    said: list[WorkerDied] = []
+    said: list[WorkerFailure] = []
     failure = SimpleNamespace(claim=lambda: None, report=lambda error, **_: said.append(error))
     ranks = [Watched(0, 0, tmp_path), Watched(1, 50, tmp_path), Watched(2, 10, tmp_path)]
     config = load_config("tiny_cpu", ["learner.timeout_seconds=120"])
@@ -548,7 +548,9 @@ class TwoRanks:
         self.calls.append((name, version))
         if name == "send":
             sent = WeightUpdate(version=version, num_bytes=3, seconds=2.0)
-            return [(sent, Report(rows=[], seconds=0.0)), SyncError("rank 1 is alone")][: 1 + bool(self._corrupted)]
+            return [(sent, ChecksumReport(rows=[], seconds=0.0)), SyncError("rank 1 is alone")][
+                : 1 + bool(self._corrupted)
+            ]
         if name == "commit":
             return [None, None]
         good = [
@@ -641,12 +643,12 @@ def test_files_with_nothing_in_them_go(tmp_path: Path) -> None:
     for name, text in (("first/rank-0.txt", ""), ("first/rank-1.txt", ""), ("second/rank-0.txt", "Thread")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    stacks.tidy(tmp_path)
+    stacks.remove_empty_files(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["second"]
     (tmp_path / "second" / "rank-0.txt").write_text("")
-    stacks.tidy(tmp_path)
+    stacks.remove_empty_files(tmp_path)
     assert not tmp_path.exists()
-    stacks.tidy(tmp_path)
+    stacks.remove_empty_files(tmp_path)
 
 
 # Which learner rank is the slowest of a step, by the seconds of its passes.

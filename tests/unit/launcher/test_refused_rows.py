@@ -14,18 +14,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from launcher.build.data import training_data
-from launcher.build.jobs import LearnedRows, written_job
+from launcher.build.jobs import LearnedRows, dataset_job
 from launcher.build.model import starting_shape
-from launcher.build.roles import Parts
+from launcher.build.roles import RunParts
 from launcher.build.sampler import demonstrations_of
 from launcher.preflight import model_files, problems_of_data
-from launcher.preflight.subject import Subject, found_by
+from launcher.preflight.subject import PreflightContext, run_check
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import MixtureData
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.training.jobs.written import held_out_parts
 from rl_megatron.types import Samples
@@ -150,9 +150,9 @@ def run_refuses(config: RunConfig, folder: Path) -> str:
     try:
         data = training_data(config, folder, vocab_size=shape.vocab_size)
         if not config.kind.samples:
-            parts = Parts(config=config, folder=folder, reward=none, allocation=None)
-            roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
-            job = written_job(parts, shape, roles, data, attention_cost=1.0, note=print)
+            parts = RunParts(config=config, folder=folder, reward=none, allocation=None)
+            roles = RunComponents(learners={"policy": none}, frozen={}, engine=none, weights=none)
+            job = dataset_job(parts, shape, roles, data, attention_cost=1.0, note=print)
             asyncio.run(job._look_ahead())
             held_out_parts(data.train[:], job.units_of, lambda rows: cast(Samples, rows), config)
             return ""
@@ -182,8 +182,8 @@ def keys_of(recipe: str, given: Mapping[str, Any], folder: Path) -> list[str]:
 
 def verdict(config: RunConfig, folder: Path) -> str:
     """Why the run is refused, as its check says too."""
-    subject = Subject(config, for_job=False)
-    found = [*found_by("data", problems_of_data.check(subject)), *found_by("files", model_files.check(subject))]
+    subject = PreflightContext(config, for_job=False)
+    found = [*run_check("data", problems_of_data.check(subject)), *run_check("files", model_files.check(subject))]
     problems = [one.text for one in found if one.kind == "problem"]
     refused = run_refuses(config, folder)
     assert bool(refused) == bool(problems), refused or problems
@@ -295,7 +295,7 @@ def test_a_folder_that_a_run_refuses_is_refused_by_its_check(
     path = data_file(tmp_path / "rows.jsonl")
     files = (f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", f"model.path={folder}")
     config = load_config("gsm8k_tiny", [*files, "warm_start.steps=0", "data.chat_template=false", *more])
-    problems = [one.text for one in found_by("files", model_files.check(Subject(config, for_job=False)))]
+    problems = [one.text for one in run_check("files", model_files.check(PreflightContext(config, for_job=False)))]
     assert any(said in text for text in problems), problems
     assert run_refuses(config, folder)
 
@@ -317,7 +317,7 @@ def test_a_template_that_ignores_the_generation_prompt_is_noted(
     (folder / "chat_template.jinja").write_text(template)
     files = [f"data.{name}={data_file(tmp_path / 'rows.jsonl')}" for name in ("train", "eval")]
     config = load_config("sft_tiny", ["data.type=files", *files, f"model.path={folder}", *more])
-    found = [one.text for one in model_files.check(Subject(config, for_job=False)) if one.kind == "note"]
+    found = [one.text for one in model_files.check(PreflightContext(config, for_job=False)) if one.kind == "note"]
     if header and more:
         assert [f"a prompt ends without '{header}'" in text for text in found] == [True]
     else:
@@ -333,7 +333,7 @@ def test_messages_that_no_environment_can_begin_with_are_noted(tmp_path: Path) -
     files = [f"data.{name}={rows}" for name in ("train", "eval")]
     chat = ("environment.function=calculator", "environment.template=chat", "warm_start.steps=0", "data.on_leak=keep")
     config = load_config("tiny_cpu", ["data.type=files", *chat, *files, f"model.path={folder}"])
-    found = [*problems_of_data.check(Subject(config, for_job=False))]
+    found = [*problems_of_data.check(PreflightContext(config, for_job=False))]
     (said,) = {one.text for one in found if one.kind == "note" and "environment" in one.text}
     assert said.startswith(f"{rows}:2: the model's chat template passes over message 1, of the role 'system'")
     assert said.endswith("an environment cannot begin with 2 of 3 rows as they are")
@@ -343,7 +343,7 @@ def test_what_a_run_would_log_of_rows_is_told_once(tmp_path: Path, caplog: pytes
     rows = data_file(tmp_path / "rows.jsonl", *[{"question": "1", "answer": "1"}] * 2)
     held = data_file(tmp_path / "held.jsonl")
     files = (f"data.train={rows}", f"data.eval={held}", "warm_start.steps=0")
-    found = [*problems_of_data.check(Subject(load_config("gsm8k_tiny", files), for_job=False))]
+    found = [*problems_of_data.check(PreflightContext(load_config("gsm8k_tiny", files), for_job=False))]
     (said,) = [one.text for one in found if one.kind == "fact"]
     assert said.startswith("dropped 1 of 2 training problems that are there twice; the first is ")
     assert not caplog.records

@@ -33,7 +33,7 @@ from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.config.sections.reward import EnvironmentSection, RewardSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.digests import digests
-from rl_megatron.errors import CheckpointError, ConfigError, WorkerDied
+from rl_megatron.errors import CheckpointError, ConfigError, WorkerFailure
 from rl_megatron.files import append_private
 from rl_megatron.observability import timeline
 from rl_megatron.observability.files import read_jsonl
@@ -43,7 +43,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import MetricsWriter, Recorder
 from rl_megatron.observability.timeline import TraceFile
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
-from rl_megatron.training.loop import Loop, Pace
+from rl_megatron.training.loop import Intervals, Loop
 from tests.savings import Ended, Shards
 from tests.unit.launcher.commands import status_of
 
@@ -473,7 +473,7 @@ def test_a_file_that_cannot_be_closed_hides_no_error() -> None:
     def close() -> NoReturn:
         raise OSError(errno.EROFS, "Read-only file system", "metrics.jsonl")
 
-    for first, hidden in ((WorkerDied("rank 1"), "rank 1"), (OSError("disk"), "None")):
+    for first, hidden in ((WorkerFailure("rank 1"), "rank 1"), (OSError("disk"), "None")):
         with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
             fail(first)
         assert str(train._hidden(caught.value)) == hidden
@@ -581,7 +581,10 @@ class Training:
 async def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, other: bool) -> None:
     """It is moved; ``other``: and another is there, as below the mount point of a file system that is unmounted."""
     run, moved, training = tmp_path / "runs/a", tmp_path / "moved", cast(Any, Training())
-    pace, state = Pace(steps=2, rows=1, evaluations=0, checkpoints=1), TrainerState(step=1, prompts={}, stream=None)
+    pace, state = (
+        Intervals(steps=2, rows=1, evaluations=0, checkpoints=1),
+        TrainerState(step=1, prompts={}, stream=None),
+    )
 
     async def saved() -> None:
         await (await loop.checkpoints.save(state, {"learner": cast(Any, Shards())})).finish()

@@ -17,13 +17,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from launcher.build.model import starting_shape
 from launcher.preflight.model_files import check
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import PreflightContext
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.placement.ranks import beside, ranks_by_role
-from rl_megatron.rewards.classifiers.on_ranks import RewardModels, scored_here
+from rl_megatron.placement.ranks import extra_role_nodes, ranks_by_role
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels, in_process_reward
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rewards.scoring import score
 from rl_megatron.types import Prompt
@@ -60,7 +60,7 @@ def copied(judge: Path, to: Path, **keys: object) -> Path:
 
 
 def refusals(config: RunConfig) -> list[str]:
-    return [found.text for found in check(Subject(config, for_job=False)) if found.kind == "problem"]
+    return [found.text for found in check(PreflightContext(config, for_job=False)) if found.kind == "problem"]
 
 
 def problems(path: Path, *keys: str) -> list[str]:
@@ -135,13 +135,13 @@ def test_each_has_ranks_and_nodes_of_its_own_or_is_in_the_commands_process() -> 
     keys = ("reward_models.other.path=tests", "eval.sets.sums.reward.function=ranks:other")
     config = loaded(*JUDGE, *keys, "roles.layouts.reward_judge.tp=4", "reward.model.max_tokens=8")
     assert ranks_by_role(config) == {"learner": 2, "reward_judge": 4, "reward_other": 2}
-    assert beside(config) == {"reward_judge": 2, "reward_other": 1}
+    assert extra_role_nodes(config) == {"reward_judge": 2, "reward_other": 1}
     config = loaded(
         "reward_models.judge.path=tests", "reward.parts.judge.function=ranks:judge", "reward.parts.format=2"
     )
-    assert scored_here(config.reward, config.reward_models).functions == {"judge": "hf:tests", "format": "format"}
+    assert in_process_reward(config.reward, config.reward_models).functions == {"judge": "hf:tests", "format": "format"}
     config = loaded(*JUDGE)
-    assert scored_here(config.reward, config.reward_models).function == "hf:tests"
+    assert in_process_reward(config.reward, config.reward_models).function == "hf:tests"
 
 
 def test_a_folder_that_ranks_can_score_with_is_taken(judge: Path) -> None:
@@ -402,6 +402,6 @@ def test_a_critic_starts_from_shards_of_its_sizes_alone(reward_model: Path, tmp_
         (policy / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]}))
         keys = ("learner.ep=1", "algorithm=ppo", f"model.path={policy}")
         given = load_config("tiny_cpu", [*keys, f"algorithm.critic.path={reward_model / 'shards'}"])
-        found = [one.text for one in check(Subject(given, for_job=False)) if one.kind == "problem"]
+        found = [one.text for one in check(PreflightContext(given, for_job=False)) if one.kind == "problem"]
         assert [one.partition("/")[0] for one in found] == ["algorithm.critic.path="] * refused, found
         assert all("is no checkpoint of a critic of the policy's sizes" in one for one in found)

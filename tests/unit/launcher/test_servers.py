@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from launcher.servers import supervisor
-from launcher.servers.pool import ServedEngines, _tolerance
+from launcher.servers.pool import ServerPool, _tolerance
 from rl_megatron.config.io import load_config
-from rl_megatron.config.rules import problems_of
+from rl_megatron.config.rules import find_problems
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.engines.http import AttemptFailed, OutOfFiles, Server
+from rl_megatron.engines.http import AttemptFailed, Server, TooManyOpenFiles
 from rl_megatron.engines.replicas import Event, Health, Replica
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError
@@ -92,7 +92,7 @@ async def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
         host, port = listening.sockets[0].getsockname()
         server = Server(f"http://{host}:{port}", token=None, timeout_seconds=60.0)
         try:
-            answered: object = await supervisor.until_serving(server, ends(), seconds)
+            answered: object = await supervisor.wait_until_serving(server, ends(), seconds)
         except TimeoutError as error:
             answered = error
         finally:
@@ -101,7 +101,7 @@ async def test_a_server_that_comes_up_is_asked_again_where_it_does_not_answer(
 
 
 def test_waits_double_to_a_minute() -> None:
-    assert [supervisor.wait_before(number) for number in (0, 1, 6, 7, 5000)] == [0.5, 1.0, 32.0, 60.0, 60.0]
+    assert [supervisor.backoff_seconds(number) for number in (0, 1, 6, 7, 5000)] == [0.5, 1.0, 32.0, 60.0, 60.0]
 
 
 FAULT, FULL = EngineError("answered nothing"), OSError(errno.EMFILE, "Too many open files")
@@ -113,7 +113,7 @@ FAULT, FULL = EngineError("answered nothing"), OSError(errno.EMFILE, "Too many o
         ([], [0.5], None),
         ([FAULT], [0.5, 1.0], None),
         ([FAULT] * 3, [0.5, 1.0, 2.0], None),
-        ([FAULT, FULL], [0.5, 1.0], OutOfFiles),
+        ([FAULT, FULL], [0.5, 1.0], TooManyOpenFiles),
     ],
     ids=["it starts", "again", "in vain", "no file is left"],
 )
@@ -172,7 +172,7 @@ async def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> Non
                     await it.engine.generate(ENGINE_REQUEST)
                 assert not replica.suspected.is_set()
                 replica.suspect(AttemptFailed("of another cause"))  # its supervisor asks for its health
-                with pytest.raises(OutOfFiles, match=r"/health: .*open files"):
+                with pytest.raises(TooManyOpenFiles, match=r"/health: .*open files"):
                     await it.engine.replicas.some(list)
             assert replica.health is Health.HEALTHY
 
@@ -183,7 +183,7 @@ async def test_a_server_that_it_cannot_refit_is_not_dead() -> None:
             await it.push(4)
             async with without_files(it, fakes[0]) as replica:
                 replica.health = Health.STALE
-                with pytest.raises(OutOfFiles, match=r"open files.*ulimit -Hn"):
+                with pytest.raises(TooManyOpenFiles, match=r"open files.*ulimit -Hn"):
                     await asyncio.wait_for(it.supervisor._cannot_serve(replica), LIMIT)
 
 
@@ -194,7 +194,7 @@ async def test_a_restart_without_files_is_not_the_servers_fault(code: int) -> No
             await it.push(4)
             it.faults.append(OSError(code, os.strerror(code)))
             it.places[0].why.set_result("killed")
-            with pytest.raises(OutOfFiles, match=r"start of replica 0: .*open files.*ulimit -Hn"):
+            with pytest.raises(TooManyOpenFiles, match=r"start of replica 0: .*open files.*ulimit -Hn"):
                 await it.engine.generate(ENGINE_REQUEST)
 
 
@@ -218,7 +218,7 @@ def test_servers_start_with_the_config_that_the_mirrors_folder_has(tmp_path: Pat
     shape, packages = read_shape(folder), tmp_path / "packages"
     packages.mkdir()
     config = config_with(f"rollout.server.quantization={kind}")
-    ServedEngines(config, VLLMAdapter(shape), folder, tmp_path, shape)._write_models(packages)
+    ServerPool(config, VLLMAdapter(shape), folder, tmp_path, shape)._write_models(packages)
     shapes = hf_layout(shape).local_shapes(0)
     path = tmp_path / "w" / "model.safetensors"
     Mirror.make(path, shapes, torch.bfloat16, folder / "config.json", ENCODINGS[kind])
@@ -238,7 +238,7 @@ def test_a_model_without_such_a_format_is_refused_before_anything_starts(tmp_pat
     shape = replace(NAMED["qwen3-30b-a3b"], family="gpt_oss", num_layers=1)
     config = config_with("rollout.server.quantization=fp8")
     with pytest.raises(ConfigError, match=r"experts\.\w+ \[.*\] is not a matrix, and stacked experts cannot"):
-        ServedEngines(config, VLLMAdapter(shape), tmp_path, tmp_path, shape)
+        ServerPool(config, VLLMAdapter(shape), tmp_path, tmp_path, shape)
     fp8, given = "rollout.server.quantization=fp8", "rollout.server.probe_tolerance=0.5"
     assert [_tolerance(config_with(*more)) for more in ((), (fp8,), (fp8, given))] == [0.25, 1.0, 0.5]
 
@@ -259,11 +259,11 @@ def test_a_model_without_such_a_format_is_refused_before_anything_starts(tmp_pat
 def test_degrees_that_cut_blocks_are_refused(model: str, keys: tuple[str, ...], told: list[str]) -> None:
     """By the sizes and degrees at which vLLM and SGLang end (validate_fp8_block_shape, fp8.py)."""
     config = config_with("rollout.server.quantization=fp8", *(f"rollout.server.{key}" for key in keys))
-    found = problems_of(config, "shape", NAMED[model])
+    found = find_problems(config, "shape", NAMED[model])
     assert bool(found) == bool(told)
     for text in told:
         (line,) = [line for line in found if "{expert}.gate_proj" in line]
         assert text.format(experts="model.layers.{layer}.mlp.experts.{expert}") in line
         assert f"or set rollout.server.ep={config.rollout.server.tp}, so that ranks have whole experts" in line
     int8 = config_with("rollout.server.quantization=int8", *(f"rollout.server.{key}" for key in keys))
-    assert problems_of(int8, "shape", NAMED[model]) == []
+    assert find_problems(int8, "shape", NAMED[model]) == []

@@ -16,7 +16,7 @@ import pytest
 from launcher.commands import train
 from launcher.commands.report import RunCosts, costs_of_run, devices, recorded
 from launcher.commands.train import report_written_again
-from launcher.runs.stop import Stop
+from launcher.runs.stop import StopSignal
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
@@ -202,15 +202,15 @@ def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
     config, begun, goes_on = load_config("tiny_cpu", []), threading.Event(), threading.Event()
     save_resolved(config, tmp_path / "config.yaml")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    add = train._SaidCosts.add
+    add = train._LoggedCosts.add
 
-    def slow(costs: train._SaidCosts, row: Mapping[str, object]) -> None:
+    def slow(costs: train._LoggedCosts, row: Mapping[str, object]) -> None:
         begun.set()
         assert goes_on.wait(20)
         add(costs, row)
 
     async def interrupted() -> None:
-        stop = Stop(Progress(2, "plain"))
+        stop = StopSignal(Progress(2, "plain"))
         making = asyncio.create_task(train._report(config, tmp_path, Progress(2, "plain"), stop))
         assert await asyncio.to_thread(begun.wait, 20)
         making.cancel() if by is None else stop.ask(by)
@@ -219,12 +219,12 @@ def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
         goes_on.set()
 
     with monkeypatch.context() as patched:
-        patched.setattr(train._SaidCosts, "add", slow)
+        patched.setattr(train._LoggedCosts, "add", slow)
         asyncio.run(interrupted())
     assert not (tmp_path / "report.html").exists()
     said = f"the report is left out; rl-megatron report {tmp_path} writes it\n"
     assert capsys.readouterr().out == ("" if by is None else said)
-    asyncio.run(train._report(config, tmp_path, Progress(2, "plain"), Stop(Progress(2, "plain"))))
+    asyncio.run(train._report(config, tmp_path, Progress(2, "plain"), StopSignal(Progress(2, "plain"))))
     assert "spent in 2 steps: " in (tmp_path / "report.html").read_text()
 
 
@@ -232,7 +232,7 @@ def test_a_report_that_fails_is_warned_of_and_fails_no_run(tmp_path: Path, caplo
     config = load_config("tiny_cpu", [])
     save_resolved(config, tmp_path / "config.yaml")
     progress = Progress(2, "plain")
-    asyncio.run(train._report(config, tmp_path, progress, Stop(progress)))
+    asyncio.run(train._report(config, tmp_path, progress, StopSignal(progress)))
     (said,) = caplog.messages
     assert said.startswith(f"the report is not written: {tmp_path}/metrics.jsonl")
     assert said.endswith(f"; rl-megatron report {tmp_path} writes it")

@@ -16,18 +16,18 @@ import pytest
 from transformers import AutoConfig
 
 from launcher.build.data import load_data, read_tokenizer
-from launcher.build.sampler import environment_sampler, sampler_of
+from launcher.build.sampler import environment_sampler, make_sampler
 from rl_megatron.agents.source import EnvironmentSampler
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardModelSection
-from rl_megatron.environments.protocol import Model
-from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.environments.protocol import AgentModelClient
+from rl_megatron.environments.registry import Agent, EnvironmentFactory
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import CHAT_TEMPLATE, TinySizes, byte_tokenizer, make_tiny_model
 from rl_megatron.rewards.classifiers.in_process import classifier_texts
-from rl_megatron.rollout.policy_sampler import HeldOut
-from rl_megatron.types import Prompt, Scored
+from rl_megatron.rollout.policy_sampler import EvalRequest
+from rl_megatron.types import Prompt, RewardResult
 from rl_megatron.weights.formats.hf_folder import copy_companions
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, trajectories
@@ -162,13 +162,13 @@ KEYS = (
     *("environment.template=chat", "environment.max_turns=2", "rollout.group_size=2", "warm_start.steps=0"),
     "rollout.max_prompt_tokens=40",
 )
-TALKS = EnvironmentMaker(Talks)
+TALKS = EnvironmentFactory(Talks)
 SHOWS_TOOLS = "{{ tools or '' }}" + CHAT_TEMPLATE
 REWRITES = "{{ messages | length }}\n" + CHAT_TEMPLATE  # what was read before is another text each turn
 
 
 def source_of(
-    engine: Any, template: str, made: EnvironmentMaker | Agent = TALKS, keys: Sequence[str] = ()
+    engine: Any, template: str, made: EnvironmentFactory | Agent = TALKS, keys: Sequence[str] = ()
 ) -> EnvironmentSampler:
     config, tokenizer = load_config("calculator", [*KEYS, *keys]), byte_tokenizer()
     tokenizer.chat_template = template
@@ -220,7 +220,7 @@ def test_what_would_go_wrong_later_is_warned_of(
     assert (said or "") in "".join(warned)
 
 
-async def asks(task: Prompt, model: Model) -> float:
+async def asks(task: Prompt, model: AgentModelClient) -> float:
     messages: list[Any] = [{"role": "user", "content": task.text}]
     async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0) as client:
         said = await client.chat.completions.create(model="policy", messages=messages)
@@ -230,8 +230,8 @@ async def asks(task: Prompt, model: Model) -> float:
 class Rewards:
     """Judges what no environment leads."""
 
-    async def __call__(self, prompt: Prompt, completions: Any, texts: Sequence[str]) -> list[Scored]:
-        return [Scored(total=-1.0) for _ in texts]
+    async def __call__(self, prompt: Prompt, completions: Any, texts: Sequence[str]) -> list[RewardResult]:
+        return [RewardResult(total=-1.0) for _ in texts]
 
 
 def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_judged() -> None:
@@ -245,7 +245,7 @@ def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_ju
     assert config.most_sampled == 30
     engine: Any = Scripted(calculates)
     data: Any = SimpleNamespace(tokenizer=byte_tokenizer(), stop_token_ids=(EOS,))
-    ours: Any = sampler_of(config, None, engine, Rewards(), data, vocab_size=259)
+    ours: Any = make_sampler(config, None, engine, Rewards(), data, vocab_size=259)
     prompts = [
         Prompt(id=f"{source}/{text}", text=text, token_ids=tuple(text.encode()), answer=answer, source=source)
         for source, text, answer in (
@@ -255,7 +255,7 @@ def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_ju
     params = ours.params(temperature=1.0)
     for found in (
         trajectories(asyncio.run(ours.groups(drawn(prompts)))),
-        trajectories(asyncio.run(ours.held_out(HeldOut(prompts=prompts, params=params)))),
+        trajectories(asyncio.run(ours.held_out(EvalRequest(prompts=prompts, params=params)))),
     ):
         assert [(one.reward, len(one.turns)) for one in found] == [(1.0, 2), (-1.0, 1)] * 2
         assert [bytes(one.chains[0].token_ids[:4].tolist()).decode() for one in found] == [p.text for p in prompts]

@@ -22,9 +22,9 @@ from rl_megatron.columns import TokenIds
 from rl_megatron.config.io import load_config
 from rl_megatron.data.samples import to_samples
 from rl_megatron.engines.local.engine import LocalEngine
-from rl_megatron.interfaces import Pass
+from rl_megatron.interfaces import ForwardPass
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
-from rl_megatron.types import Chain, Completion, ParallelDims, Prompt, RolloutGroup, Trajectory
+from rl_megatron.types import Completion, ParallelDims, Prompt, RolloutGroup, TokenSequence, Trajectory
 from rl_megatron.weights.layouts.families import read_shape
 from tests.samples import share_of
 from tests.unit.rollout.conversation.families import FAMILIES, Reply, completion_of, message_of, tokenizer_of
@@ -73,7 +73,7 @@ def scored(engine: LocalEngine, prompt: TokenIds, completion: Completion) -> Com
     return replace(completion, logprobs=own[len(prompt) - 1 :].detach().numpy())
 
 
-def played(name: str, engine: LocalEngine, thinking: Any) -> tuple[Chain, ...]:
+def played(name: str, engine: LocalEngine, thinking: Any) -> tuple[TokenSequence, ...]:
     """The rows of a conversation in which tools answer calls, and a user all else; prompts show them if they can."""
     rng = random.Random(name)
     template = ChatTemplate(tokenizer_of(name), thinking=thinking, options=FAMILIES[name].options)
@@ -99,7 +99,7 @@ def test_learner_and_engine_score_alike(thinking: str, engine: LocalEngine, lear
         groups.append(RolloutGroup(prompt=prompt, trajectories=(rows,)))
     samples = to_samples(groups)
     share = share_of([samples], ParallelDims(), 0, to_score=True)
-    ((found, _),) = learner.score([Pass(role="policy", want=frozenset({"logprobs"}))], share)
+    ((found, _),) = learner.score([ForwardPass(role="policy", want=frozenset({"logprobs"}))], share)
     assert found is not None
     ours, engines = found["logprobs"][0][samples.mask], samples.rollout_logprobs[samples.mask]
     assert len(ours) > 400

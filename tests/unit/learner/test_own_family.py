@@ -18,13 +18,13 @@ from torch import Tensor
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.preflight import own_code, sizes
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import PreflightContext
 from launcher.wire import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from rl_megatron.interfaces import Pass
+from rl_megatron.interfaces import ForwardPass
 from rl_megatron.types import ParallelDims, Samples
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from tests.family_models import save_model
@@ -34,12 +34,12 @@ from tests.unit.launcher.commands import status_of
 # A third party's model family: a package of two files, a module of layers, and a tiny model with its names.
 FAMILY, LAYERS = "own_models.rows:FAMILY", "own_models_layers:skipping"
 READER = """
-from rl_megatron.models.families.common import decoder_fields, dense_fields, refuse_others
+from rl_megatron.models.families.common import decoder_fields, dense_fields, require_fixed_values
 from rl_megatron.models.shape import ModelShape
 
 
 def read(raw, path):
-    refuse_others(raw, path, {"activation": "silu"})
+    require_fixed_values(raw, path, {"activation": "silu"})
     keys = {**raw, "num_hidden_layers": raw["depth"], "intermediate_size": raw["inner"]}
     return ModelShape(**decoder_fields(keys, path), **dense_fields(keys))
 """
@@ -176,7 +176,7 @@ def test_every_model_of_a_run_reads_and_has_its_layers(role: str, place: Path, m
             policy = "policy" if role == "learner" else "reference"
             rank.start_from(policy, place / "hf")
             share = share_of([samples()], ParallelDims(), 0, to_score=True)
-            ((found, _),) = rank.score([Pass(role=policy, want=frozenset({"logprobs"}))], share)
+            ((found, _),) = rank.score([ForwardPass(role=policy, want=frozenset({"logprobs"}))], share)
             assert found is not None
             assert float((found["logprobs"][0] - theirs(model)).abs().max()) < 1e-4
             if role == "learner":
@@ -212,14 +212,14 @@ def test_the_tools_read_by_it(place: Path, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.usefixtures("model")
 def test_the_preflight_reads_by_it(place: Path) -> None:
-    subject = Subject(config_of(place / "hf", "rollout=vllm", f"learner.layers={LAYERS}"), False)
+    subject = PreflightContext(config_of(place / "hf", "rollout=vllm", f"learner.layers={LAYERS}"), False)
     assert [found.text for found in sizes.check(subject)] == []
     expected = [("unchecked", f"learner.layers={LAYERS}, which ranks import")]
     assert [(found.kind, found.text) for found in own_code.check_modules(subject)] == expected
-    (found,) = sizes.check(Subject(config_of(place / "hf"), False))
+    (found,) = sizes.check(PreflightContext(config_of(place / "hf"), False))
     assert found.text.startswith("model_type='own_model': the in-process engine does not support it; allowed: 'qwen")
     for own in ("not_there_at_all.x:f", "__main__:f"):
-        (found,) = own_code.check_modules(Subject(config_of(place / "hf", f"learner.layers={own}"), False))
+        (found,) = own_code.check_modules(PreflightContext(config_of(place / "hf", f"learner.layers={own}"), False))
         assert found.kind == "problem"
         assert "install it or put its folder on PYTHONPATH" in found.text
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.preflight.model_files import check
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import PreflightContext
 from launcher.wire import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.algorithms.losses import CrossEntropy
@@ -26,7 +26,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.features.lora.merging import merge_adapters
-from rl_megatron.learner.checkpoint.state import holds_beside
+from rl_megatron.learner.checkpoint.state import has_extra_state
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.weights.bytes.moving_average import MovingAverage
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
@@ -99,7 +99,7 @@ def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...],
     with rank_of(policy, tmp_path / "run", *keys) as rank:
         wanted = {name: t.double().numpy().copy() for name, t in rank._learners["policy"].tensors.items()}
         save(rank, tmp_path / "warm_start")  # whose plan later saves do not use, which have more
-        assert not holds_beside(tmp_path / "warm_start")
+        assert not has_extra_state(tmp_path / "warm_start")
         rank.start_from("reference", policy)
         save(rank, tmp_path / "first")
         for seed in range(3):
@@ -210,7 +210,7 @@ def test_a_critic_of_another_optimizer_takes_a_checkpoints_weights_and_a_preflig
         rank.durable("critic")
     for model, refused in ((policy, False), (make_tiny_model(TinySizes(), tmp_path, seed=0), True)):
         keys = ("algorithm=ppo", "learner.ep=1", f"model.path={model}", f"algorithm.critic.path={shards}")
-        found = [one.text for one in check(Subject(load_config("tiny_cpu", keys), for_job=False))]
+        found = [one.text for one in check(PreflightContext(load_config("tiny_cpu", keys), for_job=False))]
         assert any("is no checkpoint of a critic of the policy's sizes" in one for one in found) == refused, found
     with critic_rank(policy, tmp_path / "then", f"model.path={policy}", "learner.optimizer.name=muon") as rank:
         rank.start_from("critic", shards)
@@ -237,7 +237,10 @@ def test_all_ranks_are_in_the_first_call_of_the_default_group(tmp_path: Path, mo
     monkeypatch.setattr(world.parallel_state, "initialize_model_parallel", notes("megatron"))
     monkeypatch.setattr(world, "model_parallel_cuda_manual_seed", notes("seed"))
     device = torch.device("cuda", 3)
-    assert world.join(LearnerSection(device="cuda"), rank=1, rendezvous="file:///x", seed=1, gpu=3) == device
+    assert (
+        world.init_process_groups(LearnerSection(device="cuda"), rank=1, rendezvous="file:///x", seed=1, gpu=3)
+        == device
+    )
     assert heard == [device, "init", ("all_reduce", device), "megatron", "seed"]
 
 
@@ -247,4 +250,6 @@ def test_a_rank_that_sees_no_gpu_says_where(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     where = rf"rank 3 on {re.escape(socket.gethostname())} sees no GPU; look at .*CUDA_VISIBLE_DEV"
     with pytest.raises(ConfigError, match=where):
-        world.join(LearnerSection(device="cuda", dp=4), rank=3, rendezvous=f"file://{tmp_path}/x", seed=1)
+        world.init_process_groups(
+            LearnerSection(device="cuda", dp=4), rank=3, rendezvous=f"file://{tmp_path}/x", seed=1
+        )

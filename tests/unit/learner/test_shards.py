@@ -31,7 +31,7 @@ from rl_megatron.learner.checkpoint import loading
 from rl_megatron.learner.megatron import make_critic, make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
 from rl_megatron.learner.observers import installed_observers
-from rl_megatron.learner.optimizer import state_of
+from rl_megatron.learner.optimizer import optimizer_state
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.metrics import documented
@@ -53,9 +53,11 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     threads = torch.get_num_threads()
-    world.join(SECTION, rank=0, rendezvous=f"file://{tmp_path_factory.mktemp('world')}/rendezvous", seed=1)
+    world.init_process_groups(
+        SECTION, rank=0, rendezvous=f"file://{tmp_path_factory.mktemp('world')}/rendezvous", seed=1
+    )
     yield
-    world.leave()
+    world.destroy_process_groups()
     torch.set_num_threads(threads)
 
 
@@ -125,7 +127,10 @@ def train(learner: MegatronLearner, steps: int, loss: Loss = CrossEntropy()) -> 
 def state(learner: MegatronLearner) -> dict[str, torch.Tensor]:
     """Copies of parameters, of their float32 weights, and of AdamW's state."""
     held = [(f"{name}", tensor) for name, tensor in learner.tensors.items()]
-    return {name: t.clone() for name, t in [*held, *((f"{n}", t) for n, t in enumerate(state_of(learner._optimizer)))]}
+    return {
+        name: t.clone()
+        for name, t in [*held, *((f"{n}", t) for n, t in enumerate(optimizer_state(learner._optimizer)))]
+    }
 
 
 def test_what_is_written_while_training_goes_on_is_the_state_at_its_start(hf: Path, tmp_path: Path) -> None:

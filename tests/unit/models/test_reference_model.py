@@ -23,8 +23,8 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models import experts, kv_cache, operations
 from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.experts import PackedExperts, all_experts, grouped_experts
-from rl_megatron.models.kv_cache import KVCache, Prefix
-from rl_megatron.models.reference import ReferenceModel
+from rl_megatron.models.kv_cache import KVCache, PrefixCache
+from rl_megatron.models.reference import DecoderModel
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, _publish, make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
@@ -56,10 +56,8 @@ def saved(folder: Path, **changes: object) -> tuple[Qwen3MoeForCausalLM, ModelSh
     return theirs, read_shape(folder), load_file(folder / "model.safetensors")
 
 
-def filled(
-    shape: ModelShape, checkpoint: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
-) -> ReferenceModel:
-    model = ReferenceModel(shape, dtype=dtype, device="cpu", max_length=64)
+def filled(shape: ModelShape, checkpoint: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> DecoderModel:
+    model = DecoderModel(shape, dtype=dtype, device="cpu", max_length=64)
     assert {name: t.shape for name, t in model.tensors.items()} == {name: t.shape for name, t in checkpoint.items()}
     for name, tensor in checkpoint.items():
         model.tensors[name].copy_(tensor)
@@ -159,7 +157,7 @@ def test_ring_cache_equals_full_attention_over_wraps_and_late_rows(block: int, m
         if len(history) < 3:
             length, prefix = clock % 4, torch.zeros(2, 1, 3, 2, 4, dtype=torch.float64)
             prefix[:, :, 3 - length :] = torch.randn(2, 1, length, 2, 4, generator=generator, dtype=torch.float64)
-            cache.insert(len(history), clock, Prefix(prefix, nothing), torch.tensor([length]))
+            cache.insert(len(history), clock, PrefixCache(prefix, nothing), torch.tensor([length]))
             history.append([(prefix[0, 0, i], prefix[1, 0, i]) for i in range(3 - length, 3)])
         num = len(history)
         query = torch.randn(num, 4, 4, generator=generator, dtype=torch.float64)

@@ -29,7 +29,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.jobs import LogSection
 from rl_megatron.data.samples import single_turns
 from rl_megatron.errors import DataError
-from rl_megatron.files import in_hand
+from rl_megatron.files import current_operations
 from rl_megatron.observability.files import JsonlFile, from_the_end, read_jsonl, rows_from
 from rl_megatron.observability.history import (
     SampleRow,
@@ -56,13 +56,13 @@ def test_who_waits_for_the_logs_thread_waits_for_its_file(tmp_path: Path, monkey
             waits.start()
             assert waits.ident is not None
             until = time.monotonic() + 60
-            while waits.ident not in in_hand() and time.monotonic() < until:
+            while waits.ident not in current_operations() and time.monotonic() < until:
                 waits.join(0.01)
-            assert in_hand()[waits.ident].path == tmp_path / "log.txt"
+            assert current_operations()[waits.ident].path == tmp_path / "log.txt"
         finally:
             handler.release()
         waits.join()
-        assert waits.ident not in in_hand()
+        assert waits.ident not in current_operations()
 
 
 def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from launcher.preflight import model_files
-from launcher.preflight.subject import Found, Subject
-from rl_megatron.config.activations import delta_bytes, freed, halves, kept, multiplies_at_once
+from launcher.preflight.subject import Finding, PreflightContext
+from rl_megatron.config.activations import activation_bytes, delta_bytes, freed, halves, uses_grouped_gemm
 from rl_megatron.config.io import load_config
 from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.run import RunConfig
@@ -38,7 +38,7 @@ from tests.small_models import TINY_MOE
 from tests.unit.launcher.test_memory import QWEN_30B, QWEN_80GB
 from tools.planner.layers import _experts
 from tools.planner.memory import footprints, host_bytes
-from tools.planner.terms import in_flight, memory
+from tools.planner.terms import memory, num_in_flight
 
 _MOE = "learner.offload.activations=moe"
 
@@ -159,7 +159,7 @@ def test_the_learner_does_as_planned(width: int, etp: int, generation: int, monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
     rows: Any = MagicMock(is_cuda=True, dtype=torch.bfloat16, __len__=lambda self: 5)
     fc1 = torch.empty(2 * width // etp, TINY_MOE.hidden_size), torch.empty(TINY_MOE.hidden_size, width // etp)
-    planned = multiplies_at_once(GPU.model_copy(update={"etp": etp}), replace(TINY_MOE, expert_width=width))
+    planned = uses_grouped_gemm(GPU.model_copy(update={"etp": etp}), replace(TINY_MOE, expert_width=width))
     assert kernels.takes(rows, *fc1) == (planned and generation in (9, 10))
 
 
@@ -198,13 +198,13 @@ def learner(fp8: str | None, **keys: Any) -> LearnerSection:
 def test_linears_keep_their_inputs_in_a_byte_but_for_what_others_keep_too() -> None:
     """Qwen3-30B-A3B: h 2048, 8 of 128 experts of 768. A byte less of the norm's output and of each chosen expert's row
     and product. Attention keeps its output in bfloat16, so megatron-core has its projection keep no other."""
-    fewer = kept(learner(None), QWEN, 0) - kept(learner("tensorwise"), QWEN, 0)
+    fewer = activation_bytes(learner(None), QWEN, 0) - activation_bytes(learner("tensorwise"), QWEN, 0)
     assert fewer == 2048 + 8 * (2048 + 768)
     assert (freed(learner(None), QWEN, 0)["moe_act"] - freed(learner("tensorwise"), QWEN, 0)["moe_act"]) == 8 * 768
     # DeepSeek-V3, a layer of experts: 8 of 2048 and one shared, h 7168, latents of 1536 and 512. Two linears
     # read what the first norm gives, each with a copy of a byte; routers keep what the second gives, for shared
     # experts too.
-    fewer = kept(learner(None), DEEPSEEK, 60) - kept(learner("blockwise"), DEEPSEEK, 60)
+    fewer = activation_bytes(learner(None), DEEPSEEK, 60) - activation_bytes(learner("blockwise"), DEEPSEEK, 60)
     assert fewer == 8 * (7168 + 2048) + 2048 + 1536 + 512
 
 
@@ -297,7 +297,7 @@ def test_as_many_are_in_flight_as_megatrons(pp: int, sizes: tuple[int, ...], mon
         for n in range(total - warmup):  # one forward, one backward
             held.append(held[-1] + sizes[chunks[warmup + n]])
             held.append(held[-1] - sizes[vpp - 1 - chunks[n]])
-        assert in_flight(pp, stage, sizes) == max(held) / sum(sizes)
+        assert num_in_flight(pp, stage, sizes) == max(held) / sum(sizes)
 
 
 # ``learner.draft``: what is refused, and the bytes that the plan counts.
@@ -333,8 +333,10 @@ def test_a_matrix_of_a_draft_layers_own_is_told_before_a_run(tmp_path: Path) -> 
     tensors = save_with_drafts("glm4_moe", folder := tmp_path / "hf")
     config = load_config("tiny_cpu", ["learner.draft.train=true", f"model.path={folder}"])
 
-    def notes() -> list[Found]:
-        return [one for one in model_files.check(Subject(config, for_job=False)) if "is no copy of" in one.text]
+    def notes() -> list[Finding]:
+        return [
+            one for one in model_files.check(PreflightContext(config, for_job=False)) if "is no copy of" in one.text
+        ]
 
     assert not notes()
     (own,) = [name for name in tensors if name.endswith("shared_head.head.weight")]
@@ -350,6 +352,6 @@ def test_a_draft_layer_that_the_files_lack_is_told_before_a_run(tmp_path: Path) 
     save_with_qwens_draft("qwen3_next", tmp_path / "with")
     for name, lacks in (("without", True), ("with", False)):
         config = load_config("tiny_cpu", ["learner.draft.train=true", f"model.path={tmp_path / name}"])
-        said = [one.text for one in model_files.check(Subject(config, for_job=False))]
+        said = [one.text for one in model_files.check(PreflightContext(config, for_job=False))]
         told = f"learner.draft.train=true, but no tensor in model.path={tmp_path / name} is of a draft layer"
         assert any(text.startswith(told) for text in said) == lacks

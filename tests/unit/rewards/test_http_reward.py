@@ -19,7 +19,7 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards import http
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.types import Prompt, Scored
+from rl_megatron.types import Prompt, RewardResult
 from tests.completions import completion
 
 Answer = tuple[int, bytes]
@@ -214,7 +214,7 @@ async def test_no_more_requests_are_in_flight_than_allowed(server: Server, monke
     server.answer = answer
     monkeypatch.setattr("rl_megatron.rewards.http._SLOTS", 3)
     reward = resolve_reward(server.url)
-    assert (await asyncio.gather(*(reward(PROMPT, [DONE], ["a"]) for _ in range(9)))) == [[Scored(total=1.0)]] * 9
+    assert (await asyncio.gather(*(reward(PROMPT, [DONE], ["a"]) for _ in range(9)))) == [[RewardResult(total=1.0)]] * 9
     assert most == 3
 
 

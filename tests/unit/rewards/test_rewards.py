@@ -24,8 +24,8 @@ from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward, resolve_rewards
 from rl_megatron.rewards.rules import last_number
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.rollout.stream import Answered, RolloutBatch
-from rl_megatron.types import Completion, GenerationRequest, Prompt, Scored
+from rl_megatron.rollout.stream import GroupResult, RolloutBatch
+from rl_megatron.types import Completion, GenerationRequest, Prompt, RewardResult
 from tests.completions import completion, drawn
 
 
@@ -189,7 +189,7 @@ def test_functions_of_trl_are_called_in_its_way(tmp_path: Path, monkeypatch: pyt
     texts = Prompt(id="p", text="<user>1+1?", question="1+1?", token_ids=(1,), answer="2", meta=row)
     messages = replace(texts, question='[{"role": "user", "content": "1+1?"}]')
 
-    def called(name: str, prompt: Prompt = texts) -> Sequence[Scored]:
+    def called(name: str, prompt: Prompt = texts) -> Sequence[RewardResult]:
         return asyncio.run(resolve_reward(f"trl_rewards_for_test:{name}")(prompt, [completion((1,))] * 2, ["2", "?"]))
 
     right, abstaining = called("columns")
@@ -336,16 +336,16 @@ def parts(**given: tuple[str, float]) -> RewardSection:
     return RewardSection(parts={name: {"function": f, "weight": w} for name, (f, w) in given.items()})
 
 
-def parts_of(section: RewardSection, *texts: str) -> Sequence[Scored]:
+def parts_of(section: RewardSection, *texts: str) -> Sequence[RewardResult]:
     return asyncio.run(resolve_reward(section)(PROMPTS[1], [DONE] * len(texts), texts))
 
 
 def test_the_sum_is_weighted_and_each_part_is_kept_unweighted(mine: types.ModuleType) -> None:
     section = parts(right=("exact_match", 2.0), late=("parts_for_test:order", -0.5), seen=("exact_match", 0.0))
     assert parts_of(section, "1", "x", "1") == [
-        Scored(total=2.0, parts={"right": 1, "late": 0, "seen": 1}),
-        Scored(total=-0.5, parts={"right": 0, "late": 1, "seen": 0}),
-        Scored(total=1.0, parts={"right": 1, "late": 2, "seen": 1}),
+        RewardResult(total=2.0, parts={"right": 1, "late": 0, "seen": 1}),
+        RewardResult(total=-0.5, parts={"right": 0, "late": 1, "seen": 0}),
+        RewardResult(total=1.0, parts={"right": 1, "late": 2, "seen": 1}),
     ]
 
 
@@ -384,8 +384,8 @@ def test_a_part_that_abstains_is_left_out_of_the_sum(mine: types.ModuleType) -> 
     mine.some = lambda prompt, completions, texts: [None if text == "?" else 2.0 for text in texts]
     section = parts(right=("exact_match", 1.0), some=("parts_for_test:some", 0.5))
     judged, abstaining = parts_of(section, "1", "?")
-    assert judged == Scored(total=2.0, parts={"right": 1, "some": 2})
-    assert abstaining == Scored(total=0.0, parts={"right": 0})
+    assert judged == RewardResult(total=2.0, parts={"right": 1, "some": 2})
+    assert abstaining == RewardResult(total=0.0, parts={"right": 0})
     gate = {"some": {"function": "parts_for_test:some"}, "right": {"function": "exact_match", "when": {"some": 1.0}}}
     assert [one.total for one in parts_of(RewardSection.model_validate({"parts": gate}), "1", "?")] == [3.0, 0.0]
     alone = parts(seen=("exact_match", 0.0), some=("parts_for_test:some", 0.5))
@@ -458,9 +458,9 @@ def test_empty_completions_count_not(mine: types.ModuleType, on_error: str | flo
 
 def test_a_batch_counts_what_was_scored_of_groups_that_are_left_out() -> None:
     group = cast(Any, SimpleNamespace(trajectories=[SimpleNamespace(num_sampled=n) for n in (3, 4)], greedy=None))
-    kept = Answered(group=group, rewards=(0.1, 0.2), scored=(Scored(total=0.1, parts={"a": -1.0}),) * 2)
+    kept = GroupResult(group=group, rewards=(0.1, 0.2), scored=(RewardResult(total=0.1, parts={"a": -1.0}),) * 2)
     equal = replace(kept, group=None, reason="equal_rewards", left_out_tokens=5)
-    failed = Answered(group=None, reason="reward_error", scored=(Scored(total=math.nan, error="why"),) * 2)
+    failed = GroupResult(group=None, reason="reward_error", scored=(RewardResult(total=math.nan, error="why"),) * 2)
     batch = RolloutBatch.of([kept, equal, failed, kept])
     assert (batch.groups, batch.filtered_groups, batch.dropped_groups) == ((group, group), 1, 1)
     assert (batch.num_completions, batch.reward_sum, batch.reward_errors) == (6, 0.9, 2)

@@ -23,12 +23,12 @@ from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards import rules, threads
 from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.registry import WeightedSum, resolve_reward
-from rl_megatron.rewards.scoring import CallLimit, errors_of, queued, score, turn_of
+from rl_megatron.rewards.scoring import CallLimit, errors_of, paused_while_queued, queued_slot, score
 from rl_megatron.rewards.tests import PassedTests
-from rl_megatron.rewards.threads import MOST_COMPUTING, Plain, in_daemon_thread, on_loop_apart
+from rl_megatron.rewards.threads import MAX_COMPUTING_THREADS, Plain, in_daemon_thread, on_reward_loop
 from rl_megatron.sandbox.executors import Sandbox, _Slots
 from rl_megatron.training.scores import RankedScores
-from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, Scored, Scores, Want
+from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, RewardResult, Scores, Want
 from tests.completions import completion
 from tests.virtual_time import run_at_once
 
@@ -41,11 +41,11 @@ LATE = "no answer within reward.timeout_seconds=10"
 def taking(slots: asyncio.Semaphore, before: float, seconds: float) -> RewardFunction:
     """Computes for ``before`` seconds, waits for a slot, and holds it for ``seconds``."""
 
-    async def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+    async def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[RewardResult]:
         await asyncio.sleep(before)
-        async with turn_of(slots):
+        async with queued_slot(slots):
             await asyncio.sleep(seconds)
-        return [Scored(total=1.0)]
+        return [RewardResult(total=1.0)]
 
     return reward
 
@@ -53,7 +53,7 @@ def taking(slots: asyncio.Semaphore, before: float, seconds: float) -> RewardFun
 def errors(*functions: RewardFunction) -> list[str | None]:
     """What is wrong with the reward of each, asked at once with a limit of 10 s."""
 
-    async def main() -> list[tuple[Scored, ...]]:
+    async def main() -> list[tuple[RewardResult, ...]]:
         return await asyncio.gather(*(score(one, *ASKED, limit=10.0) for one in functions))
 
     return [one.error for (one,) in run_at_once(main())]
@@ -82,12 +82,12 @@ def test_parts_that_hold_what_other_parts_wait_for_end_with_their_call() -> None
 
 
 def test_what_outlives_its_call_or_is_on_another_loop_changes_no_limit() -> None:
-    slots, left = asyncio.Semaphore(1), list[asyncio.Task[list[Scored]]]()
+    slots, left = asyncio.Semaphore(1), list[asyncio.Task[list[RewardResult]]]()
 
-    async def leaves(*asked: object) -> list[Scored]:
+    async def leaves(*asked: object) -> list[RewardResult]:
         left.append(asyncio.create_task(taking(slots, 0.0, 1.0)(*ASKED)))
         await asyncio.sleep(0)
-        return [Scored(total=1.0)]
+        return [RewardResult(total=1.0)]
 
     async def main() -> int:
         await slots.acquire()
@@ -102,16 +102,16 @@ def test_what_outlives_its_call_or_is_on_another_loop_changes_no_limit() -> None
         async with CallLimit(60.0) as limit:
 
             async def waits() -> bool:
-                with queued():
+                with paused_while_queued():
                     return limit.runs
 
-            assert await on_loop_apart(waits)
+            assert await on_reward_loop(waits)
 
     asyncio.run(elsewhere())
 
 
 def test_outside_of_a_call_nothing_is_counted() -> None:
-    with queued() as begun:
+    with paused_while_queued() as begun:
         begun()
 
 
@@ -132,7 +132,7 @@ async def waits_uncounted(function: RewardFunction, free: Callable[[], object]) 
 
 async def _threads() -> None:
     over = threading.Event()
-    before = [asyncio.create_task(in_daemon_thread(partial(over.wait, 60.0))) for _ in range(MOST_COMPUTING)]
+    before = [asyncio.create_task(in_daemon_thread(partial(over.wait, 60.0))) for _ in range(MAX_COMPUTING_THREADS)]
     await asyncio.sleep(0)  # they are started
     await waits_uncounted(Plain(lambda *asked: [1.0]), over.set)
     await asyncio.gather(*before)
@@ -180,8 +180,8 @@ async def _ranks() -> None:
     packer = Packer(dims=ParallelDims(), max_tokens=8, attention_cost=0.0)
     ranked = RankedScores(model=_Ones(), packer=packer, vocab_size=8)
 
-    async def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-        return [Scored(total=score) for score in await ranked([[1, 2]])]
+    async def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[RewardResult]:
+        return [RewardResult(total=score) for score in await ranked([[1, 2]])]
 
     await ranked.turn.acquire()
     assert await waits_uncounted(reward, ranked.turn.release)
@@ -201,7 +201,7 @@ def named(monkeypatch: pytest.MonkeyPatch, function: Callable[[], float]) -> Rew
     return resolve_reward("rewards_for_test:plain")
 
 
-async def all_scored(function: RewardFunction, limit: float) -> tuple[Sequence[tuple[Scored, ...]], float, float]:
+async def all_scored(function: RewardFunction, limit: float) -> tuple[Sequence[tuple[RewardResult, ...]], float, float]:
     """The scores of all groups at once, their seconds, and the longest that a heartbeat of the loop was late."""
     late, began = 0.0, time.monotonic()
     scoring = asyncio.gather(*(score(function, ASKS, [DONE], [""], limit=limit) for _ in range(GROUPS)))
@@ -218,7 +218,7 @@ def test_rewards_that_wait_wait_together_and_the_loop_goes_on(monkeypatch: pytes
         return 1.0
 
     found, seconds, late = asyncio.run(all_scored(named(monkeypatch, waits), 60.0))
-    assert found == [(Scored(total=1.0),)] * GROUPS
+    assert found == [(RewardResult(total=1.0),)] * GROUPS
     assert seconds < GROUPS * 0.5 / 4
     assert late < 0.5  # a heartbeat does not wait for one of them
 
@@ -240,29 +240,32 @@ def test_rewards_that_compute_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(threads, "_COMPUTES", 0.0)  # whatever else this machine computes
     found, _, _ = asyncio.run(all_scored(named(monkeypatch, computes), 60.0))
-    assert found == [(Scored(total=1.0),)] * GROUPS
-    assert most == threads.MOST_COMPUTING
+    assert found == [(RewardResult(total=1.0),)] * GROUPS
+    assert most == threads.MAX_COMPUTING_THREADS
 
 
 async def test_a_reward_that_never_returns_gives_up_its_place_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     over, calls = threading.Event(), iter(range(GROUPS))
 
     def stuck() -> float:
-        if next(calls) < threads.MOST_COMPUTING:
+        if next(calls) < threads.MAX_COMPUTING_THREADS:
             over.wait()
         return 1.0
 
     monkeypatch.setattr(threads, "_COMPUTES", 0.0)  # as if it computed for ever
     try:
         function = named(monkeypatch, stuck)
-        first = [score(function, ASKS, [DONE], [""], limit=1.0) for _ in range(threads.MOST_COMPUTING)]
+        first = [score(function, ASKS, [DONE], [""], limit=1.0) for _ in range(threads.MAX_COMPUTING_THREADS)]
         rest = [score(function, ASKS, [DONE], [""], limit=60.0) for _ in range(GROUPS - len(first))]
         found = await asyncio.gather(*first, *rest)
     finally:
         over.set()
     errors = [one.error for (one,) in found]
-    assert errors[: threads.MOST_COMPUTING] == ["no answer within reward.timeout_seconds=1"] * threads.MOST_COMPUTING
-    assert errors[threads.MOST_COMPUTING :] == [None] * (GROUPS - threads.MOST_COMPUTING)
+    assert (
+        errors[: threads.MAX_COMPUTING_THREADS]
+        == ["no answer within reward.timeout_seconds=1"] * threads.MAX_COMPUTING_THREADS
+    )
+    assert errors[threads.MAX_COMPUTING_THREADS :] == [None] * (GROUPS - threads.MAX_COMPUTING_THREADS)
 
 
 # Reward functions that return something other than numbers, raise exceptions that end a loop, or never return.
@@ -305,7 +308,7 @@ def waits_twice() -> Iterator[bool]:
 
 def run(
     monkeypatch: pytest.MonkeyPatch, kind: str, does: Callable[[], object], *, limit: float = 30.0, count: int = 2
-) -> tuple[Scored, ...]:
+) -> tuple[RewardResult, ...]:
     module: Any = types.ModuleType("hostile_for_test")
 
     async def later(*_: object) -> object:
@@ -371,7 +374,7 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
 
     for given in ([True, 0], (x / 2 for x in (2, 0)), np.array([1, 0]), torch.tensor([1.0, 0.0]), range(1, -1, -1)):
         scored = run(monkeypatch, kind, lambda given=given: given)  # type: ignore[misc]
-        assert scored == (Scored(total=1.0), Scored(total=0.0))
+        assert scored == (RewardResult(total=1.0), RewardResult(total=0.0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -415,7 +418,7 @@ def test_a_task_of_an_async_reward_that_exits_ends_nothing_else(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "leaving_for_test", module)
     for _ in range(2):
         function = resolve_reward("leaving_for_test:reward")
-        assert asyncio.run(score(function, HOSTILE_PROMPT, [DONE], [""], limit=30.0)) == (Scored(total=1.0),)
+        assert asyncio.run(score(function, HOSTILE_PROMPT, [DONE], [""], limit=30.0)) == (RewardResult(total=1.0),)
 
 
 def test_completions_without_a_number_are_named_three_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 
 from launcher.preflight.sizes import check
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import PreflightContext
 from launcher.servers.degrees import served_bytes
-from launcher.servers.engines import SERVERS, adapter_of, engine_problems
-from launcher.servers.pool import ServedEngines
+from launcher.servers.engines import SERVERS, engine_problems, load_adapter
+from launcher.servers.pool import ServerPool
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.engines.answers import sampled_with
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.answers import with_adapter_version
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.engines.http import Server
 from rl_megatron.engines.replicas import Event
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.features.lora.engines import HeldAdapters
-from rl_megatron.features.lora.feature import AdapterPlaces, places_of
-from rl_megatron.features.lora.push import ADAPTERS, AdapterWeights, adapters_folder
+from rl_megatron.features.lora.feature import AdapterSlots, places_of
+from rl_megatron.features.lora.push import ADAPTERS, AdapterSync, adapters_folder
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
@@ -44,7 +44,7 @@ from rl_megatron.types import (
     WeightUpdate,
 )
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
-from rl_megatron.weights.push.trust import Probe, Trust
+from rl_megatron.weights.push.trust import Probe, PushVerifier
 from rl_megatron.weights.routes.delivery import FileDelivery
 from tests.completions import completion
 from tests.unit.launcher.test_memory import QWEN_80GB
@@ -59,7 +59,7 @@ DENSE = replace(MOE, num_experts=0, family="qwen3")
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 
 
-def places(*keys: str) -> AdapterPlaces:
+def places(*keys: str) -> AdapterSlots:
     found = places_of(load_config("tiny_cpu", [*KEYS, *keys]))
     assert found is not None
     return found
@@ -70,7 +70,7 @@ def side(engine: str, shape: ModelShape) -> HeldAdapters:
     return found
 
 
-def words(engine: str, given: AdapterPlaces | None, device: str = "cuda") -> tuple[Mapping[str, str], str]:
+def words(engine: str, given: AdapterSlots | None, device: str = "cuda") -> tuple[Mapping[str, str], str]:
     """By option of the command, the words behind it; and all."""
     arguments = (
         SERVERS[engine](MOE)
@@ -131,7 +131,7 @@ def test_formats_without_a_kernel_are_told(engine: str, keys: tuple[str, ...], d
 def test_a_run_on_such_an_engine_is_refused_before_a_server_starts(tmp_path: Path) -> None:
     said = r"weights\.push=adapters: .*computes experts by Triton.*; (or )?set weights\.push=merged"
     with pytest.raises(ConfigError, match=said):
-        ServedEngines(load_config("tiny_cpu", KEYS), SERVERS["vllm"](MOE), tmp_path, tmp_path, MOE)
+        ServerPool(load_config("tiny_cpu", KEYS), SERVERS["vllm"](MOE), tmp_path, tmp_path, MOE)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_run_on_such_an_engine_is_refused_before_a_server_starts(tmp_path: Pat
     ],
 )
 def test_a_job_with_such_keys_is_refused_before_it_is_submitted(keys: tuple[str, ...], said: str | None) -> None:
-    found = [one.text for one in check(Subject(load_config("tiny_cpu", [*KEYS, *keys]), for_job=True))]
+    found = [one.text for one in check(PreflightContext(load_config("tiny_cpu", [*KEYS, *keys]), for_job=True))]
     assert len(found) == (said is not None)
     assert all(text.startswith(str(said)) for text in found)
 
@@ -212,7 +212,7 @@ def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:
 )
 def test_temperatures_that_the_engine_does_not_sample_at_are_refused(keys: tuple[str, ...], said: str | None) -> None:
     config = load_config("tiny_cpu", keys)
-    problems = engine_problems(config, adapter_of(config.rollout.engine, MOE), MOE, {})
+    problems = engine_problems(config, load_adapter(config.rollout.engine, MOE), MOE, {})
     assert [one[: len(said or "")] for one in problems] == ([] if said is None else [said])
 
 
@@ -229,7 +229,7 @@ class Holding(Words):
         name = request.named and request.named.name
         await server.sampled("/generate", {"adapters": name}, json.loads)
         new = request.params.max_new_tokens
-        return [completion([7] * new, finish="length", spans=sampled_with(request, (Span(0, 0),)))]
+        return [completion([7] * new, finish="length", spans=with_adapter_version(request, (Span(0, 0),)))]
 
     async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
         assert named is not None
@@ -304,15 +304,15 @@ class Run:
         servers = [self.server(fake) for fake in fakes]
         adapter = Holding()
         adapter.hooks = (Named("lora", DENSE),)
-        self.engine = ServedEngine(adapter, servers, SECTION, max_length=40, vocab_size=50)
+        self.engine = ServerEngine(adapter, servers, SECTION, max_length=40, vocab_size=50)
         self.learner = Learner(folder)
         path = self.learner.mirror.path
         file = FileDelivery(learner=self.learner, path=path, servers=self.engine.weights)
         probe = Probe.make(vocab_size=50, max_length=40, temperature=1.0, tolerance=1e-3)
-        trust = partial(Trust, path=path, learner=self.learner, dims=ParallelDims(), probe=probe)
+        trust = partial(PushVerifier, path=path, learner=self.learner, dims=ParallelDims(), probe=probe)
         config = load_config("tiny_cpu", [*KEYS, f"train.max_staleness={count - 2}"])
         given = config, self.engine, self.learner, file, file
-        self.weights = AdapterWeights(*given, lambda servers: trust(servers=servers), run="run", nodes=2)
+        self.weights = AdapterSync(*given, lambda servers: trust(servers=servers), run="run", nodes=2)
 
     @staticmethod
     def server(fake: Holder) -> Server:

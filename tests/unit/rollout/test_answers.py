@@ -21,10 +21,18 @@ import pytest
 from bench.answers import drawn, loaded_sglang, loaded_vllm, of_sglang, of_vllm
 from launcher.servers.engines import SERVERS
 from rl_megatron.engines import answers
-from rl_megatron.engines.answers import Judged, SampledColumns, as_it_should_end, joined, problem_of, rest_of, spans_of
+from rl_megatron.engines.answers import (
+    SampledColumns,
+    TopLogprobs,
+    completion_problem,
+    continuation_request,
+    fix_finish_reason,
+    join_continuation,
+    make_spans,
+)
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.engines.replicas import ReplicaSet
-from rl_megatron.engines.requests import Attempts
+from rl_megatron.engines.requests import RequestRetrier
 from rl_megatron.engines.sglang import adapter as sglang
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm import adapter as vllm
@@ -33,7 +41,7 @@ from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from rl_megatron.weights.checks.compare import ReportReader
-from rl_megatron.weights.checks.reports import REPORT_FORM, Report, packed_report
+from rl_megatron.weights.checks.reports import REPORT_FORM, ChecksumReport, packed_report
 from tests.completions import completion, plain
 
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)
@@ -78,7 +86,7 @@ def ask(engine: str, answer: object) -> list[Completion]:
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             server = Server(url, token=None, timeout_seconds=30.0)
             replicas = ReplicaSet(engine, [server])
-            attempts = Attempts(ADAPTERS[engine], replicas, vocab_size=10)
+            attempts = RequestRetrier(ADAPTERS[engine], replicas, vocab_size=10)
             try:
                 return await attempts.sampled(REQUEST, replicas.all[0])
             finally:
@@ -179,22 +187,25 @@ def test_scores_that_are_not_of_the_text_are_named(engine: str) -> None:
 
 def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -> None:
     for logprobs in ((-1.0, 0.001, 0.0), (-1000.0, 0.01, 0.0)):
-        assert problem_of(completion((1,) * 3, logprobs), REQUEST, vocab_size=10) is None
-    assert problem_of(completion(()), REQUEST, vocab_size=10) is None
-    assert problem_of(completion((1,) * 4), REQUEST, vocab_size=10) == "it has 4 tokens, but at most 3 were requested"
-    assert problem_of(completion((1,) * 3, (0.0,)), REQUEST, vocab_size=10) == "it has 1 log-probs for 3 tokens"
+        assert completion_problem(completion((1,) * 3, logprobs), REQUEST, vocab_size=10) is None
+    assert completion_problem(completion(()), REQUEST, vocab_size=10) is None
+    assert (
+        completion_problem(completion((1,) * 4), REQUEST, vocab_size=10)
+        == "it has 4 tokens, but at most 3 were requested"
+    )
+    assert completion_problem(completion((1,) * 3, (0.0,)), REQUEST, vocab_size=10) == "it has 1 log-probs for 3 tokens"
 
 
 def test_a_completion_that_was_cut_before_its_limit_is_none() -> None:
     """SGLang ends one at the size of its cache as if it had all tokens that were asked for."""
-    told = [problem_of(completion((1,) * n, finish="length"), REQUEST, vocab_size=10) for n in (0, 2, 3)]
+    told = [completion_problem(completion((1,) * n, finish="length"), REQUEST, vocab_size=10) for n in (0, 2, 3)]
     assert [one and one.split(":")[0] for one in told] == [
         "it was cut after 0 tokens, but 3 were requested",
         "it was cut after 2 tokens, but 3 were requested",
         None,
     ]
     for finish in ("stop", "abort"):  # an abort's rest is asked for, or its time was over
-        assert problem_of(completion((1,) * 2, finish=finish), REQUEST, vocab_size=10) is None
+        assert completion_problem(completion((1,) * 2, finish=finish), REQUEST, vocab_size=10) is None
 
 
 @pytest.mark.parametrize(
@@ -203,12 +214,12 @@ def test_a_completion_that_was_cut_before_its_limit_is_none() -> None:
 )
 def test_versions_begin_at_tokens_that_ascend(starts: list[int], taken: bool) -> None:
     done = completion((1,) * 3, spans=[(start, number) for number, start in enumerate(starts)])
-    problem = problem_of(done, REQUEST, vocab_size=10)
+    problem = completion_problem(done, REQUEST, vocab_size=10)
     assert problem == (None if taken else f"its weight versions begin at tokens {starts} of 3; they must ascend from 0")
 
 
 def test_neighbouring_parts_of_one_version_are_one_span() -> None:
-    assert spans_of([(0, 1), (2, 2), (4, 2), (5, 1)]) == ((0, 1), (2, 2), (5, 1))
+    assert make_spans([(0, 1), (2, 2), (4, 2), (5, 1)]) == ((0, 1), (2, 2), (5, 1))
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)
@@ -238,9 +249,12 @@ def test_routes_of_a_completion_in_two_parts_are_those_that_chose_its_tokens() -
         routes = np.full((positions, 1, 2), expert, np.uint8)
         return completion((5,) * tokens, spans=((0, 1),), columns={"routes": routes})
 
-    whole = joined(part(2, 4, 0), part(3, 7, 9))  # a prompt of 3 tokens
+    whole = join_continuation(part(2, 4, 0), part(3, 7, 9))  # a prompt of 3 tokens
     assert whole.columns["routes"].tolist() == [[[0, 0]]] * 4 + [[[9, 9]]] * 3
-    assert joined(whole, completion((), finish="abort", spans=((0, 2),))).columns["routes"] is whole.columns["routes"]
+    assert (
+        join_continuation(whole, completion((), finish="abort", spans=((0, 2),))).columns["routes"]
+        is whole.columns["routes"]
+    )
 
 
 def test_a_completion_in_parts_keeps_what_each_version_sampled() -> None:
@@ -250,7 +264,7 @@ def test_a_completion_in_parts_keeps_what_each_version_sampled() -> None:
         completion((3, 4, 5), (-3.0, -4.0, -5.0), spans=((0, 3), (2, 5))),
         completion((6,), (-6.0,), spans=((0, 7),), finish="length"),
     ]
-    whole = functools.reduce(joined, parts)
+    whole = functools.reduce(join_continuation, parts)
     logprobs = [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
     assert plain(whole) == ([1, 2, 3, 4, 5, 6], logprobs, "length", ((0, 3), (4, 5), (5, 7)), {})
 
@@ -261,21 +275,21 @@ def test_a_completion_that_is_continued_keeps_its_budget(cuts: tuple[int, ...]) 
     asked = replace(REQUEST, params=replace(PARAMS, max_new_tokens=7))
     whole = completion((), spans=((0, 0),), finish="abort")
     for number, tokens in enumerate(cuts):
-        rest = rest_of(asked, whole, place=0)
+        rest = continuation_request(asked, whole, place=0)
         assert len(rest.token_ids) - len(asked.token_ids) == len(whole.token_ids)
         assert rest.params.max_new_tokens == 7 - len(whole.token_ids)
         end = "length" if tokens == rest.params.max_new_tokens else "abort"
-        whole = joined(whole, completion([5] * tokens, [-1.0] * tokens, spans=((0, number),), finish=end))
-    assert problem_of(whole, asked, vocab_size=9) is None
-    more = joined(whole, completion([5] * 8, [-1.0] * 8, spans=((0, 9),), finish="length"))
-    assert "at most 7 were requested" in str(problem_of(more, asked, vocab_size=9))
+        whole = join_continuation(whole, completion([5] * tokens, [-1.0] * tokens, spans=((0, number),), finish=end))
+    assert completion_problem(whole, asked, vocab_size=9) is None
+    more = join_continuation(whole, completion([5] * 8, [-1.0] * 8, spans=((0, 9),), finish="length"))
+    assert "at most 7 were requested" in str(completion_problem(more, asked, vocab_size=9))
 
 
 @pytest.mark.parametrize(("tokens", "finish"), [((3,), "abort"), ((), "abort"), ((9,), "stop"), ((3, 4), "length")])
 def test_what_was_ended_at_its_end_has_nothing_left(tokens: tuple[int, ...], finish: str) -> None:
     params = replace(PARAMS, max_new_tokens=2, stop_token_ids=(9,))
     cut = completion(tokens, finish="abort", spans=((0, 1),))
-    assert as_it_should_end(cut, replace(REQUEST, params=params)).finish_reason == finish
+    assert fix_finish_reason(cut, replace(REQUEST, params=params)).finish_reason == finish
 
 
 # Answers decoded by their type hold what `json.loads` finds in them, and break where it says that they break.
@@ -404,7 +418,7 @@ JUDGED = {
 }
 
 
-def judged(engine: str, answer: object, top: int = 2) -> Judged:
+def judged(engine: str, answer: object, top: int = 2) -> TopLogprobs:
     text = json.dumps(answer).encode()
     if engine == "vllm":
         return vllm.read_judged(text, text=TEXT, top=top)
@@ -472,7 +486,7 @@ def test_a_judged_text_is_decoded_beside_the_event_loop(engine: str, monkeypatch
 class Reporting(Server):
     """A server, each of whose ranks reports: over HTTP of vLLM, in the files that an order names of SGLang."""
 
-    def __init__(self, reports: Sequence[Report]) -> None:
+    def __init__(self, reports: Sequence[ChecksumReport]) -> None:
         super().__init__("http://localhost:1", token=None, timeout_seconds=1.0)
         self.reports, self.paused, self.sent = reports, True, list[str]()
         self.spoilt: Callable[[dict[str, Any]], object] = len  # by what is wrong with the first rank's answer
@@ -500,12 +514,12 @@ def test_reports_are_decoded_off_the_event_loop(engine: str, tmp_path: Path, mon
     """Of a large model it takes long, and all servers report at once."""
     whole = ((0, 2), (0, 3))
     reports = [
-        Report(rows=[("w13", "gate", whole, 2**64 - 1)], seconds=0.5, read=[("up", whole, 0)], window=7),
-        Report(rows=[("norm", "norm", ((0, 3),), 5)], seconds=2.0, read=[]),
+        ChecksumReport(rows=[("w13", "gate", whole, 2**64 - 1)], seconds=0.5, read=[("up", whole, 0)], window=7),
+        ChecksumReport(rows=[("norm", "norm", ((0, 3),), 5)], seconds=2.0, read=[]),
     ]
     threads, decoded = list[threading.Thread](), ReportReader.read
 
-    def watched(reader: ReportReader, text: bytes) -> Report:
+    def watched(reader: ReportReader, text: bytes) -> ChecksumReport:
         threads.append(threading.current_thread())
         return decoded(reader, text)
 
@@ -517,7 +531,9 @@ def test_reports_are_decoded_off_the_event_loop(engine: str, tmp_path: Path, mon
 
 
 WHOLE = ((0, 2), (0, 3))
-ONE = Report(rows=[("w13", "gate", WHOLE, 2**64 - 1), ("w2", "down", WHOLE, 3)], seconds=0.5, read=[("up", WHOLE, 7)])
+ONE = ChecksumReport(
+    rows=[("w13", "gate", WHOLE, 2**64 - 1), ("w2", "down", WHOLE, 3)], seconds=0.5, read=[("up", WHOLE, 7)]
+)
 
 
 def to(column: str, **values: object) -> Callable[[dict[str, Any]], object]:
@@ -557,7 +573,10 @@ async def test_boxes_are_named_once_and_then_by_their_digest(engine: str, tmp_pa
     """Names and boxes are nine tenths of a report on a model of 235B parameters, and the same at every push."""
     names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(9) for expert in range(9)]
     rows = [(f"model.layers.{i % 9}.mlp.experts.w13_weight", n, ((0, 1536), (0, 4096)), i) for i, n in enumerate(names)]
-    reports = [Report(rows=rows, seconds=0.0), Report(rows=rows[1:], seconds=0.0, read=[row[1:] for row in rows])]
+    reports = [
+        ChecksumReport(rows=rows, seconds=0.0),
+        ChecksumReport(rows=rows[1:], seconds=0.0, read=[row[1:] for row in rows]),
+    ]
     other = [*rows[:-1], (*rows[-1][:2], ((0, 1536), (0, 4097)), 5)]
     adapter, path = SERVERS[engine](NAMED["qwen3-30b-a3b"]), tmp_path / "model.safetensors"
     assert [set(one.rows) for one in await adapter.held(Reporting(reports), path)] == [set(rows), set(rows[1:])]
@@ -575,7 +594,7 @@ async def test_boxes_are_named_once_and_then_by_their_digest(engine: str, tmp_pa
 @ENGINES
 async def test_equal_columns_of_reports_are_one_object_for_all_servers(engine: str, tmp_path: Path) -> None:
     """So they are compared once."""
-    adapter, out = SERVERS[engine](NAMED["qwen3-30b-a3b"]), list[list[Report]]()
+    adapter, out = SERVERS[engine](NAMED["qwen3-30b-a3b"]), list[list[ChecksumReport]]()
     for numbers in ((2**64 - 1, 5), (2**64 - 1, 6)):
         reports = [replace(ONE, rows=[("w13", "gate", WHOLE, n)], seconds=float(n)) for n in numbers]
         out.append(await adapter.held(Reporting(reports), tmp_path / "model.safetensors"))

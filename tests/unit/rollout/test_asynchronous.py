@@ -18,12 +18,12 @@ from bench.streaming import GROUP, MEAN, MOST, PROMPTS, SERVERS, SLOTS, TOKEN_SE
 from rl_megatron.config.sections.rollout import RolloutSection, RunningRequests, ServerSection
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.samples import single_turns
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.engines.http import Server
-from rl_megatron.rollout.policy_sampler import HeldOut
-from rl_megatron.rollout.stream import Answered, Draw, Ledger, Stream, StreamState
+from rl_megatron.rollout.policy_sampler import EvalRequest
+from rl_megatron.rollout.stream import Draw, GroupResult, Ledger, RolloutStream, StreamState
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Turn
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import ChecksumReport
 from tests.completions import completion
 from tests.streams import OF_TOKENS, Still, sampled_from
 from tests.virtual_time import run_at_once
@@ -61,7 +61,7 @@ class Sleeping(Still):
         spans += [(start, version) for start, version in versions if 0 < start < made]
         return [completion([1] * made, finish="stop" if made == tokens else "abort", spans=spans)]
 
-    async def load(self, server: Server, path: Path, version: int, **options: object) -> list[Report]:
+    async def load(self, server: Server, path: Path, version: int, **options: object) -> list[ChecksumReport]:
         await asyncio.sleep(self.pause_seconds if server.url.endswith("0") and version else 0)
         self.loaded.setdefault(server.url, []).append((asyncio.get_running_loop().time(), version))
         return []
@@ -85,17 +85,17 @@ class Asked:
 class Asking:
     """Asks the engine for each completion by itself; its length is a function of ordinal and place."""
 
-    engine: ServedEngine
+    engine: ServerEngine
     kind: str
     sent: dict[str, float] = field(default_factory=dict)  # when, by prompt
 
-    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
         return [await self._group(one) for one in drawn]
 
-    async def _group(self, one: Draw) -> Answered:
+    async def _group(self, one: Draw) -> GroupResult:
         self.sent[one.prompt.id] = asyncio.get_running_loop().time()
         answers = await asyncio.gather(*(self.engine.generate(self._request(one.ordinal, n)) for n in range(GROUP)))
-        return Answered(group=single_turns(one.prompt, [answer[0] for answer in answers]), rewards=(0.0, 1.0) * 2)
+        return GroupResult(group=single_turns(one.prompt, [answer[0] for answer in answers]), rewards=(0.0, 1.0) * 2)
 
     def _request(self, ordinal: int, place: int) -> GenerationRequest:
         tokens = length(self.kind, ordinal, place)
@@ -136,9 +136,9 @@ def run(kind: str, k: int, steps: int, mode: RunningRequests = "recompute", paus
     ran = Ran(Sleeping(pause, mode == "abort"))
 
     async def steps_made() -> None:
-        engine = ServedEngine(ran.servers, servers, server, max_length=4096, vocab_size=10, slots=SLOTS)
+        engine = ServerEngine(ran.servers, servers, server, max_length=4096, vocab_size=10, slots=SLOTS)
         source = Asking(engine, kind)
-        stream = Stream(
+        stream = RolloutStream(
             prompts=PromptStream(prompts, seed=0),
             source=source,
             section=section,
@@ -235,7 +235,7 @@ class Seeded(Still):
             spans += [(1, self.version)] if self.version > spans[0][1] else []
         return [completion(tokens, spans=spans)]
 
-    async def load(self, server: Server, path: Path, version: int, **options: object) -> list[Report]:
+    async def load(self, server: Server, path: Path, version: int, **options: object) -> list[ChecksumReport]:
         self.version = version
         return []
 
@@ -243,7 +243,7 @@ class Seeded(Still):
 async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[int], int]:
     """What each step trains on and what the stream says of itself, seeds in their order, and evaluations' requests."""
     adapter, servers = Seeded(), [Server("http://s:0", token=None, timeout_seconds=60)]
-    engine = ServedEngine(adapter, servers, ServerSection(), max_length=64, vocab_size=41)
+    engine = ServerEngine(adapter, servers, ServerSection(), max_length=64, vocab_size=41)
     sampler, stream = sampled_from(engine, staleness=STALENESS, last_step=STEPS + STALENESS, path=path)
     found: list[object] = []
     await engine.weights.load(Path("none"), 0)
@@ -252,7 +252,7 @@ async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[in
     for step in range(1, STEPS + 1):
         if evaluates:
             assert stream._tasks  # something is sampled, and waits
-            answers = await sampler.held_out(HeldOut(prompts=OF_TOKENS[:7], params=sampler.params(temperature=1.0)))
+            answers = await sampler.held_out(EvalRequest(prompts=OF_TOKENS[:7], params=sampler.params(temperature=1.0)))
             assert all(one.rewards[0] >= 1.0 for one in answers)
         adapter.go.set()
         while stream._tasks:  # each draws and sends the next group
@@ -326,7 +326,7 @@ class Tokens:
         return self.told.get(request_id)
 
 
-def stream_over(engine: Tokens, *, staleness: int = 1) -> Stream:
+def stream_over(engine: Tokens, *, staleness: int = 1) -> RolloutStream:
     return sampled_from(engine, staleness=staleness, last_step=2)[1]
 
 

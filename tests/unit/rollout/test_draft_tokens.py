@@ -18,15 +18,15 @@ from typing_extensions import override
 from launcher.servers.engines import SERVERS, engine_problems
 from launcher.servers.pool import ServerChecks
 from rl_megatron.config.io import load_config
-from rl_megatron.config.rules import problems_of
-from rl_megatron.engines.adapter import Description
-from rl_megatron.engines.http import AttemptFailed, Refused, Server
+from rl_megatron.config.rules import find_problems
+from rl_megatron.engines.adapter import ServerInfo
+from rl_megatron.engines.http import AttemptFailed, Server, ServerRefusal
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError
-from rl_megatron.features.draft.engines import Drafts, SGLangDrafts, counted
+from rl_megatron.features.draft.engines import Drafts, SGLangDrafts, read_counts
 from rl_megatron.models.named import NAMED
-from rl_megatron.weights.checks.reports import Report, packed_report
+from rl_megatron.weights.checks.reports import ChecksumReport, packed_report
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Asked, Fake, Words, engine_of, push, running
 
@@ -102,7 +102,7 @@ class Holding(Asked):
 
     async def post(self, path: str, body: object = None, *, params: Any = None) -> Any:
         await super().post(path, body, params=params)
-        empty = packed_report(Report(rows=(), seconds=0.0), ())
+        empty = packed_report(ChecksumReport(rows=(), seconds=0.0), ())
         return {"results": [[empty]]} if path == "/collective_rpc" else None
 
 
@@ -117,7 +117,7 @@ def test_what_vllm_counts_is_read_over_its_ranks() -> None:
             ("accepted_tokens_per_pos_total", 3.0),
         )
     )
-    assert counted(text) == (41.0, 10.0)
+    assert read_counts(text) == (41.0, 10.0)
 
 
 def test_what_sglangs_answers_count_is_added_up_by_server() -> None:
@@ -218,9 +218,9 @@ def test_sglang_is_refused_where_its_layer_or_its_verification_would_be_wrong(ke
 
 def test_delta_nets_are_refused_before_servers_are_made() -> None:
     config = load_config("tiny_cpu", TRAINED)
-    (said,) = problems_of(config, "shape", NAMED["qwen3-next-80b-a3b"])
+    (said,) = find_problems(config, "shape", NAMED["qwen3-next-80b-a3b"])
     assert said.startswith("rollout.server.draft_tokens=1 with shape.family=qwen3_next: it has delta nets, whose")
-    assert problems_of(config, "shape", DEEPSEEK) == []
+    assert find_problems(config, "shape", DEEPSEEK) == []
 
 
 def test_an_adapter_without_a_draft_layer_says_so() -> None:
@@ -234,7 +234,7 @@ def test_a_server_that_proposes_as_many_as_the_run_says_is_taken(tmp_path: Path)
     (tmp_path / "config.json").write_text("{}")
     config = load_config("tiny_cpu", TRAINED)
     checks = ServerChecks(config=config, adapter=SERVERS["vllm"](DEEPSEEK), model_folder=tmp_path, max_length=8)
-    told = Description(version="1", dtype="float32", architecture="", max_length=8, problems=(), features={"draft": 1})
+    told = ServerInfo(version="1", dtype="float32", architecture="", max_length=8, problems=(), features={"draft": 1})
     checks._raise_misfits([("http://a", told)])
     with pytest.raises(ConfigError, match=r"its draft layer proposes 0 tokens at a step, but .*=1; make them"):
         checks._raise_misfits([("http://a", replace(told, features={"draft": 0}))])
@@ -253,11 +253,11 @@ class Open(Holding):
         answer = await super().post(path, body, params=params)
         if path in ("/start_weight_update", "/begin_weight_update"):
             if self.open:
-                raise AttemptFailed("500: already active") if path[1] == "s" else Refused("400: already open")
+                raise AttemptFailed("500: already active") if path[1] == "s" else ServerRefusal("400: already open")
             self.open = True
         elif path in ("/finish_weight_update", "/end_weight_update"):
             if not self.open:
-                raise Refused("400: none is open")
+                raise ServerRefusal("400: none is open")
             self.open = False
         elif path == "/collective_rpc" and isinstance(body, dict):
             self.open = self.open and body["method"] != "rl_megatron_end_update"

@@ -16,16 +16,16 @@ import pytest
 from typing_extensions import override
 
 from launcher.preflight.sizes import check
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import PreflightContext
 from launcher.servers.engines import SERVERS, engine_problems, longest_sequence
 from launcher.servers.pool import ServerChecks
-from rl_megatron.agents.source import Waves
+from rl_megatron.agents.source import RequestBatcher
 from rl_megatron.config.io import load_config
-from rl_megatron.config.rules import problems_of
+from rl_megatron.config.rules import find_problems
 from rl_megatron.engines import engine as gauges
-from rl_megatron.engines.adapter import Adapter, Description, EngineGauges, StartOptions, words_of
-from rl_megatron.engines.answers import rest_of
-from rl_megatron.engines.engine import GaugesInTurn
+from rl_megatron.engines.adapter import Adapter, EngineGauges, ServerInfo, StartOptions, normalize_options
+from rl_megatron.engines.answers import continuation_request
+from rl_megatron.engines.engine import GaugePoller
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.engines.local import adapter as wire
 from rl_megatron.engines.local.adapter import EmbeddedAdapter
@@ -83,7 +83,7 @@ def test_names_of_options_have_hyphens_however_they_are_given() -> None:
     """vLLM's parser takes underscores too, so that a refused option would pass; what follows a name is a value."""
     given = "--enable_eplb --tensor_parallel_size=4 --hf-overrides.rope_scaling.a_b 1 --load_format a_b -tp 2"
     wanted = "--enable-eplb --tensor-parallel-size=4 --hf-overrides.rope_scaling.a_b 1 --load-format a_b -tp 2"
-    assert words_of(given) == tuple(wanted.split())
+    assert normalize_options(given) == tuple(wanted.split())
 
 
 def test_vllm_has_a_place_for_each_completion_of_a_request() -> None:
@@ -230,7 +230,7 @@ def test_sglang_gets_another_seed_for_each_completion_of_a_group_and_for_each_re
 
     request = replace(ASKED, num_completions=3)
     nothing = completion((), finish="abort", spans=())
-    for one in (request, request, *(rest_of(request, nothing, place) for place in range(3))):
+    for one in (request, request, *(continuation_request(request, nothing, place) for place in range(3))):
         asyncio.run(SERVERS["sglang"](MOE).generate(cast(Any, Said()), one, "id"))
     seeds = [tuple(params["sampling_seed"] for params in body["sampling_params"]) for body in bodies]
     assert seeds[0] == seeds[1]
@@ -294,7 +294,7 @@ def test_stop_texts_that_engines_cannot_find_are_refused(keys: list[str], said: 
 def test_a_top_p_that_log_probs_leave_out_is_found_by_the_check() -> None:
     for engine, said in (("sglang", ["rollout.top_p=0.9: SGLang computes log-probs before top_p"]), ("vllm", [])):
         config = load_config("tiny_cpu", [f"rollout={engine}", "rollout.top_p=0.9"])
-        found = [one.text for one in check(Subject(config, False)) if "top_p" in one.text]
+        found = [one.text for one in check(PreflightContext(config, False)) if "top_p" in one.text]
         assert [one[:57] for one in found] == [one[:57] for one in said]
 
 
@@ -312,8 +312,8 @@ def test_what_engines_cannot_do_is_told() -> None:
 
 def test_a_model_without_experts_has_replicas_instead() -> None:
     config = load_config("tiny_cpu", ["rollout=vllm", "rollout.server.dp=2", "rollout.server.ep=2"])
-    assert problems_of(config, "shape", MOE) == []
-    dp, ep = problems_of(config, "shape", replace(MOE, num_experts=0, family="qwen3"))
+    assert find_problems(config, "shape", MOE) == []
+    dp, ep = find_problems(config, "shape", replace(MOE, num_experts=0, family="qwen3"))
     assert "nothing is shared between replicas of its attention; raise rollout.server.replicas instead" in dp
     assert "rollout.server.ep=2 with shape.family=qwen3" in ep
 
@@ -352,7 +352,7 @@ def test_a_server_that_holds_no_longest_sequence_is_refused_with_what_to_raise(t
     (tmp_path / "config.json").write_text("{}")
     config = load_config("tiny_cpu", ["rollout=sglang"])
     checks = ServerChecks(config=config, adapter=Words(), model_folder=tmp_path, max_length=100)
-    told = Description(version="1", dtype=config.learner.dtype, architecture="", max_length=100, problems=())
+    told = ServerInfo(version="1", dtype=config.learner.dtype, architecture="", max_length=100, problems=())
     checks._raise_misfits([("http://a", told)])
     with pytest.raises(ConfigError, match=r"sequence is 99, by its .*100 is needed: raise .*memory_fraction, tp or dp"):
         checks._raise_misfits([("http://a", replace(told, max_length=99))])
@@ -515,10 +515,10 @@ def test_variables_do_no_more_than_options(engine: str, given: str, said: str, m
     attached = load_config("tiny_cpu", [f"rollout={engine}", "rollout.server.addresses=http://node:1"])
     assert not engine_problems(attached, SERVERS[engine](MOE), MOE, {name: value})
     monkeypatch.setenv(name, value)
-    assert problem in [one.text for one in check(Subject(config=config, for_job=False))]
+    assert problem in [one.text for one in check(PreflightContext(config=config, for_job=False))]
     monkeypatch.delenv(name)
     job = load_config("tiny_cpu", [f"rollout={engine}", f"slurm.environment.{name}='{value}'"])
-    assert problem in [one.text for one in check(Subject(config=job, for_job=True))]
+    assert problem in [one.text for one in check(PreflightContext(config=job, for_job=True))]
 
 
 # What servers say of themselves, in the timeline: asked in turn, off the hot path, and never the end of a run.
@@ -593,7 +593,7 @@ def followed(adapter: Busy, urls: list[str], turns: int, dead: int | None = None
         replicas = ReplicaSet("words", [Server(url, token=None, timeout_seconds=1) for url in urls])
         if dead is not None:
             replicas.all[dead].apply(Event.DIED, "of this test")
-        in_turn = GaugesInTurn(adapter, replicas, 0.002)
+        in_turn = GaugePoller(adapter, replicas, 0.002)
         async with in_turn.asked():
             for _ in range(5000):
                 if len(adapter.asked) >= turns:
@@ -664,7 +664,7 @@ def test_each_turn_of_an_environment_is_a_generation() -> None:
     engine = Scripted(lambda text: "!12" if ":" in text else "?3*4")
     timeline.taken()
     prompt = Prompt(id="3*4", text="3*4=", token_ids=(1,), answer="12")
-    found = asyncio.run(sampler(Waves(engine)).groups(drawn([prompt], 1)))
+    found = asyncio.run(sampler(RequestBatcher(engine)).groups(drawn([prompt], 1)))
     kept = [(lane.process, said) for lane, name, _, _, said in timeline.taken()[0] if name == "generate" and said]
     assert {process for process, _ in kept} == {"sampling"}
     assert sorted(str(said["request"]) for _, said in kept) == sorted(one.id for one in engine.asked)

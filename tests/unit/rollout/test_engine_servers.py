@@ -22,14 +22,14 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
 from rl_megatron.engines import weights
-from rl_megatron.engines.adapter import Adapter, Command, Description, Labels, StartOptions
-from rl_megatron.engines.engine import ServedEngine
-from rl_megatron.engines.http import Broken, Server
-from rl_megatron.engines.replicas import Event, Health, Replica, ReplicaSet, after
+from rl_megatron.engines.adapter import Adapter, ServerInfo, StartCommand, StartOptions, WeightLabels
+from rl_megatron.engines.engine import ServerEngine
+from rl_megatron.engines.http import ConnectionBroken, Server
+from rl_megatron.engines.replicas import Event, Health, Replica, ReplicaSet, next_health
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import Completion, GenerationRequest, NamedVersion, SamplingParams, Span
-from rl_megatron.weights.checks.reports import Report, packed_report
+from rl_megatron.weights.checks.reports import ChecksumReport, packed_report
 from rl_megatron.weights.layouts.recorded import Boxes
 from tests.completions import completion
 from tests.unit.rollout.endpoint.test_endpoint import ASK, Saying, episode
@@ -40,7 +40,7 @@ PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token
 REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
 SECTION = ServerSection(timeout_seconds=60.0, concurrency=3)
 
-LABELS = Labels()
+LABELS = WeightLabels()
 LABELS.start = "t"
 
 
@@ -49,10 +49,10 @@ class Words(Adapter):
 
     name, module, tested, renormalizes_top_p = "Words", "words", "1", True
 
-    def command(self, options: StartOptions) -> Command:
+    def command(self, options: StartOptions) -> StartCommand:
         raise NotImplementedError
 
-    async def describe(self, server: Server) -> Description:
+    async def describe(self, server: Server) -> ServerInfo:
         raise NotImplementedError
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
@@ -79,7 +79,7 @@ class Words(Adapter):
 
     async def load(
         self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
-    ) -> list[Report]:
+    ) -> list[ChecksumReport]:
         await server.post("/load", {"label": LABELS.candidate(version)})
         return []
 
@@ -172,13 +172,13 @@ def fakes() -> Iterator[list[Fake]]:
         yield both
 
 
-def engine_of(fakes: list[Fake], **changes: Any) -> ServedEngine:
+def engine_of(fakes: list[Fake], **changes: Any) -> ServerEngine:
     section = SECTION.model_copy(update=changes)
     servers = [Server(fake.url, token="t", timeout_seconds=section.timeout_seconds) for fake in fakes]
-    return ServedEngine(Words(), servers, section, max_length=8, vocab_size=10)
+    return ServerEngine(Words(), servers, section, max_length=8, vocab_size=10)
 
 
-async def push(engine: ServedEngine, version: int) -> None:
+async def push(engine: ServerEngine, version: int) -> None:
     await engine.weights.load(Path("weights"), version)
     await engine.weights.commit(version)
 
@@ -377,7 +377,7 @@ class Asked(Server):
         if path == "/update_weights_from_tensor":
             given = cast(dict[str, Any], body)["serialized_named_tensors"][0]
             order = json.loads(pickle.loads(base64.b64decode(given))[0][0])
-            report = {} if order["do"] == "boxes" else packed_report(Report(rows=(), seconds=0.0), ())
+            report = {} if order["do"] == "boxes" else packed_report(ChecksumReport(rows=(), seconds=0.0), ())
             Path(f"{order['answer']}.0").write_text(json.dumps(report))
         return None
 
@@ -563,10 +563,10 @@ NEXT = {
 @pytest.mark.parametrize(("health", "event"), list(product(Health, Event)), ids=lambda value: value.name)
 def test_each_event_leads_on_or_cannot_happen(health: Health, event: Event) -> None:
     if (health, event) in NEXT:
-        assert after(health, event) is NEXT[health, event]
+        assert next_health(health, event) is NEXT[health, event]
     else:
         with pytest.raises(ValueError, match=f"is {health.value} cannot become"):
-            after(health, event)
+            next_health(health, event)
 
 
 def test_a_new_server_never_serves_before_it_was_refitted() -> None:
@@ -600,7 +600,7 @@ async def test_the_error_of_a_server_is_not_its_successors(monkeypatch: pytest.M
 
     async def order(replica: Replica) -> str:
         if replica is died:
-            raise Broken("connection reset")
+            raise ConnectionBroken("connection reset")
         await asyncio.sleep(0)
         for event in (Event.DIED, Event.RESTARTED):
             died.apply(event, "killed")
@@ -624,7 +624,7 @@ async def test_an_order_waits_until_the_supervisor_knows_if_a_server_lives(monke
 
     async def order(replica: Replica) -> str:
         if replica is died:
-            raise Broken("connection reset")
+            raise ConnectionBroken("connection reset")
         return "loaded"
 
     async def supervisor() -> None:

@@ -15,24 +15,24 @@ import openai
 import psutil
 import pytest
 
-from rl_megatron.agents.source import EnvironmentSampler, Waves, environment_row
-from rl_megatron.agents.threads import Threads
-from rl_megatron.data.samples import to_samples, tokens_behind_prompt
+from rl_megatron.agents.source import EnvironmentSampler, RequestBatcher, environment_row
+from rl_megatron.agents.threads import EpisodeThreads
+from rl_megatron.data.samples import to_samples, tokens_after_prompt
 from rl_megatron.environments.protocol import (
     AgentFailed,
+    AgentModelClient,
     EnvironmentStep,
     LimitReached,
-    Model,
-    Observed,
+    Observation,
     Reply,
     Transcript,
 )
-from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.environments.registry import Agent, EnvironmentFactory
 from rl_megatron.environments.shipped import Calculator
-from rl_megatron.errors import DataError, EngineError, EnvironmentFailed, PoisonPrompt
-from rl_megatron.rollout.policy_sampler import HeldOut
-from rl_megatron.rollout.stream import Answered, RolloutBatch
-from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, Span, Trajectory, Turn
+from rl_megatron.errors import DataError, EngineError, EnvironmentFailure, PoisonPrompt
+from rl_megatron.rollout.policy_sampler import EvalRequest
+from rl_megatron.rollout.stream import GroupResult, RolloutBatch
+from rl_megatron.types import Completion, GenerationRequest, Prompt, Span, TokenSequence, Trajectory, Turn
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, sampler, trajectories
 from tests.unit.rollout.endpoint.test_endpoint import post
@@ -44,12 +44,12 @@ def calculates(text: str) -> str:
     return f"!{text.split(':')[1]}" if ":" in text else f"?{text.rstrip('=')}"
 
 
-def answered(ours: EnvironmentSampler, prompts: Sequence[Prompt] = PROMPTS, batch: int = 1) -> list[Answered]:
+def answered(ours: EnvironmentSampler, prompts: Sequence[Prompt] = PROMPTS, batch: int = 1) -> list[GroupResult]:
     return asyncio.run(ours.groups(drawn(prompts, batch)))
 
 
 def test_a_group_of_calculations() -> None:
-    found = answered(sampler(Waves(Scripted(calculates))))
+    found = answered(sampler(RequestBatcher(Scripted(calculates))))
     assert [one.rewards for one in found] == [(1.0,) * 3] * 2
     for trajectory in trajectories(found):
         (row,) = trajectory.chains
@@ -68,7 +68,7 @@ async def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_one
     class Counting(Calculator):
         under_way, most = 0, 0
 
-        async def start(self, task: Prompt, seed: int) -> Observed:
+        async def start(self, task: Prompt, seed: int) -> Observation:
             Counting.under_way += 1
             Counting.most = max(Counting.most, Counting.under_way)
             return await super().start(task, seed)
@@ -83,7 +83,7 @@ async def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_one
             return await super().generate(request)
 
     async with asyncio.timeout(60):
-        ours = sampler(Waiting(calculates), EnvironmentMaker(Counting), concurrency=2, group_size=20)
+        ours = sampler(Waiting(calculates), EnvironmentFactory(Counting), concurrency=2, group_size=20)
         first = asyncio.ensure_future(ours.groups(drawn(PROMPTS, 1)))
         while not Counting.under_way:
             await asyncio.sleep(0)
@@ -95,7 +95,7 @@ async def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_one
 
 
 async def test_a_thread_that_was_given_up_before_it_began_leaves_its_room() -> None:
-    threads = Threads(40)
+    threads = EpisodeThreads(40)
     takes = [asyncio.ensure_future(threads.take(lambda: None)) for _ in range(40)]
     await asyncio.sleep(0)
     for take in takes:
@@ -135,7 +135,7 @@ def test_turn_k_of_all_trajectories_is_one_wave() -> None:
         together = False
         waves: ClassVar[list[list[str]]] = []
 
-    answered(sampler(Waves(Engine(calculates))))
+    answered(sampler(RequestBatcher(Engine(calculates))))
     assert [len(wave) for wave in Engine.waves] == [6, 6]
     assert all(wave == sorted(wave) for wave in Engine.waves)
     assert [{name.rpartition(" ")[2] for name in wave} for wave in Engine.waves] == [{"0"}, {"1"}]
@@ -155,8 +155,8 @@ def test_seeds_name_run_batch_task_member_and_turn() -> None:
 
 def test_evaluation_counts_right_trajectories() -> None:
     halves = Scripted(lambda text: calculates(text) if text.startswith("3") else "!1")
-    ours = sampler(Waves(halves))
-    found = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2)))
+    ours = sampler(RequestBatcher(halves))
+    found = asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2)))
     assert [one.rewards for one in found] == [(1.0, 1.0), (0.0, 0.0)]
     assert {one.params.temperature for one in halves.asked} == {0.0}
 
@@ -166,11 +166,11 @@ class Talks:
 
     said = "."
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
-        return Observed(said=task.text)
+    async def start(self, task: Prompt, seed: int) -> Observation:
+        return Observation(said=task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        return EnvironmentStep(observation=Observed(said=self.said))
+        return EnvironmentStep(observation=Observation(said=self.said))
 
     async def score(self, transcript: Transcript) -> float:
         return float(len(transcript.replies))
@@ -190,7 +190,7 @@ class Talks:
 )
 def test_a_limit_ends_a_trajectory_which_is_scored(section: dict[str, Any], script: str, stop: str, turns: int) -> None:
     engine = Scripted(lambda text: script)
-    (one,) = trajectories(answered(sampler(engine, EnvironmentMaker(Talks), group_size=1, **section), PROMPTS[:1]))
+    (one,) = trajectories(answered(sampler(engine, EnvironmentFactory(Talks), group_size=1, **section), PROMPTS[:1]))
     assert (one.stop, len(one.turns), one.reward) == (stop, turns, turns)
     assert len(one.chains[0].token_ids) - len("3*4=") <= section.get("max_tokens", 4096)
     assert one.chains[0].token_ids[-1] == (EOS if stop != "length" else engine.sampled[engine.asked[-1].id][-1])
@@ -202,16 +202,16 @@ def test_a_long_observation_is_cut_in_its_middle(parts: bool) -> None:
         async def step(self, reply: Reply) -> EnvironmentStep:
             texts = [{"type": "text", "text": letter * 500} for letter in "xy"]
             content = texts if parts else "x" * 500 + "y" * 500
-            return EnvironmentStep(observation=Observed(said=[{"role": "user", "content": content}]))
+            return EnvironmentStep(observation=Observation(said=[{"role": "user", "content": content}]))
 
     engine = Scripted(lambda text: "a")
-    made = sampler(engine, EnvironmentMaker(Long), group_size=1, max_turns=2, max_observation_tokens=20)
+    made = sampler(engine, EnvironmentFactory(Long), group_size=1, max_turns=2, max_observation_tokens=20)
     (one,) = trajectories(answered(made, PROMPTS[:1]))
     read = bytes(one.chains[0].token_ids[one.turns[0].stop : one.turns[1].start].tolist()).decode()
     assert read == f"{'x' * 10}\n[980 tokens cut]\n{'y' * 10}"
 
 
-async def solve(task: Prompt, model: Model, extra: str = "") -> float:
+async def solve(task: Prompt, model: AgentModelClient, extra: str = "") -> float:
     messages: list[Any] = [{"role": "user", "content": task.text}]
     first = await model.reply(messages)
     messages += [first.message, {"role": "user", "content": f":{eval(first.text[1:])}{extra}"}]
@@ -219,14 +219,16 @@ async def solve(task: Prompt, model: Model, extra: str = "") -> float:
 
 
 def test_a_function_that_is_given_a_model_leads_a_trajectory() -> None:
-    (one, *_) = found = trajectories(answered(sampler(Waves(Scripted(calculates)), function=f"{__name__}:solve")))
+    (one, *_) = found = trajectories(
+        answered(sampler(RequestBatcher(Scripted(calculates)), function=f"{__name__}:solve"))
+    )
     assert [each.reward for each in found] == [1.0] * 6
     assert bytes(t for t in one.chains[0].token_ids.tolist() if t != EOS) == b"3*4=?3*4:12!12"
     wrong = sampler(Scripted(calculates), function=f"{__name__}:solve", options={"extra": "0"})
     assert {each.reward for each in trajectories(answered(wrong))} == {0.0}
 
 
-async def goes_on(task: Prompt, model: Model) -> float:
+async def goes_on(task: Prompt, model: AgentModelClient) -> float:
     messages: list[Any] = [{"role": "user", "content": task.text}]
     try:
         while True:
@@ -246,17 +248,17 @@ def test_what_fails_is_counted(caplog: pytest.LogCaptureFixture) -> None:
         async def step(self, reply: Reply) -> EnvironmentStep:
             raise KeyError("gone")
 
-    batch = RolloutBatch.of(answered(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Fails), on_error="drop")))
+    batch = RolloutBatch.of(answered(sampler(Scripted(lambda text: "a"), EnvironmentFactory(Fails), on_error="drop")))
     assert (batch.dropped_groups, batch.reward_errors, batch.groups) == (2, 6, ())
     assert "prompt '3*4', trajectory 0 of step 1, turn 1: step raised KeyError: 'gone'" in caplog.text
-    scored = answered(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Fails), on_error=-1.0))
+    scored = answered(sampler(Scripted(lambda text: "a"), EnvironmentFactory(Fails), on_error=-1.0))
     assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
 
 
 def test_each_trajectory_of_a_held_out_problem_is_told() -> None:
     told, ours = list[int](), sampler(Scripted(calculates))
     found = asyncio.run(
-        ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2, tell=told.append))
+        ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2, tell=told.append))
     )
     assert [len(one.rewards) for one in found] == [2, 2]
     assert told == [1] * 4
@@ -275,16 +277,18 @@ def test_a_held_out_prompt_that_is_poison_is_asked_once_and_more_than_one_in_a_h
     engine = Poisoned(lambda text: "!132")
     ours = sampler(engine)
     for _ in range(3):
-        bad, good = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2)))
+        bad, good = asyncio.run(
+            ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2))
+        )
         assert (bad.group, bad.reason, good.rewards) == (None, "poison", (1.0, 1.0))
     assert sum("3*4" in request.id for request in engine.asked) == 2
     assert len({request.params.seed for request in engine.asked}) == 4
     engine.bad = ("3*4=", "12*11=")
     with pytest.raises(EngineError, match="2 of 2 held-out prompts ended servers or were refused"):
-        asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0))))
+        asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0))))
 
 
-async def edits(task: Prompt, model: Model) -> float:
+async def edits(task: Prompt, model: AgentModelClient) -> float:
     asked = [{"role": "user", "content": task.text}]
     for messages in (asked, asked, [*asked, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]):
         await model.reply(messages)
@@ -299,7 +303,7 @@ def test_why_rows_begin_is_measured() -> None:
     expected = {"environment/branches/again": 1.0, "environment/branches/edited": 1.0}
     assert {name: row[name] for name in row if "branch" in name} == expected
     (one,) = found
-    assert tokens_behind_prompt(one) - one.num_sampled == len("xy")  # the same prompt again is not read again
+    assert tokens_after_prompt(one) - one.num_sampled == len("xy")  # the same prompt again is not read again
 
 
 def test_what_a_later_row_reads_is_behind_its_longest_common_beginning_with_an_earlier_one() -> None:
@@ -317,23 +321,23 @@ def test_what_a_later_row_reads_is_behind_its_longest_common_beginning_with_an_e
             ends = range(len(row) + 1)
             common = max(n for before in rows[:i] for n in ends if row[:n].tolist() == before[:n].tolist())
             read += len(row) - min(common, starts[i]) - 2
-        chains = tuple(Chain(token_ids=row, turns=(turn(at, 2),)) for row, at in zip(rows, starts, strict=True))
-        assert tokens_behind_prompt(Trajectory(chains=chains, reward=0.0)) == read + 2 * len(rows)
+        chains = tuple(TokenSequence(token_ids=row, turns=(turn(at, 2),)) for row, at in zip(rows, starts, strict=True))
+        assert tokens_after_prompt(Trajectory(chains=chains, reward=0.0)) == read + 2 * len(rows)
 
 
 def test_counting_what_rows_read_copies_none_of_them() -> None:
     turns = (Turn(start=1, logprobs=np.zeros(2, np.float32), finish_reason="stop", spans=(Span(0, 0),), text=""),)
     rows = [np.arange(50_000, dtype=np.int32) * (1 + (np.arange(50_000) > 100 * i)).astype(np.int32) for i in range(40)]
-    one = Trajectory(chains=tuple(Chain(token_ids=row, turns=turns) for row in rows), reward=0.0)
-    tokens_behind_prompt(one)
+    one = Trajectory(chains=tuple(TokenSequence(token_ids=row, turns=turns) for row in rows), reward=0.0)
+    tokens_after_prompt(one)
     tracemalloc.start()
-    tokens_behind_prompt(one)
+    tokens_after_prompt(one)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 2 * rows[0].nbytes
 
 
-async def goes_on_edits_and_splits(task: Prompt, model: Model) -> float:
+async def goes_on_edits_and_splits(task: Prompt, model: AgentModelClient) -> float:
     """Five turns: the second and two after it go on, of which the last two from the same turn; the third edits."""
     asked: list[Any] = [{"role": "user", "content": task.text}]
     first = (await model.reply(asked)).message
@@ -356,7 +360,7 @@ def test_turns_that_go_on_are_those_whose_prompts_begin_with_an_earlier_row() ->
     assert [name for name in row if "branches" in name] == ["environment/branches/edited"]
 
 
-async def branches_and_goes_on(task: Prompt, model: Model) -> float:
+async def branches_and_goes_on(task: Prompt, model: AgentModelClient) -> float:
     asked: list[Any] = [{"role": "user", "content": task.text}]
     with contextlib.suppress(LimitReached):
         while True:
@@ -383,7 +387,7 @@ def test_the_tokens_of_a_trajectory_are_bounded_in_all_its_rows(most: int) -> No
     assert max(map(len, begun)) <= len(first) + most
 
 
-async def once(task: Prompt, model: Model) -> float:
+async def once(task: Prompt, model: AgentModelClient) -> float:
     await model.reply([{"role": "user", "content": task.text}])
     return 1.0
 
@@ -392,7 +396,7 @@ async def once(task: Prompt, model: Model) -> float:
 KEYS = list[tuple[str, str]]()
 
 
-async def solves(task: Prompt, model: Model) -> float:
+async def solves(task: Prompt, model: AgentModelClient) -> float:
     """`test_environment_source.solve`, by the asynchronous client."""
     KEYS.append((model.base_url, model.api_key))
     messages: list[Any] = [{"role": "user", "content": task.text}]
@@ -403,7 +407,7 @@ async def solves(task: Prompt, model: Model) -> float:
     return float(second.choices[0].message.content == f"!{task.answer}")
 
 
-async def solves_in_a_thread(task: Prompt, model: Model) -> float:
+async def solves_in_a_thread(task: Prompt, model: AgentModelClient) -> float:
     """The same by the synchronous client, in a thread."""
 
     def lead() -> float:
@@ -417,7 +421,7 @@ async def solves_in_a_thread(task: Prompt, model: Model) -> float:
     return await asyncio.to_thread(lead)
 
 
-async def asks_on(task: Prompt, model: Model) -> float:
+async def asks_on(task: Prompt, model: AgentModelClient) -> float:
     async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
         messages: list[Any] = [{"role": "user", "content": task.text}]
         while True:
@@ -425,20 +429,20 @@ async def asks_on(task: Prompt, model: Model) -> float:
             messages += [said, {"role": "user", "content": "."}]
 
 
-async def asks_on_directly(task: Prompt, model: Model) -> float:
+async def asks_on_directly(task: Prompt, model: AgentModelClient) -> float:
     messages: list[Any] = [{"role": "user", "content": task.text}]
     while True:
         messages += [(await model.reply(messages)).message, {"role": "user", "content": "."}]
 
 
-async def goes_on_and_stumbles(task: Prompt, model: Model) -> float:
+async def goes_on_and_stumbles(task: Prompt, model: AgentModelClient) -> float:
     async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
         with contextlib.suppress(openai.InternalServerError):
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task.text}])
     return await stumbles(task, model)
 
 
-async def stumbles(task: Prompt, model: Model) -> float:
+async def stumbles(task: Prompt, model: AgentModelClient) -> float:
     async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task.text}])
     raise KeyError("gone")
@@ -458,8 +462,8 @@ def described(one: Trajectory) -> list[Any]:
 @pytest.mark.parametrize("agent", ["solves", "solves_in_a_thread"])
 def test_clients_turns_are_trained_as_those_of_reply(agent: str) -> None:
     direct, engine = Scripted(calculates), Scripted(calculates)
-    expected = trajectories(answered(ours(Waves(direct), "tests.unit.rollout.test_environment_source:solve")))
-    found = trajectories(answered(ours(Waves(engine), agent)))
+    expected = trajectories(answered(ours(RequestBatcher(direct), "tests.unit.rollout.test_environment_source:solve")))
+    found = trajectories(answered(ours(RequestBatcher(engine), agent)))
     assert [described(one) for one in found] == [described(one) for one in expected]
     asked = [sorted((replace(one, max_seconds=None) for one in each.asked), key=str) for each in (direct, engine)]
     assert asked[0] == asked[1]
@@ -472,7 +476,7 @@ def test_clients_turns_are_trained_as_those_of_reply(agent: str) -> None:
         assert all(ids in engine.sampled.values() for ids in sampled)
 
 
-async def asks_for_the_url_alone(task: Prompt, model: Model) -> float:
+async def asks_for_the_url_alone(task: Prompt, model: AgentModelClient) -> float:
     return float(model.base_url.startswith("http://127.0.0.1:"))
 
 
@@ -513,7 +517,7 @@ def test_a_limit_ends_an_agent_whose_client_raises_it(section: dict[str, Any], s
 @pytest.mark.parametrize("then", ["returns", "raises in the handler", "raises behind it"])
 @pytest.mark.parametrize("client", [True, False])
 def test_what_fails_after_a_limit_is_a_fault_as_before_it(client: bool, then: str) -> None:
-    async def leads(task: Prompt, model: Model) -> float:
+    async def leads(task: Prompt, model: AgentModelClient) -> float:
         try:
             await (asks_on(task, model) if client else asks_on_directly(task, model))
         except (openai.APIStatusError, LimitReached):
@@ -524,7 +528,7 @@ def test_what_fails_after_a_limit_is_a_fault_as_before_it(client: bool, then: st
     def scored() -> float:
         raise OSError("no daemon")
 
-    def played(**section: Any) -> list[Answered]:
+    def played(**section: Any) -> list[GroupResult]:
         made = Agent(leads)
         return answered(sampler(Scripted(lambda text: "a"), made, group_size=1, max_turns=2, **section))
 
@@ -532,7 +536,7 @@ def test_what_fails_after_a_limit_is_a_fault_as_before_it(client: bool, then: st
         assert [(one.stop, one.reward) for one in trajectories(played())] == [("turns", 0.5)] * 2
         return
     said = r"turn 2: the function raised OSError: no daemon; it had been refused a turn \(turns\); fix it"
-    with pytest.raises(EnvironmentFailed, match=said):
+    with pytest.raises(EnvironmentFailure, match=said):
         played()
     assert [one.reason for one in played(on_error="drop")] == ["environment_error"] * 2
 
@@ -572,7 +576,7 @@ def endless() -> Exception:
     ],
 )
 def test_a_limit_ends_an_agent_that_raises_its_clients_refusal_in_whatever_way(raised: Exception, ends: bool) -> None:
-    async def leads(task: Prompt, model: Model) -> float:
+    async def leads(task: Prompt, model: AgentModelClient) -> float:
         with contextlib.suppress(openai.APIStatusError):
             await asks_on(task, model)
         raise raised
@@ -583,7 +587,7 @@ def test_a_limit_ends_an_agent_that_raises_its_clients_refusal_in_whatever_way(r
 
 
 def test_what_the_agent_itself_raises_is_its_fault() -> None:
-    with pytest.raises(EnvironmentFailed, match="turn 1: the function raised KeyError: 'gone'"):
+    with pytest.raises(EnvironmentFailure, match="turn 1: the function raised KeyError: 'gone'"):
         answered(ours(Scripted(lambda text: "ab"), "stumbles", group_size=1))
 
 
@@ -596,7 +600,7 @@ def test_a_failure_that_the_agent_went_on_after_is_not_what_it_ends_with() -> No
             return await super().generate(request)
 
     engine = FailsOnce(lambda text: "ab")
-    with pytest.raises(EnvironmentFailed, match="turn 1: the function raised KeyError: 'gone'"):
+    with pytest.raises(EnvironmentFailure, match="turn 1: the function raised KeyError: 'gone'"):
         asyncio.run(ours(engine, "goes_on_and_stumbles", group_size=1).groups(drawn(PROMPTS[:1], 1)))
 
 
@@ -609,7 +613,7 @@ def test_an_agent_that_hides_the_engines_failure_is_not_trained_on(asks: Any, gi
                 raise EngineError("no server is left")
             return await super().generate(request)
 
-    async def leads(task: Prompt, model: Model) -> float | None:
+    async def leads(task: Prompt, model: AgentModelClient) -> float | None:
         with contextlib.suppress(Exception):
             await asks(task, model)
         return given

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from rl_megatron.agents import playing as playing_module
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.engines.http import Server
-from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply
-from rl_megatron.environments.registry import Agent, EnvironmentMaker
-from rl_megatron.errors import EnvironmentFailed, PoisonPrompt
-from rl_megatron.rollout.stream import Answered, RolloutBatch
+from rl_megatron.environments.protocol import AgentModelClient, EnvironmentStep, LimitReached, Observation, Reply
+from rl_megatron.environments.registry import Agent, EnvironmentFactory
+from rl_megatron.errors import EnvironmentFailure, PoisonPrompt
+from rl_megatron.rollout.stream import GroupResult, RolloutBatch
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, sampler, trajectories
@@ -76,7 +76,7 @@ class SaysHalfACharacter(Talks):
     said = "\ud83d"
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        return EnvironmentStep(observation=Observed(said=self.said))
+        return EnvironmentStep(observation=Observation(said=self.said))
 
 
 class SaysManyOfThem(SaysHalfACharacter):
@@ -85,7 +85,7 @@ class SaysManyOfThem(SaysHalfACharacter):
 
 class SaysANumber(Talks):
     async def step(self, reply: Reply) -> EnvironmentStep:
-        return EnvironmentStep(observation=Observed(said=12))  # type: ignore[arg-type]
+        return EnvironmentStep(observation=Observation(said=12))  # type: ignore[arg-type]
 
 
 class HasNoMetrics(Talks):
@@ -108,9 +108,9 @@ class IsTooLarge(Talks):
         return EnvironmentStep(reward=-1e39)  # which float32 has not
 
 
-def played(ours: Any) -> list[Answered]:
-    async def groups() -> list[Answered]:
-        found: list[Answered] = await ours.groups(drawn(PROMPTS[:1], 1))
+def played(ours: Any) -> list[GroupResult]:
+    async def groups() -> list[GroupResult]:
+        found: list[GroupResult] = await ours.groups(drawn(PROMPTS[:1], 1))
         await ours.closed()
         return found
 
@@ -137,12 +137,12 @@ def played(ours: Any) -> list[Answered]:
 def test_each_is_given_up_and_named(made: type[Talks], said: str) -> None:
     late = made in (Hangs, Blocks, Refuses)
     keys = {"step_seconds": 1.0 if late else LIMIT}
-    scored = played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(made), on_error=-1.0, **keys))
+    scored = played(sampler(Scripted(lambda text: "a"), EnvironmentFactory(made), on_error=-1.0, **keys))
     assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
     counted = RolloutBatch.of(scored)
     assert (counted.reward_errors, counted.late_rewards) == (3, 3 if late else 0)
-    with pytest.raises(EnvironmentFailed, match=rf"prompt '3\*4', trajectory . of step 1, turn 1: {said}.*on_error"):
-        played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(made), **keys))
+    with pytest.raises(EnvironmentFailure, match=rf"prompt '3\*4', trajectory . of step 1, turn 1: {said}.*on_error"):
+        played(sampler(Scripted(lambda text: "a"), EnvironmentFactory(made), **keys))
 
 
 @pytest.mark.parametrize("given", [np.float32(0.5), torch.tensor(0.5), Fraction(1, 2)])
@@ -151,7 +151,7 @@ def test_a_number_of_any_kind_is_a_reward(given: Any) -> None:
         async def step(self, reply: Reply) -> EnvironmentStep:
             return EnvironmentStep(reward=given, metrics={"half": given})
 
-    one, *_ = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Gives))))
+    one, *_ = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentFactory(Gives))))
     assert (one.reward, one.metrics["own/half"]) == (0.5, 0.5)
 
 
@@ -163,7 +163,7 @@ def test_others_of_the_group_are_not_held_up() -> None:
             return await super().start(task, seed)
 
     engine = Scripted(lambda text: "a")
-    ours = sampler(engine, EnvironmentMaker(Sometimes), on_error=0.0, step_seconds=1.0, max_turns=2)
+    ours = sampler(engine, EnvironmentFactory(Sometimes), on_error=0.0, step_seconds=1.0, max_turns=2)
     first = ours._place(PROMPTS[0], "step 1", 0).seed
     (one,) = played(ours)
     assert one.reason == "environment_error"  # of the first, so of the group: it has no turn to train on
@@ -176,7 +176,7 @@ def test_one_that_hangs_in_close_is_named(caplog: pytest.LogCaptureFixture) -> N
         async def close(self) -> None:
             await asyncio.sleep(FOR_EVER)
 
-    found = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Stays))))
+    found = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentFactory(Stays))))
     assert [one.stop for one in found] == ["turns"] * 3
     assert "trajectory 0 of step 1, close did not end within 0.2 s" in caplog.text
 
@@ -202,13 +202,13 @@ async def test_whoever_ends_trajectories_waits_until_they_are_closed(how: str) -
 
     async with asyncio.timeout(LIMIT):
         playing = asyncio.ensure_future(
-            sampler(Scripted(lambda text: "a"), EnvironmentMaker(Cleans)).groups(drawn(PROMPTS[:1], 1))
+            sampler(Scripted(lambda text: "a"), EnvironmentFactory(Cleans)).groups(drawn(PROMPTS[:1], 1))
         )
         if how != "fails":
             while len(begun) < (3 if how == "cancelled" else 6):
                 await asyncio.sleep(0)
             playing.cancel()
-        with pytest.raises((asyncio.CancelledError, EnvironmentFailed)):
+        with pytest.raises((asyncio.CancelledError, EnvironmentFailure)):
             await playing
         assert len(closed) == 3  # what the loop's end would cancel
 
@@ -244,26 +244,26 @@ def test_a_prompt_that_is_poison_is_known_as_that_whatever_else_fails(fail: set[
             return await super().generate(request)
 
     ours = sampler(OfTheLast(lambda text: "a"), on_error="drop")
-    (one,) = played(replace(ours, made=EnvironmentMaker(numbered(ours, fail))))
+    (one,) = played(replace(ours, made=EnvironmentFactory(numbered(ours, fail))))
     assert (one.reason, one.problem) == ("poison", "servers ended under it")
 
 
 def test_one_that_a_limit_ends_is_trained_on() -> None:
     engine = Scripted(lambda text: "a")
-    (one,) = played(sampler(engine, EnvironmentMaker(Talks), on_error="drop", max_turns=1))
+    (one,) = played(sampler(engine, EnvironmentFactory(Talks), on_error="drop", max_turns=1))
     assert [trajectory.stop for trajectory in trajectories([one])] == ["turns"] * 3
     assert len(engine.asked) == 3
 
 
 # What is under way when ``environment.seconds`` run out: a turn, a step, an agent's tool, an agent's reward.
-async def agent_that_hangs(task: Prompt, model: Model, turns: int = 0) -> float:
+async def agent_that_hangs(task: Prompt, model: AgentModelClient, turns: int = 0) -> float:
     for _ in range(turns):
         await model.reply([{"role": "user", "content": task.text}])
     await asyncio.sleep(FOR_EVER)
     raise AssertionError
 
 
-async def agent_that_scores_at_the_limit(task: Prompt, model: Model) -> float:
+async def agent_that_scores_at_the_limit(task: Prompt, model: AgentModelClient) -> float:
     with contextlib.suppress(LimitReached):
         while True:
             await model.reply([{"role": "user", "content": task.text}])
@@ -301,7 +301,7 @@ def test_a_step_that_runs_past_the_end_of_the_trajectory_ends_it_as_it_is() -> N
             return await super().step(reply)
 
     keys = {"seconds": 1.0, "step_seconds": LIMIT, "group_size": 1}
-    (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Works), **keys)))
+    (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentFactory(Works), **keys)))
     assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
 
 
@@ -317,12 +317,12 @@ async def test_a_turn_that_a_server_samples_ends_with_what_it_has(turn: int, par
 
     with running(1) as (fake,):
         server = Server(fake.url, token="t", timeout_seconds=LIMIT)
-        engine = ServedEngine(Words(), [server], SECTION, max_length=300, vocab_size=259)
+        engine = ServerEngine(Words(), [server], SECTION, max_length=300, vocab_size=259)
         await push(engine, 7)
         fake.answer = answer
         keys = {"seconds": 1.0, "step_seconds": LIMIT, "group_size": 1, "on_error": "drop"}
         async with asyncio.timeout(LIMIT):
-            (one,) = trajectories(await sampler(engine, EnvironmentMaker(Talks), **keys).groups(drawn(PROMPTS[:1])))
+            (one,) = trajectories(await sampler(engine, EnvironmentFactory(Talks), **keys).groups(drawn(PROMPTS[:1])))
         await engine.close()
     assert one.stop == "seconds"
     assert [(each.finish_reason, len(each.logprobs)) for each in one.turns] == [("stop", 2)] * turn + [("length", 1)]
@@ -343,11 +343,11 @@ class Hanging(Scripted):
 
 def test_a_later_turn_that_no_engine_ends_is_left_out() -> None:
     keys = {"seconds": 3.0, "step_seconds": 1.0, "group_size": 1}
-    (one,) = trajectories(played(sampler(Hanging(1), EnvironmentMaker(Talks), **keys)))
+    (one,) = trajectories(played(sampler(Hanging(1), EnvironmentFactory(Talks), **keys)))
     assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
 
 
-async def asks(task: Prompt, model: Model) -> float:
+async def asks(task: Prompt, model: AgentModelClient) -> float:
     await model.reply([{"role": "user", "content": task.text}])
     raise AssertionError
 
@@ -370,7 +370,7 @@ def test_one_without_a_turn_is_named(caplog: pytest.LogCaptureFixture) -> None:
             return [replace(one, token_ids=np.array([], np.int32), logprobs=np.array([], np.float32))]
 
     keys = {"on_error": "drop", "max_turns": 1}
-    (dropped,) = played(sampler(SaysNothing(lambda text: "a"), EnvironmentMaker(Talks), **keys))
+    (dropped,) = played(sampler(SaysNothing(lambda text: "a"), EnvironmentFactory(Talks), **keys))
     assert (dropped.group, dropped.reason) == (None, "nothing_sampled")
     assert "trajectory 1 of step 1 has no turn: it ended as length" in caplog.text
 
@@ -379,7 +379,7 @@ def test_one_without_a_turn_is_named(caplog: pytest.LogCaptureFixture) -> None:
     ("named", "turns", "stop"), [("seconds", 8, "seconds"), ("tokens", 8, "tokens"), ("tokens", 1, "turns")]
 )
 def test_an_agent_that_ends_itself_names_its_limit_where_the_run_has_none(named: Any, turns: int, stop: str) -> None:
-    async def leads(task: Prompt, model: Model) -> float:
+    async def leads(task: Prompt, model: AgentModelClient) -> float:
         with contextlib.suppress(LimitReached):
             for _ in range(2):
                 await model.reply([{"role": "user", "content": task.text}])
@@ -390,11 +390,11 @@ def test_an_agent_that_ends_itself_names_its_limit_where_the_run_has_none(named:
 
 
 def test_a_limit_that_there_is_not_is_an_error_of_the_agent() -> None:
-    async def leads(task: Prompt, model: Model) -> float:
+    async def leads(task: Prompt, model: AgentModelClient) -> float:
         raise LimitReached("hours")  # type: ignore[arg-type]
 
     said = r"raised ValueError: LimitReached\('hours'\): a trajectory ends by one of done, length, turns, tokens"
-    with pytest.raises(EnvironmentFailed, match=said):
+    with pytest.raises(EnvironmentFailure, match=said):
         played(sampler(Scripted(lambda text: "a"), Agent(leads), group_size=1))
 
 
@@ -410,7 +410,7 @@ def test_what_those_that_fail_or_are_poison_sampled_is_counted(fail: set[int]) -
             self.turns += 1
             if self.turns == 2 and self.number in fail:
                 raise KeyError(self.number)
-            return EnvironmentStep(reward=1.0, observation=None if self.turns == 2 else Observed(said="."))
+            return EnvironmentStep(reward=1.0, observation=None if self.turns == 2 else Observation(said="."))
 
     class PoisonBehind(Scripted):
         async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
@@ -421,7 +421,7 @@ def test_what_those_that_fail_or_are_poison_sampled_is_counted(fail: set[int]) -
     engine = PoisonBehind(lambda text: "ab")
     ours = sampler(engine, on_error="drop")
     numbers = {ours._place(PROMPTS[0], "step 1", number).seed: number for number in range(12)}
-    (one,) = played(replace(ours, made=EnvironmentMaker(TwoTurns)))
+    (one,) = played(replace(ours, made=EnvironmentFactory(TwoTurns)))
     assert one.group is None
     assert RolloutBatch.of([one]).num_tokens == sum(map(len, engine.sampled.values()))
 
@@ -429,7 +429,7 @@ def test_what_those_that_fail_or_are_poison_sampled_is_counted(fail: set[int]) -
 @pytest.mark.parametrize("equal", [False, True])
 def test_those_of_a_kept_group_stay_counted_where_its_rewards_are_equal(equal: bool) -> None:
     class Spared(Source):
-        def _answer(self, prompt: Prompt) -> Answered:
+        def _answer(self, prompt: Prompt) -> GroupResult:
             return replace(super()._answer(prompt), left_out_tokens=5)
 
     async def taken() -> RolloutBatch:
@@ -447,8 +447,8 @@ def test_those_of_a_kept_group_stay_counted_where_its_rewards_are_equal(equal: b
 
 
 class SaysMuch(Talks):
-    async def start(self, task: Prompt, seed: int) -> Observed:
-        return Observed(said=task.text * 40)
+    async def start(self, task: Prompt, seed: int) -> Observation:
+        return Observation(said=task.text * 40)
 
 
 class Poisonous(Scripted):
@@ -465,7 +465,7 @@ class Poisonous(Scripted):
     ],
 )
 def test_other_failures_are_no_errors(made: type[Talks], engine: type[Scripted], seconds: float, reason: str) -> None:
-    ours = sampler(engine(lambda text: "a"), EnvironmentMaker(made), on_error="drop", seconds=seconds)
+    ours = sampler(engine(lambda text: "a"), EnvironmentFactory(made), on_error="drop", seconds=seconds)
     ours = replace(ours, rollout=ours.rollout.model_copy(update={"on_long_prompt": "drop"}))
     (one,) = played(ours)
     batch = RolloutBatch.of([one])

@@ -13,17 +13,17 @@ from typing import Any
 import openai
 import pytest
 
-from rl_megatron.agents.conversation.templates import text_of, tokens_of_text
+from rl_megatron.agents.conversation.templates import decode_text, encode_text
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.parsers import PARSERS
 from rl_megatron.agents.source import EnvironmentSampler, environment_row
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed
+from rl_megatron.environments.protocol import AgentModelClient, EnvironmentStep, Observation
 from rl_megatron.environments.protocol import Reply as ModelReply
-from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.environments.registry import EnvironmentFactory
 from rl_megatron.errors import ConfigError
-from rl_megatron.rollout.stream import Answered
+from rl_megatron.rollout.stream import GroupResult
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import sampler, trajectories
@@ -257,8 +257,8 @@ BAD = '<tool_call>\n{"name": "add", "arguments": \n</tool_call>'
 class Adds(Talks):
     """Answers calls of ``add``; what is no call ends the trajectory, well if it has the sum."""
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
-        return Observed(said=[{"role": "user", "content": task.text}], tools=TOOLS, state="asked")
+    async def start(self, task: Prompt, seed: int) -> Observation:
+        return Observation(said=[{"role": "user", "content": task.text}], tools=TOOLS, state="asked")
 
     async def step(self, reply: ModelReply) -> EnvironmentStep:
         calls = reply.message.get("tool_calls", ())
@@ -266,28 +266,28 @@ class Adds(Talks):
             return EnvironmentStep(reward=float("23" in reply.message["content"]))
         total = sum(json.loads(call["function"]["arguments"])["a"] for call in calls)
         results = [{"role": "tool", "tool_call_id": call["id"], "content": str(total)} for call in calls]
-        return EnvironmentStep(observation=Observed(said=results))
+        return EnvironmentStep(observation=Observation(said=results))
 
 
-async def leaves_to_the_client(task: Prompt, model: Model) -> float:
+async def leaves_to_the_client(task: Prompt, model: AgentModelClient) -> float:
     async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
         asked: dict[str, Any] = {"model": "policy", "tools": TOOLS}
         answer = await client.chat.completions.create(messages=[{"role": "user", "content": task.text}], **asked)
     return float(len(answer.choices[0].message.tool_calls or ()))
 
 
-async def goes_on(task: Prompt, model: Model) -> float:
+async def goes_on(task: Prompt, model: AgentModelClient) -> float:
     said = await model.reply([{"role": "user", "content": task.text}])
     await model.reply([{"role": "user", "content": task.text}, said.message, {"role": "user", "content": "?"}])
     return 1.0
 
 
-def played(made: Any, *texts: str, parser: str | None = "hermes", **section: Any) -> tuple[Saying, list[Answered]]:
+def played(made: Any, *texts: str, parser: str | None = "hermes", **section: Any) -> tuple[Saying, list[GroupResult]]:
     engine = Saying(*texts)
     ours: EnvironmentSampler = replace(
         sampler(engine, made, **section),
         template=ChatTemplate(TOKENIZER, options=FAMILIES["qwen3"].options),
-        encode=partial(tokens_of_text, TOKENIZER),
+        encode=partial(encode_text, TOKENIZER),
         parser=None if parser is None else PARSERS[parser],
         rollout=RolloutSection(group_size=1, max_new_tokens=200, max_prompt_tokens=1000),
         stop_token_ids=(STOP,),
@@ -295,14 +295,14 @@ def played(made: Any, *texts: str, parser: str | None = "hermes", **section: Any
     return engine, asyncio.run(ours.groups(drawn([TASK])))
 
 
-def shown(found: Sequence[Answered]) -> str:
+def shown(found: Sequence[GroupResult]) -> str:
     """All text of the one row."""
     ((row,),) = [one.chains for one in trajectories(found)]
-    return text_of(TOKENIZER, row.token_ids, special=True)
+    return decode_text(TOKENIZER, row.token_ids, special=True)
 
 
 def test_an_environment_gets_calls_and_its_results_go_on_in_one_row() -> None:
-    engine, found = played(EnvironmentMaker(Adds), CALLS, "The sum is 23.")
+    engine, found = played(EnvironmentFactory(Adds), CALLS, "The sum is 23.")
     (one,) = trajectories(found)
     assert (one.reward, one.stop, [turn.state for turn in one.turns]) == (1.0, "done", ["asked", None])
     (row,) = one.chains
@@ -338,7 +338,7 @@ async def test_a_thought_that_the_prompt_opened_and_that_was_cut_is_no_answer() 
 
 
 def test_what_is_wrong_with_a_call_is_observed_without_a_step() -> None:
-    _, found = played(EnvironmentMaker(Adds), BAD, "The sum is 23.")
+    _, found = played(EnvironmentFactory(Adds), BAD, "The sum is 23.")
     (one,) = trajectories(found)
     assert (one.reward, one.stop, len(one.turns)) == (1.0, "done", 2)
     assert "<|im_start|>user\nerror: a call is no JSON (" in shown(found)
@@ -353,7 +353,7 @@ def test_a_turn_that_the_template_cannot_show_ends_the_trajectory(name: str | No
     thought = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
     engine = Saying(f"{thought}<|channel|>commentary to=functions.add json<|message|>{{<|call|>")
     ours: EnvironmentSampler = replace(
-        sampler(engine, None if name else EnvironmentMaker(Adds), **({"function": name} if name else {})),
+        sampler(engine, None if name else EnvironmentFactory(Adds), **({"function": name} if name else {})),
         template=ChatTemplate(tokenizer),
         parser=PARSERS["harmony"],
         rollout=RolloutSection(group_size=1, max_new_tokens=200, max_prompt_tokens=2000),

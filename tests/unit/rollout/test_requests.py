@@ -24,15 +24,15 @@ from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.engines import engine_token, requests
-from rl_megatron.engines.answers import Judged
-from rl_megatron.engines.engine import ServedEngine
-from rl_megatron.engines.engine_token import EngineToken
-from rl_megatron.engines.http import AttemptFailed, Broken, Server, Unreachable
+from rl_megatron.engines.answers import TopLogprobs
+from rl_megatron.engines.engine import ServerEngine
+from rl_megatron.engines.engine_token import AuthMiddleware
+from rl_megatron.engines.http import AttemptFailed, ConnectionBroken, Server, ServerUnreachable
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.engines.replicas import Replica
-from rl_megatron.engines.requests import Places
+from rl_megatron.engines.requests import ReplicaChooser
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.features.teachers.served import Teacher
+from rl_megatron.features.teachers.served import ServedTeacher
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, RolloutGroup, Samples, Want
 from tests.completions import completion, plain, trajectory
 from tests.unit.rollout.test_engine_servers import (
@@ -150,7 +150,7 @@ def replicas_of(count: int) -> list[Replica]:
 
 
 def test_completions_of_a_prompt_stay_together_until_that_is_two_slots_uneven() -> None:
-    replicas, places, sent = replicas_of(2), Places(), list[int]()
+    replicas, places, sent = replicas_of(2), ReplicaChooser(), list[int]()
     for number in range(6):
         one = places.choose(replace(REQUEST, id=f"{number}", group="a"), replicas, None)
         one.server.in_flight += 1
@@ -162,7 +162,7 @@ def test_prompts_are_computed_on_fewer_replicas_and_these_stay_even() -> None:
     """Beside the least busy replica for each: 128 prompts of 16 completions, 4 replicas of 128 slots, random ends."""
 
     def copies(*, grouped: bool) -> float:
-        draw, replicas, places = random.Random(1), replicas_of(4), Places()
+        draw, replicas, places = random.Random(1), replicas_of(4), ReplicaChooser()
         held, running = set[tuple[int, int]](), list[Replica]()
         for prompt in range(128):
             for member in range(16):
@@ -182,7 +182,7 @@ def test_prompts_are_computed_on_fewer_replicas_and_these_stay_even() -> None:
 
 
 def test_what_goes_on_goes_where_its_own_tokens_are_but_never_where_it_failed() -> None:
-    replicas, places = replicas_of(3), Places()
+    replicas, places = replicas_of(3), ReplicaChooser()
     first = places.choose(replace(REQUEST, id="mine", group="a"), replicas, None)
     others = [replica for replica in replicas if replica is not first]
     places.choose(replace(REQUEST, id="another", group="a"), others, None)
@@ -218,7 +218,7 @@ async def test_what_servers_go_on_ending_without_an_update_is_an_error(fakes: li
 
 def test_what_was_sent_last_is_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_megatron.engines.requests._REMEMBERED", 2)
-    places = Places()
+    places = ReplicaChooser()
     for number in range(3):
         places.choose(replace(REQUEST, id=f"{number}", group=None), replicas_of(1), None)
     assert [*places._servers] == ["1", "2"]
@@ -232,16 +232,16 @@ def test_the_wait_before_a_retry_doubles_with_each_failure_that_nothing_explains
             return False
 
         of: Any = SimpleNamespace(_too_many=too_many, _unexplained=lambda failures: unexplained)
-        failure = requests.FailedAttempt(replica, replica.server, None)
-        await requests.Attempts._wait(of, REQUEST, AttemptFailed("http://h: status 500"), [failure])
+        failure = requests.AttemptError(replica, replica.server, None)
+        await requests.RequestRetrier._wait(of, REQUEST, AttemptFailed("http://h: status 500"), [failure])
         return asyncio.get_running_loop().time()
 
     assert [run_at_once(waited(failures)) / requests._WAIT for failures in range(4)] == [1, 1, 2, 4]
 
 
 def test_a_time_limit_counts_its_attempts_and_is_twice_as_long_once_it_was_over() -> None:
-    async def spent() -> requests.TimeLimit:
-        limit = requests.TimeLimit(limit=3.0)
+    async def spent() -> requests.CompletionDeadline:
+        limit = requests.CompletionDeadline(limit=3.0)
         for seconds in (1.0, 1.5):
             await asyncio.sleep(7.0)
             limit.start()
@@ -442,7 +442,7 @@ async def test_a_long_prompt_arrives_whole() -> None:
 
         fake.answer = answer
         server = Server(fake.url, token=None, timeout_seconds=60.0)
-        engine = ServedEngine(Words(), [server], ServerSection(), max_length=300_000, vocab_size=400_000)
+        engine = ServerEngine(Words(), [server], ServerSection(), max_length=300_000, vocab_size=400_000)
         await push(engine, 1)
         await engine.generate(replace(REQUEST, token_ids=TOKENS))
         await engine.close()
@@ -452,7 +452,7 @@ async def test_a_long_prompt_arrives_whole() -> None:
 @pytest.mark.parametrize("stray", [-1, 400_000])
 async def test_a_token_id_that_the_model_lacks_is_found_wherever_it_is(stray: int) -> None:
     server = Server("http://127.0.0.1:1", token=None, timeout_seconds=60.0)
-    engine = ServedEngine(Words(), [server], ServerSection(), max_length=300_000, vocab_size=400_000)
+    engine = ServerEngine(Words(), [server], ServerSection(), max_length=300_000, vocab_size=400_000)
     for place in (0, 7, len(TOKENS)):
         given = (*TOKENS[:place], stray, *TOKENS[place:])
         with pytest.raises(EngineError, match=r"token ids in \[0, 400000\), got \("):
@@ -502,12 +502,12 @@ def test_what_changes_nothing_is_asked_again_on_a_new_connection() -> None:
 
 
 def test_a_server_that_died_of_it_is_not_there_the_second_time() -> None:
-    assert answers(method="GET", dies=True) == ([7, Unreachable], 1)
+    assert answers(method="GET", dies=True) == ([7, ServerUnreachable], 1)
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_request_that_may_have_acted_is_not_repeated(dies: bool) -> None:
-    assert answers(method="POST", dies=dies) == ([7, Broken], 1)
+    assert answers(method="POST", dies=dies) == ([7, ConnectionBroken], 1)
 
 
 # A server requires the token from every request: no path or method reaches the app without it.
@@ -529,7 +529,7 @@ def said(kind: str, headers: list[tuple[bytes, bytes]], method: str = "POST", pa
     async def send(message: Any) -> None:
         out.append(message)
 
-    asyncio.run(EngineToken(app)({"type": kind, "headers": headers, "method": method, "path": path}, receive, send))
+    asyncio.run(AuthMiddleware(app)({"type": kind, "headers": headers, "method": method, "path": path}, receive, send))
     return out
 
 
@@ -581,10 +581,10 @@ def told(text: Sequence[int], scale: float) -> list[float]:
 
 
 class Told(Words):
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         said = await server.sampled("/judge", {"text": list(text), "top": top}, json.loads)
         ids = np.array(said["ids"], np.int32).reshape(len(text) - 1, top)
-        return Judged(
+        return TopLogprobs(
             logprobs=np.array(said["logprobs"], np.float32), top_ids=ids, top_logprobs=-0.5 * ids.astype(np.float32) - 1
         )
 
@@ -602,9 +602,9 @@ def teaches(fake: Fake, scale: float, *, first: int = 0) -> list[list[int]]:
     return texts
 
 
-def teacher(fake: Fake, top: int = TOP, **keys: Any) -> Teacher:
+def teacher(fake: Fake, top: int = TOP, **keys: Any) -> ServedTeacher:
     section = TeacherSection.model_validate({"server": fake.url, "engine": "vllm", "path": "t", **keys})
-    return Teacher(name="t", section=section, adapter=Told(), top=top, vocab_size=VOCABULARY)
+    return ServedTeacher(name="t", section=section, adapter=Told(), top=top, vocab_size=VOCABULARY)
 
 
 def groups() -> list[RolloutGroup]:
@@ -624,7 +624,7 @@ def packed() -> tuple[Samples, Batch]:
     return samples, Packer(dims=ParallelDims(dp=2), max_tokens=8, attention_cost=0.0, unit=1).pack(samples)
 
 
-def scored(model: Teacher, want: frozenset[Want]) -> dict[Want, torch.Tensor]:
+def scored(model: ServedTeacher, want: frozenset[Want]) -> dict[Want, torch.Tensor]:
     samples, batch = packed()
 
     async def ask() -> dict[Want, torch.Tensor]:

@@ -19,18 +19,18 @@ from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.samples import to_samples
-from rl_megatron.engines.answers import joined
+from rl_megatron.engines.answers import join_continuation
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.errors import ConfigError, EngineError, PoisonPrompt, RewardError
-from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.evaluation.sets import EvalSet, measure
 from rl_megatron.features.interrupt.feature import InterruptSection
-from rl_megatron.features.interrupt.interruption import Interruption, make_step_hooks
-from rl_megatron.interfaces import Roles
+from rl_megatron.features.interrupt.interruption import ThinkingBudget, make_step_hooks
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.rewards.threads import Plain
-from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
-from rl_megatron.rollout.sampler import RolloutSampler, SamplerBySource, sampled_by
+from rl_megatron.rollout.policy_sampler import EvalRequest, PolicySampler
+from rl_megatron.rollout.sampler import RolloutSampler, SourceSampler, traced_generate
 from rl_megatron.rollout.stream import RolloutBatch
-from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored
+from rl_megatron.types import Completion, GenerationRequest, Prompt, RewardResult, RolloutGroup, SamplingParams
 from tests.completions import completion, drawn
 
 MakeEngine = Callable[[int], LocalEngine]
@@ -93,7 +93,7 @@ def test_steps_of_a_reward_are_turns_of_what_is_trained_on_and_not_of_evaluation
             assert row.token_ids.tolist() == old.token_ids.tolist()
             assert [len(turn.logprobs) for turn in row.turns] == [1] * (len(old.token_ids) - 2)
             assert one.reward == 0.5 * len(row.turns)
-    (held, *_) = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
+    (held, *_) = asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
     assert [len(one.turns) for one in held.group.trajectories] == [1]
 
 
@@ -131,11 +131,11 @@ def test_what_an_engine_samples_beyond_a_stop_text_is_cut(make_engine: MakeEngin
     engine: Any = Blind(make_engine(8))
     params = sampler(make_engine, length_reward).params(temperature=1.0, max_new_tokens=12)
     asked = GenerationRequest(id="x", token_ids=(3, 4), num_completions=4, params=params, columns=("routes",))
-    whole = asyncio.run(sampled_by(engine, asked, text))
+    whole = asyncio.run(traced_generate(engine, asked, text))
     ids = whole[0].token_ids.tolist()
     assert len(ids) > 3
     stop = text(ids[1:3])
-    found = asyncio.run(sampled_by(engine, replace(asked, params=replace(params, stop=(stop,))), text))
+    found = asyncio.run(traced_generate(engine, replace(asked, params=replace(params, stop=(stop,))), text))
     for cut, full in zip(found, whole, strict=True):
         tokens = full.token_ids.tolist()
         length = next((i for i in range(len(tokens)) if stop in text(tokens[:i])), len(tokens))
@@ -161,14 +161,18 @@ def test_only_what_later_requests_continued_is_decoded_for_a_stop_text(make_engi
     asked = GenerationRequest(id="x", token_ids=(3,), num_completions=1, params=params)
     first, more = completion((3, 4)), completion((5, 6))
     whole = completion((3, 4, 5, 6))
-    ways = [(whole, first), (joined(first, more), None), (completion((3, 4, 5, 6), spans=((0, 1), (2, 2))), None)]
+    ways = [
+        (whole, first),
+        (join_continuation(first, more), None),
+        (completion((3, 4, 5, 6), spans=((0, 1), (2, 2))), None),
+    ]
     for one, begun in ways:
         says[:] = [one]
-        (found,) = asyncio.run(sampled_by(engine, replace(asked, begun=begun), spied))
+        (found,) = asyncio.run(traced_generate(engine, replace(asked, begun=begun), spied))
         assert (found.token_ids.tolist(), found.finish_reason, bool(decoded)) == ([3, 4, 5], "stop", True)
         decoded.clear()
     says[:] = [completion((3, 4, 5))]  # as an engine cuts what one request has sampled
-    (found,) = asyncio.run(sampled_by(engine, asked, spied))
+    (found,) = asyncio.run(traced_generate(engine, asked, spied))
     assert (found.token_ids.tolist(), found.finish_reason, decoded) == ([3, 4, 5], "stop", [])
 
 
@@ -272,7 +276,7 @@ def test_a_demonstration_is_judged_as_what_is_sampled_and_counts_as_nothing_that
         assert (turn.text, turn.spans, turn.logprobs.tolist()) == (text(row.token_ids[2:].tolist()), (), [0.0] * 4)
         assert group.demonstration.rewards == (4.0,)
     assert replace(batch, groups=()) == replace(plain, groups=())
-    (held, *_) = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
+    (held, *_) = asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
     assert held.group.demonstration is None
 
 
@@ -293,7 +297,7 @@ def test_a_demonstration_without_a_reward_fails_drops_its_group_or_gets_the_numb
 
 
 def test_a_late_reward_is_named(make_engine: MakeEngine) -> None:
-    async def never(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[Scored]:
+    async def never(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[RewardResult]:
         await asyncio.Event().wait()
         return []
 
@@ -345,7 +349,7 @@ def test_a_group_without_rewards_whose_greedy_completion_is_poison_is(make_engin
 
 
 def accuracy_of(ours: RolloutSampler, prompts: Sequence[Prompt], *, success_reward: float) -> float:
-    held_out = ProblemSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
+    held_out = EvalSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
     return sum(asyncio.run(measure(ours, held_out, EvalSection(success_reward=success_reward))).right) / len(prompts)
 
 
@@ -376,7 +380,7 @@ def test_each_group_of_an_evaluation_is_told_once_and_a_prompt_by_its_number(mak
     told: list[int] = []
     ours = sampler(make_engine, length_reward)
     params = ours.params(temperature=1.0)
-    asked = HeldOut(prompts=[*PROMPTS[:2], PROMPTS[0]], params=params, samples=2, tell=told.append)
+    asked = EvalRequest(prompts=[*PROMPTS[:2], PROMPTS[0]], params=params, samples=2, tell=told.append)
     asyncio.run(ours.held_out(asked))
     assert told == [2] * 3
     assert [one.id for one in ours.engine.asked] == ["evaluation: p0", "evaluation: p1", "evaluation, time 2: p0"]
@@ -384,7 +388,7 @@ def test_each_group_of_an_evaluation_is_told_once_and_a_prompt_by_its_number(mak
 
 def test_prompts_of_several_sources_come_back_in_their_order_from_their_own_samplers(make_engine: MakeEngine) -> None:
     usual, own = (sampler(make_engine, length_reward, seed) for seed in (0, 1))
-    both = SamplerBySource(
+    both = SourceSampler(
         engine=usual.engine, rollout=usual.rollout, stop_token_ids=(), seed=0, usual=usual, own={"b": own}
     )
     prompts = [PROMPTS[0], replace(PROMPTS[1], source="b"), PROMPTS[2]]
@@ -394,7 +398,7 @@ def test_prompts_of_several_sources_come_back_in_their_order_from_their_own_samp
 
 
 def _greedy_requests(ours: RolloutSampler) -> list[GenerationRequest]:
-    asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0))))
+    asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0))))
     return list(ours.engine.asked)
 
 
@@ -404,7 +408,7 @@ TEXT, ENDS = (39, 40, 38), (37, 36)
 
 def interrupting(engine: LocalEngine, interrupt: dict[str, Any] | None, **options: Any) -> RolloutSampler:
     section = InterruptSection.model_validate(interrupt or {"earliest": 1})
-    of = Interruption(section=section, token_ids=np.array(TEXT, np.int32), ends=np.array(ENDS, np.int32), decode=text)
+    of = ThinkingBudget(section=section, token_ids=np.array(TEXT, np.int32), ends=np.array(ENDS, np.int32), decode=text)
     return RolloutSampler(
         engine=AsyncEngine(engine),
         reward_function=Plain(length_reward),
@@ -456,9 +460,9 @@ def test_a_text_follows_where_thinking_goes_on_and_only_what_was_sampled_is_trai
             assert trained == [*range(2, 7), *range(10, 2 + len(tokens))]
     assert 5 < interrupted < 20
     config = load_config("tiny_cpu", ["rollout.interrupt.earliest=5"])
-    row = make_step_hooks(config, cast(Roles, None)).group_row(found)
+    row = make_step_hooks(config, cast(RunComponents, None)).group_row(found)
     assert row == {"response/interrupted_fraction": pytest.approx(interrupted / 20)}
-    assert make_step_hooks(load_config("tiny_cpu", []), cast(Roles, None)) is None
+    assert make_step_hooks(load_config("tiny_cpu", []), cast(RunComponents, None)) is None
 
 
 def test_a_completion_whose_thinking_has_ended_goes_on_without_the_text(
@@ -569,7 +573,7 @@ def test_nothing_is_interrupted_where_no_token_would_follow_and_in_evaluations(m
     late = groups(interrupting(engine, {"earliest": 11}))
     assert all(len(one.turns) == 1 for group in late for one in group.trajectories)
     ours = interrupting(engine, {"earliest": 5})
-    held = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=1.0))))
+    held = asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=1.0))))
     assert all(len(one.turns) == 1 for each in held if each.group for one in each.group.trajectories)
 
 

@@ -20,8 +20,17 @@ import pytest
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.errors import CheckpointError, DataError, EngineError
 from rl_megatron.rollout import stream as stream_module
-from rl_megatron.rollout.stream import Answered, Draw, Ledger, LedgerState, PendingPrompt, Stream, StreamState, lines_of
-from rl_megatron.types import Chain, Prompt, RolloutGroup, Span, Trajectory, Turn
+from rl_megatron.rollout.stream import (
+    Draw,
+    GroupResult,
+    Ledger,
+    LedgerState,
+    PendingPrompt,
+    RolloutStream,
+    StreamState,
+    ledger_lines,
+)
+from rl_megatron.types import Prompt, RolloutGroup, Span, TokenSequence, Trajectory, Turn
 from tests.completions import trajectory
 from tests.streams import PROMPTS, Source, stream_over
 from tests.virtual_time import run_at_once
@@ -74,14 +83,14 @@ class World:
                 saved = stream.state(), position.state(), [*self.trained], self.left_out
         await stream.close()
 
-    def _new(self) -> tuple[Stream, PromptStream]:
+    def _new(self) -> tuple[RolloutStream, PromptStream]:
         options = {"dynamic_sampling": self.mode, "group_size": 4}
         options["max_in_flight"] = None if self.limit is None else 4 * self.limit + self.random.randint(0, 3)
         options |= {"size": self.size, "staleness": self.staleness, "served": self.served, "last_step": STEPS}
         stream = stream_over(self.source, prompts=OF_WORLDS, **options)
         return stream, stream._prompts
 
-    async def _step(self, stream: Stream) -> None:
+    async def _step(self, stream: RolloutStream) -> None:
         step = stream.version + 1
         batch = await stream.take(step)
         ages = [stream.version - self.source.versions[group.prompt.id] for group in batch.groups]
@@ -93,7 +102,7 @@ class World:
         self.left_out += batch.dropped_groups + batch.filtered_groups
         stream.pushed(step)
 
-    def check(self, stream: Stream) -> None:
+    def check(self, stream: RolloutStream) -> None:
         """Every prompt drawn is trained on once, or left out, or waits; and no more were drawn than the rule allows."""
         state, trained = stream.state(), [name for name, _ in self.trained]
         waiting = [place.drawn.prompt.id for place in state.places]
@@ -173,7 +182,7 @@ def test_a_step_waits_if_and_only_if_every_choice_of_finished_groups_would_make_
                     drawn=Draw(ordinal=i, prompt=PROMPTS[i], batch=1),
                     birth=birth,
                     due=due,
-                    answered=Answered(group=RolloutGroup(prompt=PROMPTS[i], trajectories=())) if done else None,
+                    answered=GroupResult(group=RolloutGroup(prompt=PROMPTS[i], trajectories=())) if done else None,
                 )
                 for i, (birth, due, done) in enumerate(zip(order, dues, finished, strict=True))
             ]
@@ -253,15 +262,15 @@ def test_a_line_of_the_ledger_grows_with_the_versions_of_a_trajectory_and_not_wi
             logprobs = np.zeros(stop - start, np.float32)
             turns.append(Turn(start=1, logprobs=logprobs, finish_reason="stop", spans=spans, text="", number=number))
         rows = [[turn for turn in turns if turn.number % 3 == row] for row in range(3)]  # as a client that branches
-        return Trajectory(chains=tuple(Chain(token_ids=TOKENS, turns=tuple(row)) for row in rows), reward=0.0)
+        return Trajectory(chains=tuple(TokenSequence(token_ids=TOKENS, turns=tuple(row)) for row in rows), reward=0.0)
 
     group = RolloutGroup(prompt=PROMPTS[0], trajectories=tuple(trajectory() for _ in range(20)))
     drawn = Draw(ordinal=0, prompt=PROMPTS[0], batch=1)
     ledger.move([0], "queued")
     ledger.move([0], "in_flight")
     ledger.move([0], "buffered")
-    ended = [PendingPrompt(drawn=drawn, birth=0, due=4, answered=Answered(group=group))]
-    ledger.end(ended, [], lines := lines_of(4, ended))
+    ended = [PendingPrompt(drawn=drawn, birth=0, due=4, answered=GroupResult(group=group))]
+    ledger.end(ended, [], lines := ledger_lines(4, ended))
     ledger.write(lines)
     spans = json.loads((tmp_path / "ledger.jsonl").read_text())["spans"].split(", ")
     for told, versions in zip(spans, sampled, strict=True):
@@ -343,7 +352,7 @@ def kolmogorov_smirnov(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.abs(below[0] - below[1]).max())
 
 
-async def steps(stream: Stream, count: int, seconds: float) -> list[tuple[int, str, float]]:
+async def steps(stream: RolloutStream, count: int, seconds: float) -> list[tuple[int, str, float]]:
     """The step, prompt and time of each group that ``count`` steps of ``seconds`` train on."""
     found = []
     for step in range(stream.version + 1, stream.version + count + 1):
@@ -393,7 +402,7 @@ def test_servers_are_asked_for_a_group_before_the_next_one_is_drawn(staleness: i
     drawn = dict[int, int]()  # how many were, when the group of this ordinal was asked for
 
     class Counted(Source):
-        async def groups(self, asked: Sequence[Draw]) -> list[Answered]:
+        async def groups(self, asked: Sequence[Draw]) -> list[GroupResult]:
             (one,) = asked
             drawn[one.ordinal] = self.stream.state().drawn
             return await super().groups(asked)
@@ -543,7 +552,7 @@ def test_steps_that_draw_nothing_again_leave_as_many_places_to_draw_as_before() 
 
 def test_tokens_of_a_group_that_teaches_nothing_count_with_those_left_out_before() -> None:
     class Sampled(Source):
-        def _answer(self, prompt: Prompt) -> Answered:
+        def _answer(self, prompt: Prompt) -> GroupResult:
             group = RolloutGroup(prompt=prompt, trajectories=(trajectory([3]),))
             return replace(super()._answer(prompt), group=group, left_out_tokens=2)
 

@@ -20,14 +20,14 @@ from pydantic import TypeAdapter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.engines.engine import ServedEngine
-from rl_megatron.engines.http import AttemptFailed, Broken, Server, Unreachable
+from rl_megatron.engines.engine import ServerEngine
+from rl_megatron.engines.http import AttemptFailed, ConnectionBroken, Server, ServerUnreachable
 from rl_megatron.engines.replicas import Event, Replica
 from rl_megatron.engines.requests import surplus
 from rl_megatron.errors import EngineError, PoisonPrompt
-from rl_megatron.rollout.stream import Answered
+from rl_megatron.rollout.stream import GroupResult
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.jobs.rl import RLJob
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import completion
 from tests.streams import PROMPTS, Source, Still, stream_over
@@ -70,7 +70,7 @@ class World:
     async def run(self) -> None:
         section = ServerSection(concurrency=self.slots)
         seats: list[Any] = [Seat(number) for number in range(self.replicas)]
-        self.engine = ServedEngine(Deadly(self), seats, section, max_length=99, vocab_size=99)
+        self.engine = ServerEngine(Deadly(self), seats, section, max_length=99, vocab_size=99)
         for replica in self.engine.replicas.all:
             replica.supervised = True
         await push(self.engine, 1)
@@ -131,9 +131,9 @@ class Poisoned(Source):
 
     poison: set[str] = field(default_factory=set)
 
-    def _answer(self, prompt: Prompt) -> Answered:
+    def _answer(self, prompt: Prompt) -> GroupResult:
         if prompt.id in self.poison:
-            return Answered(group=None, reason="poison", problem=f"{prompt.id}: log-prob nan")
+            return GroupResult(group=None, reason="poison", problem=f"{prompt.id}: log-prob nan")
         return super()._answer(prompt)
 
 
@@ -146,21 +146,21 @@ class Deadly(Still):
     async def generate(self, server: Any, request: GenerationRequest, request_id: str) -> list[Completion]:
         world, name = self.world, (request.group or request.id)
         if server.dead.is_set():
-            raise Unreachable(f"{server.url}: nobody listens")
+            raise ServerUnreachable(f"{server.url}: nobody listens")
         server.running[name] += 1
         seconds = world.random.random() * world.random.choice([1, 10, 60])
         try:
             async with asyncio.timeout(seconds * world.at.get(name, 1.0)):
                 await server.dead.wait()
             await asyncio.sleep(0.1 * world.random.random())
-            kind = AttemptFailed if world.status else Broken
+            kind = AttemptFailed if world.status else ConnectionBroken
             raise kind(f"{server.url}: it died")
         except TimeoutError:
             if name not in world.poison:
                 return [completion([5], spans=((0, 1),))] * request.num_completions
             world.kills[name] += not server.dead.is_set()
             world.kill(server)
-            raise Broken(f"{server.url}: it died of this") from None
+            raise ConnectionBroken(f"{server.url}: it died of this") from None
         finally:
             server.running[name] -= 1
 
@@ -358,11 +358,11 @@ class FailingWorld:
     async def run(self) -> None:
         section = ServerSection()
         seats: list[Any] = [Seat(number) for number in range(self.replicas)]
-        engine = ServedEngine(Failing(self), seats, section, max_length=99, vocab_size=99)
+        engine = ServerEngine(Failing(self), seats, section, max_length=99, vocab_size=99)
         await push(engine, 1)
         await asyncio.gather(*(self.group(engine, name) for name in self.groups))
 
-    async def group(self, engine: ServedEngine, name: str) -> None:
+    async def group(self, engine: ServerEngine, name: str) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self.members):
@@ -415,7 +415,7 @@ def test_what_was_dropped_is_asked_once_in_a_run_of_three_epochs_that_is_resumed
     def job() -> Any:
         stream = stream_over(Noting(lambda _: 1.0, poison={"p3"}), size=2, staleness=0, prompts=prompts)
         weights = SimpleNamespace(push=lambda _: asyncio.sleep(0))
-        return Reinforcement(
+        return RLJob(
             config=load_config("tiny_cpu", []),
             roles=cast(Any, SimpleNamespace(weights=weights)),
             stream=stream,
@@ -495,7 +495,7 @@ class Rows(Still):
 async def sampled(adapter: Rows, *, grouped: bool) -> float:
     """Seconds of twelve completions by two servers, of which six are long."""
     seats: list[Any] = [Seat(0), Seat(1)]
-    engine = ServedEngine(adapter, seats, ServerSection(), max_length=2000, vocab_size=2000)
+    engine = ServerEngine(adapter, seats, ServerSection(), max_length=2000, vocab_size=2000)
     await push(engine, 1)
     params = replace(REQUEST.params, max_new_tokens=LONG, stop_token_ids=())
     one = replace(REQUEST, group="a" if grouped else None, params=params)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_megatron.engines.vllm.window import Window
-from rl_megatron.weights.checks.places import Held, record
+from rl_megatron.engines.vllm.window import LayerWindow
+from rl_megatron.weights.checks.places import ParameterBox, record
 from rl_megatron.weights.checks.reports import checksum
 
 LAYERS, WIDTH, HEAD = 6, 64, 40  # a layer has a projection of two tensors and a norm; the head has padding
@@ -51,7 +51,7 @@ class Arrivals:
             assert names[module] not in self.taken
             self.taken[names[module]] = tensors["weight"].clone()
 
-        self.window = Window(self.held, self.params, modules, torch.device("cpu"), take)
+        self.window = LayerWindow(self.held, self.params, modules, torch.device("cpu"), take)
 
     def _load(self, tensors: object) -> None:
         for name, tensor in tensors:  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ class Arrivals:
             else:
                 self.params[f"layers.{layer}.proj.weight"].narrow(0, WIDTH * (what == "k"), WIDTH).copy_(tensor)
 
-    def arrive(self, sent: Mapping[str, Tensor], order: list[Held]) -> None:
+    def arrive(self, sent: Mapping[str, Tensor], order: list[ParameterBox]) -> None:
         """Boxes one by one, layers in turn."""
         for one in order:
             turn = int(one.hf.split(".")[0]) + 1 if "." in one.hf else 0
@@ -76,7 +76,7 @@ class Arrivals:
         return sum({id(t): t.untyped_storage().nbytes() for t in self.window._tensors.values()}.values())
 
 
-def in_turn(held: list[Held], seed: int) -> list[Held]:
+def in_turn(held: list[ParameterBox], seed: int) -> list[ParameterBox]:
     """In the order of turns, in any order within one."""
     mixed = random.Random(seed).sample(held, len(held))
     return sorted(mixed, key=lambda one: int(one.hf.split(".")[0]) if "." in one.hf else -1)

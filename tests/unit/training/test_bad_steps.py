@@ -22,29 +22,29 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.data.samples import WrittenRow, select
+from rl_megatron.data.samples import SupervisedRow, select
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
-from rl_megatron.environments.registry import EnvironmentMaker
-from rl_megatron.errors import DataError, RLMegatronError, Stopped
+from rl_megatron.environments.registry import EnvironmentFactory
+from rl_megatron.errors import DataError, RLMegatronError, StopRequested
 from rl_megatron.interfaces import Learner as LearnerProtocol
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout import stream as stream_module
-from rl_megatron.rollout.sampler import SamplerBySource
-from rl_megatron.rollout.stream import Answered, Draw, Ledger, Reason
+from rl_megatron.rollout.sampler import SourceSampler
+from rl_megatron.rollout.stream import Draw, GroupResult, Ledger, Reason
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
-from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.training.jobs.rl import Reinforcement, stream_of
+from rl_megatron.training.evaluation import Evaluator
+from rl_megatron.training.jobs.rl import RLJob, make_stream
 from rl_megatron.training.jobs.warm_start import WarmStart
-from rl_megatron.training.jobs.written import FineTuning, SupervisedSteps, Unit, WrittenJob
-from rl_megatron.training.loop import Loop, Pace
-from rl_megatron.training.optimizer_steps import Made, OptimizerSteps
-from rl_megatron.training.update import Update
+from rl_megatron.training.jobs.written import DatasetJob, SFTObjective, SupervisedSteps, Unit
+from rl_megatron.training.loop import Intervals, Loop
+from rl_megatron.training.optimizer_steps import CompletedStep, OptimizerSteps
+from rl_megatron.training.update import PolicyUpdate
 from rl_megatron.types import (
+    BadMicroBatch,
     Batch,
-    Culprit,
     Loss,
     Metric,
     ParallelDims,
@@ -76,9 +76,9 @@ EQUAL = replace(TEACHES, trajectories=tuple(replace(one, reward=1.0) for one in 
 class Source:
     """Gives the answers that it was given, one for each prompt."""
 
-    answers: Iterator[Answered]
+    answers: Iterator[GroupResult]
 
-    async def groups(self, drawn: Sequence[Draw]) -> list[Answered]:
+    async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
         return [next(self.answers) for _ in drawn]
 
     async def interrupt(self) -> None:
@@ -104,26 +104,26 @@ class Steps(Learner):
         return SimpleNamespace(num_bytes=0, verify_seconds=0.0, quantization_error=None)
 
 
-def job(folder: Path, answers: Sequence[Answered], learner: Any, **sections: dict[str, Any]) -> Reinforcement:
+def job(folder: Path, answers: Sequence[GroupResult], learner: Any, **sections: dict[str, Any]) -> RLJob:
     rollout = {"prompts_per_step": WANTED, **sections.pop("rollout", {})}
     given = {"train": {"minibatches": 1}, "log": {"tensorboard": False}, "rollout": rollout, **sections}
     config = RunConfig.model_validate(given)
-    roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
     prompts = PromptStream([TEACHES.prompt] * 8, seed=0)
-    return Reinforcement(
+    return RLJob(
         config=config,
         roles=roles,
-        stream=stream_of(config, prompts, Source(iter(answers)), Ledger(folder / "ledger.jsonl")),
+        stream=make_stream(config, prompts, Source(iter(answers)), Ledger(folder / "ledger.jsonl")),
         prompts=prompts,
-        evaluation=Evaluation(sampler=sampler(Scripted(str)), sets=(), section=config.eval, last_step=0),
-        update=Update(config=config, roles=roles, attention_cost=0.0),
+        evaluation=Evaluator(sampler=sampler(Scripted(str)), sets=(), section=config.eval, last_step=0),
+        update=PolicyUpdate(config=config, roles=roles, attention_cost=0.0),
         start_folder=folder,
         recorder=Recorder(folder, config.log, Progress(1, "plain", "run", run_folder=folder)),
         route="shared_file",
     )
 
 
-def step(folder: Path, answers: Sequence[Answered], **sections: dict[str, Any]) -> tuple[Row, int]:
+def step(folder: Path, answers: Sequence[GroupResult], **sections: dict[str, Any]) -> tuple[Row, int]:
     """A step's row, written as the run writes it, and how many optimizer steps it took."""
     learner = Steps()
 
@@ -136,8 +136,8 @@ def step(folder: Path, answers: Sequence[Answered], **sections: dict[str, Any]) 
     return asyncio.run(once()), learner.taken
 
 
-def answers(*groups: RolloutGroup) -> list[Answered]:
-    return [Answered(group=group, rewards=group.rewards) for group in groups]
+def answers(*groups: RolloutGroup) -> list[GroupResult]:
+    return [GroupResult(group=group, rewards=group.rewards) for group in groups]
 
 
 def test_a_step_trains_on_fewer_groups_than_it_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +184,7 @@ def test_the_reason_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.parametrize(("mode", "tries"), [("off", 1), ("refill", 2), ("drop", 2)])
 def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int) -> None:
-    failed = [Answered(group=None, reason="reward_error")] * 4 * tries
+    failed = [GroupResult(group=None, reason="reward_error")] * 4 * tries
     with pytest.raises(
         DataError, match=rf"left out \(log.txt names those that failed\): {4 * tries} for failed rewards\. Fix these"
     ):
@@ -193,7 +193,7 @@ def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int
 
 def test_what_left_a_step_without_a_group_is_named(tmp_path: Path) -> None:
     reasons: list[Reason] = ["environment_error", "nothing_sampled", "environment_error", "poison"]
-    failed = [Answered(group=None, reason=one, problem=f"problem {i}") for i, one in enumerate(reasons)]
+    failed = [GroupResult(group=None, reason=one, problem=f"problem {i}") for i, one in enumerate(reasons)]
     with pytest.raises(
         DataError,
         match=r"1 for servers that ended .*, 2 for failed traj.*, 1 for traj.*; the first of them: problem 0$",
@@ -203,7 +203,7 @@ def test_what_left_a_step_without_a_group_is_named(tmp_path: Path) -> None:
 
 def test_a_step_that_poison_alone_empties_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A step of one prompt: servers that end under more than one, and than 1 % of all, end the run by themselves."""
-    row, taken = step(tmp_path, [Answered(group=None, reason="poison")], rollout={"prompts_per_step": 1})
+    row, taken = step(tmp_path, [GroupResult(group=None, reason="poison")], rollout={"prompts_per_step": 1})
     assert (row["groups/trained"], row["groups/dropped"], taken) == (0, 1, 0)
     assert "1 for servers that ended under them" in caplog.text
 
@@ -239,10 +239,10 @@ async def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing
 
     of = job(tmp_path, [], Steps(), warm_start={"steps": 0})
     of.evaluation = cast(Any, Evaluates())
-    pace = Pace(steps=1, rows=1, evaluations=1, checkpoints=1)
+    pace = Intervals(steps=1, rows=1, evaluations=1, checkpoints=1)
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, config={})
     it = Loop(job=of, pace=pace, checkpoints=store, recorder=of.recorder, stop=asyncio.Event())
-    with pytest.raises(Stopped, match="before the first step"):
+    with pytest.raises(StopRequested, match="before the first step"):
         await it.run()
     assert not list(tmp_path.iterdir())
     assert it.saved is None
@@ -260,10 +260,8 @@ async def test_an_end_waits_until_environments_that_failed_are_closed(tmp_path: 
             closed.append(1)
 
     of = job(tmp_path, [], Steps())
-    trains, own = (sampler(Scripted(lambda _: "a"), EnvironmentMaker(Fails), on_error="drop") for _ in range(2))
-    both = SamplerBySource(
-        engine=trains.engine, rollout=trains.rollout, stop_token_ids=(), seed=0, usual=trains, own={}
-    )
+    trains, own = (sampler(Scripted(lambda _: "a"), EnvironmentFactory(Fails), on_error="drop") for _ in range(2))
+    both = SourceSampler(engine=trains.engine, rollout=trains.rollout, stop_token_ids=(), seed=0, usual=trains, own={})
     of.evaluation = replace(of.evaluation, sampler=both, own={"set": own})
     for one in (both.over(trains.engine), own):
         (group,) = await one.groups(drawn(PROMPTS[:1], 1))
@@ -325,7 +323,7 @@ def packed(*sequences: tuple[int, ...]) -> Batch:
 
 
 def bad(*micro_batches: int, rank: int = 0) -> SkippedStep:
-    culprits = tuple(Culprit(data_rank=0, micro_batch=m, rank=rank, node="n1") for m in micro_batches)
+    culprits = tuple(BadMicroBatch(data_rank=0, micro_batch=m, rank=rank, node="n1") for m in micro_batches)
     return SkippedStep(grad_norm=math.nan, culprits=culprits)
 
 
@@ -355,7 +353,7 @@ class Kept(Answers):
         """It has no scores."""
 
 
-def made(steps: OptimizerSteps, answer: StepResult | SkippedStep) -> Made | None:
+def made(steps: OptimizerSteps, answer: StepResult | SkippedStep) -> CompletedStep | None:
     return asyncio.run(steps.step(Answers(answer), BATCH, CrossEntropy(), 1.0, THREE_PROMPTS))
 
 
@@ -398,17 +396,19 @@ def test_rows_of_written_text_are_named_by_their_own_tokens(caplog: pytest.LogCa
 
     def units_of(some: Sequence[Prompt]) -> list[Unit]:
         tokens = [np.full(3, int(one.id[-1]), np.int32) for one in some]
-        return [(WrittenRow(id=one.id, token_ids=ids, turns=((1, 3),)),) for one, ids in zip(some, tokens, strict=True)]
+        return [
+            (SupervisedRow(id=one.id, token_ids=ids, turns=((1, 3),)),) for one, ids in zip(some, tokens, strict=True)
+        ]
 
     learner, steps = Kept(bad(0, 1)), OptimizerSteps(name="policy")
     packer = Packer(dims=ParallelDims(), max_tokens=2, attention_cost=0.0)
-    its = WrittenJob(
+    its = DatasetJob(
         config=RunConfig.model_validate({"job": "sft", "sft": {"batch_size": 4}, "train": {"steps": 1}}),
-        roles=Roles(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
+        roles=RunComponents(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
         prompts=PromptStream(prompts, seed=0),
         size=4,
         units_of=units_of,
-        objective=FineTuning(
+        objective=SFTObjective(
             supervised=SupervisedSteps(learner=learner, packer=packer, optimizer_steps=steps), parts=()
         ),
         optimizer_steps=steps,
@@ -421,19 +421,19 @@ def test_rows_of_written_text_are_named_by_their_own_tokens(caplog: pytest.LogCa
     assert re.findall(r"prompt ([^)]*)\)", caplog.text) == [repr(name) for name in guilty]
 
 
-Started = tuple[WrittenJob | WarmStart | Reinforcement, OptimizerSteps]
+Started = tuple[DatasetJob | WarmStart | RLJob, OptimizerSteps]
 
 
 def written(folder: Path) -> Started:
     prompts, steps = PromptStream(THREE_PROMPTS, seed=0), OptimizerSteps(name="policy")
     fields: dict[str, Any] = {"config": RunConfig(), "roles": NONE, "units_of": NONE, "objective": NONE}
-    return WrittenJob(prompts=prompts, size=3, optimizer_steps=steps, name="", **fields), steps
+    return DatasetJob(prompts=prompts, size=3, optimizer_steps=steps, name="", **fields), steps
 
 
 def warm(folder: Path) -> Started:
     prompts, learner = PromptStream(THREE_PROMPTS, seed=0), cast(Any, Steps())
     steps = OptimizerSteps(name="policy")
-    roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
     supervised = SupervisedSteps(learner=learner, packer=NONE, optimizer_steps=steps)
     fields: dict[str, Any] = {"config": RunConfig(), "tokenizer": NONE, "targets": NONE, "evaluation": NONE}
     fields |= {"end_token_ids": {"": 1}, "stop_token_ids": (1,), "vocab_size": 9}

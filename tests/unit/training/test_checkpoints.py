@@ -28,16 +28,16 @@ from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
-from rl_megatron.digests import Digest, Written, digest_of
+from rl_megatron.digests import Digest, SaveDigests, digest_of
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.metrics import deterministic
-from rl_megatron.rollout.stream import Answered, Ledger, StreamState
+from rl_megatron.rollout.stream import GroupResult, Ledger, StreamState
 from rl_megatron.training import checkpoints
-from rl_megatron.training.checkpoints import CheckpointStore, Saved, TrainerState
-from rl_megatron.training.jobs.rl import Reinforcement, stream_of
-from rl_megatron.training.loop import Loop, Pace
-from rl_megatron.types import Chain, ParallelDims, RolloutGroup, Scored, Span, Trajectory, Turn
+from rl_megatron.training.checkpoints import CheckpointStore, SavedShards, TrainerState
+from rl_megatron.training.jobs.rl import RLJob, make_stream
+from rl_megatron.training.loop import Intervals, Loop
+from rl_megatron.types import ParallelDims, RewardResult, RolloutGroup, Span, TokenSequence, Trajectory, Turn
 from tests.savings import FILES, Ended, Failing, Shards
 from tests.unit.rollout.test_asynchronous import killed
 
@@ -68,7 +68,7 @@ def saved(folder: Path, learner: Any = None) -> Path:
     return asyncio.run(write(store, learner or Shards())).folder
 
 
-async def write(store: CheckpointStore, learner: Any) -> Saved:
+async def write(store: CheckpointStore, learner: Any) -> SavedShards:
     return await (await store.save(STATE, {"learner": learner})).finish()
 
 
@@ -112,7 +112,7 @@ def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypat
                 file.truncate(8 * 2**30)
             return Ended({"__0_0.distcp": Digest(bytes=8 * 2**30, xxh3_128="0" * 32)})
 
-    async def save() -> Saved:
+    async def save() -> SavedShards:
         watch = LoopWatch(config, tmp_path / "stacks")
         try:
             return await write(CheckpointStore(tmp_path, keep=2, config={}), Large())
@@ -234,10 +234,10 @@ def test_a_first_step_waits_for_no_checkpoint_of_the_start(tmp_path: Path, warm_
     recorder = cast(Any, SimpleNamespace(write=AsyncMock(side_effect=rows.append)))
     config = load_config("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
     prompts = cast(Any, SimpleNamespace(state=dict, left_out=(), table=None, read_ahead=lambda: None))
-    job = Reinforcement(
+    job = RLJob(
         config=config,
         roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
-        stream=stream_of(config, prompts, sampler, Ledger()),
+        stream=make_stream(config, prompts, sampler, Ledger()),
         prompts=prompts,
         evaluation=cast(Any, SimpleNamespace(row=row, closed=closed)),
         update=cast(Any, SimpleNamespace(state=None, of_models=())),
@@ -247,7 +247,7 @@ def test_a_first_step_waits_for_no_checkpoint_of_the_start(tmp_path: Path, warm_
     )
     loop = Loop(
         job=job,
-        pace=Pace(steps=0, rows=1, evaluations=1, checkpoints=1),
+        pace=Intervals(steps=0, rows=1, evaluations=1, checkpoints=1),
         checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
         recorder=recorder,
         stop=asyncio.Event(),
@@ -261,7 +261,7 @@ def test_the_row_after_a_checkpoint_has_its_bytes_and_seconds(tmp_path: Path) ->
     rows, job = list[dict[str, Any]](), Failing({})
     loop = Loop(
         job=cast(Any, job),
-        pace=Pace(steps=3, rows=1, evaluations=0, checkpoints=2),
+        pace=Intervals(steps=3, rows=1, evaluations=0, checkpoints=2),
         checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
         recorder=cast(Any, SimpleNamespace(write=AsyncMock(side_effect=rows.append))),
         stop=asyncio.Event(),
@@ -334,10 +334,10 @@ def test_texts_of_groups_that_wait_are_in_a_file_and_not_in_trainer_json(tmp_pat
     """A checkpoint that has them there, as older ones do, is still read."""
     logprobs, tokens = np.zeros(2, np.float32), np.arange(3, dtype=np.int32)
     turn = Turn(start=1, logprobs=logprobs, finish_reason="stop", spans=(Span(0, 0),), text="it is 8 €")
-    one = Trajectory(chains=(Chain(token_ids=tokens, turns=(turn,)),), reward=1.0, parts={"right": (1.0, 0.5)})
+    one = Trajectory(chains=(TokenSequence(token_ids=tokens, turns=(turn,)),), reward=1.0, parts={"right": (1.0, 0.5)})
     shown = replace(one, chains=(replace(one.chains[0], turns=(replace(turn, spans=()),)),))
     demonstration = RolloutGroup(prompt=stream.places[0].drawn.prompt, trajectories=(shown,))
-    answered = Answered(group=replace(demonstration, trajectories=(one, one), demonstration=demonstration))
+    answered = GroupResult(group=replace(demonstration, trajectories=(one, one), demonstration=demonstration))
     state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
     folder, whole = saved_stream(tmp_path, state), AS_JSON.dump_json(state)
     assert np.load(folder / "stream/texts.npy").tobytes().decode() == "it is 8 €" * 3
@@ -354,9 +354,11 @@ def test_texts_of_groups_that_wait_are_in_a_file_and_not_in_trainer_json(tmp_pat
 
 def test_waiting_groups_without_finite_rewards_are_read_as_saved(tmp_path: Path, stream: StreamState) -> None:
     """JSON has no word for such numbers; a null could not be read, in none of the run's checkpoints."""
-    failed = Scored(total=math.nan, error="no answer within 30 s", late=True)
-    endless = Scored(total=math.inf, parts={"a": -math.inf, "b": math.nan}, steps=((3, math.nan),), error="not finite")
-    answered = Answered(group=None, reason="reward_error", scored=(failed, endless))
+    failed = RewardResult(total=math.nan, error="no answer within 30 s", late=True)
+    endless = RewardResult(
+        total=math.inf, parts={"a": -math.inf, "b": math.nan}, steps=((3, math.nan),), error="not finite"
+    )
+    answered = GroupResult(group=None, reason="reward_error", scored=(failed, endless))
     state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
     read = checkpoints.read(saved_stream(tmp_path, state)).state.stream.places[0].answered
     assert read.reason == "reward_error"
@@ -365,8 +367,8 @@ def test_waiting_groups_without_finite_rewards_are_read_as_saved(tmp_path: Path,
 
 def test_half_of_a_surrogate_pair_in_what_failed_is_saved_by_its_number(tmp_path: Path, stream: StreamState) -> None:
     """A model that cut an emoji in JSON, and a reward or tool that quotes it; UTF-8 has no such character."""
-    quoted = Scored(total=math.nan, error="no tool \ud83d", answer="\udc00€")
-    answered = Answered(group=None, reason="environment_error", problem="no tool \ud83d", scored=(quoted,))
+    quoted = RewardResult(total=math.nan, error="no tool \ud83d", answer="\udc00€")
+    answered = GroupResult(group=None, reason="environment_error", problem="no tool \ud83d", scored=(quoted,))
     state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
     read = checkpoints.read(saved_stream(tmp_path, state)).state.stream.places[0].answered
     assert (read.problem, read.scored[0].error) == ("no tool \\ud83d", "no tool \\ud83d")
@@ -374,11 +376,11 @@ def test_half_of_a_surrogate_pair_in_what_failed_is_saved_by_its_number(tmp_path
 
 
 def test_a_checkpoint_that_counts_no_left_out_tokens_is_still_read(stream: StreamState) -> None:
-    left_out = replace(stream.places[0], answered=Answered(group=None, reason="equal_rewards", left_out_tokens=5))
+    left_out = replace(stream.places[0], answered=GroupResult(group=None, reason="equal_rewards", left_out_tokens=5))
     older = json.loads(AS_JSON.dump_json(replace(stream, left_out=(left_out,))))
     assert older["left_out"][0]["answered"].pop("left_out_tokens") == 5
     (read,) = AS_JSON.validate_python(older).left_out
-    assert read.answered == Answered(group=None, reason="equal_rewards")
+    assert read.answered == GroupResult(group=None, reason="equal_rewards")
 
 
 def put(folder: Path, name: str, data: bytes, without: Sequence[str] = ()) -> None:
@@ -586,7 +588,7 @@ async def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: 
                         events.append(f"{outer.name} is written")
                     return not outer.turns
 
-                async def durable(self) -> Written:
+                async def durable(self) -> SaveDigests:
                     events.append(f"{outer.name}'s ranks meet")
                     return await super().durable()
 

@@ -17,21 +17,21 @@ from torch import Tensor
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.packing import Packer, with_own_columns
-from rl_megatron.data.samples import single_turns, to_samples, tokens_behind_prompt
+from rl_megatron.data.packing import Packer, finish_minibatch
+from rl_megatron.data.samples import single_turns, to_samples, tokens_after_prompt
 from rl_megatron.errors import DataError
 from rl_megatron.training.credit import (
     AlgorithmState,
-    Rewards,
+    ShapedRewards,
     assign_credit,
-    groups_that_differ,
-    groups_to_train_on,
+    groups_with_gradient,
     mean_over_completions,
     reference_kl,
     shape_rewards,
+    trainable_groups,
 )
 from rl_megatron.training.update import explained_variance, preference_pairs
-from rl_megatron.types import Chain, FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, Trajectory
+from rl_megatron.types import FinishReason, ParallelDims, Prompt, RolloutGroup, Samples, TokenSequence, Trajectory
 from tests.completions import branched, completion, groups, trajectory
 from tests.completions import group as group_of
 
@@ -184,7 +184,7 @@ def test_the_kl_to_the_reference_is_the_mean_over_completions_of_their_tokens_me
 def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
     samples, _ = credit({"nll_coefficient": 0.1}, [group("a", [1.5, 0.0, 0.9], [3, 2, 4]), GROUPS[1]])
     (batch,) = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).minibatches(samples, most=1, seeds=[0])
-    (whole,) = with_own_columns(batch).micro_batches[0]
+    (whole,) = finish_minibatch(batch).micro_batches[0]
     each = pytest.approx(0.1 / 6)
     assert sorted(by_completion(whole, "nll_weights")) == [[0.0] * 2, [0.0] * 4, [each], [each] * 2, [each] * 3]
 
@@ -196,7 +196,7 @@ def test_a_cut_completion_that_counts_as_unfinished_is_not_imitated_as_right() -
         assert by_completion(samples, "nll_weights") == [pytest.approx(of_cut), [0.0] * 2, [pytest.approx(0.1)], [0.0]]
 
 
-def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:
+def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], ShapedRewards]:
     algorithm = AlgorithmSection.model_validate({"preference": {"beta": 0.1}, **section})
     return preference_pairs(groups, shape_rewards(groups, algorithm, AlgorithmState(), max_new_tokens=4))
 
@@ -221,7 +221,7 @@ def test_groups_differ_by_the_rewards_that_the_algorithm_takes() -> None:
     groups = [cut, plain, equal, long]
 
     def differing(**section: object) -> list[bool]:
-        return groups_that_differ(groups, AlgorithmSection.model_validate(section), max_new_tokens=4)
+        return groups_with_gradient(groups, AlgorithmSection.model_validate(section), max_new_tokens=4)
 
     assert differing() == [True, True, False, False]
     assert differing(unfinished_reward=0.0) == [False, True, False, False]
@@ -239,13 +239,13 @@ def test_dynamic_sampling_keeps_no_group_whose_rewards_differ_by_the_overlong_pe
 
     def kept(**section: object) -> list[bool]:
         row = AlgorithmSection.model_validate({"overlong_factor": 0.5, **section})
-        return groups_to_train_on(groups, row, max_new_tokens=4)
+        return trainable_groups(groups, row, max_new_tokens=4)
 
     assert kept() == [False, False, True, True]
     assert kept(overlong_buffer=2) == [False, False, True, False]
     cut = [group("c", [1.0, 1.0], [4, 4], "length"), group("w", [0.0, 1.0], [4, 4], "length")]
     row = AlgorithmSection.model_validate({"unfinished_reward": 0.0, "overlong_buffer": 2})
-    assert groups_to_train_on(cut, row, max_new_tokens=4) == [False, False]
+    assert trainable_groups(cut, row, max_new_tokens=4) == [False, False]
 
 
 def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups_differ() -> None:
@@ -260,7 +260,7 @@ def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups
     samples, _ = credit(config.algorithm.model_dump(), groups, max_new_tokens=config.most_sampled)
     mean, std = statistics.fmean(papers), statistics.stdev(papers)
     assert [one[0] for one in by_completion(samples)[:4]] == pytest.approx([(r - mean) / std for r in papers], rel=1e-5)
-    assert groups_to_train_on(groups, config.algorithm, max_new_tokens=config.most_sampled) == [True, False]
+    assert trainable_groups(groups, config.algorithm, max_new_tokens=config.most_sampled) == [True, False]
     assert config.rollout.dynamic_sampling == "refill"
     assert (
         load_config("tiny_cpu", ["rollout.dynamic_sampling=drop", "algorithm=dapo"]).rollout.dynamic_sampling == "drop"
@@ -375,7 +375,7 @@ def test_the_overlong_penalty_is_by_all_tokens_that_the_limit_counts() -> None:
     sampled = [group_of("a", [whole, branched(whole), short])]
     assert shape_rewards(sampled, row, AlgorithmState(), max_new_tokens=30).values.tolist() == [0.5, 0.5, 1.0]
     other = replace(whole, chains=(*branched(whole).chains[:1], *trajectory([8], total=1.0, seed=5).chains))
-    assert tokens_behind_prompt(other) == 8 + 8  # of a second row with another first token, the prompt of 2 is known
+    assert tokens_after_prompt(other) == 8 + 8  # of a second row with another first token, the prompt of 2 is known
 
 
 def test_equal_rewards_of_turns_give_no_advantage() -> None:
@@ -390,7 +390,7 @@ def test_groups_teach_if_two_of_their_compared_turns_differ() -> None:
     sampled.append(group_of("c", [trajectory([1, 1], rewards=[0.5] * 2)]))
 
     def teach(**section: object) -> list[bool]:
-        return groups_that_differ(sampled, AlgorithmSection.model_validate(section), max_new_tokens=9)
+        return groups_with_gradient(sampled, AlgorithmSection.model_validate(section), max_new_tokens=9)
 
     assert teach() == [False, False, False]
     assert teach(credit="turn") == [True, True, False]
@@ -439,7 +439,7 @@ def closed(one: Trajectory) -> Trajectory:
     tokens = torch.tensor([*row.token_ids[:start].tolist(), *said], dtype=torch.int32).numpy()
     logprobs = torch.cat([torch.from_numpy(turn.logprobs.copy()) for turn in row.turns]).numpy()
     turn = replace(row.turns[-1], start=start, logprobs=logprobs)
-    return replace(one, chains=(Chain(token_ids=tokens, turns=(turn,)),))
+    return replace(one, chains=(TokenSequence(token_ids=tokens, turns=(turn,)),))
 
 
 @pytest.mark.parametrize("name", ["discounted", "gae"])

@@ -22,20 +22,30 @@ from pydantic import TypeAdapter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.samples import ends_in_tokens, in_steps, single_turns, to_samples
-from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
-from rl_megatron.environments.registry import EnvironmentMaker
-from rl_megatron.errors import ConfigError, DataError, EnvironmentFailed, RewardError
+from rl_megatron.data.samples import char_ends_to_tokens, single_turns, split_into_steps, to_samples
+from rl_megatron.environments.protocol import EnvironmentStep, Observation, Reply, Transcript
+from rl_megatron.environments.registry import EnvironmentFactory
+from rl_megatron.errors import ConfigError, DataError, EnvironmentFailure, RewardError
 from rl_megatron.rewards.threads import scored
 from rl_megatron.training.credit import (
     AlgorithmState,
     assign_credit,
-    groups_that_differ,
-    groups_to_train_on,
+    groups_with_gradient,
     shape_rewards,
-    states_of,
+    trainable_groups,
+    turn_states,
 )
-from rl_megatron.types import Chain, Completion, Prompt, RolloutGroup, Samples, Scored, Span, Trajectory, Turn
+from rl_megatron.types import (
+    Completion,
+    Prompt,
+    RewardResult,
+    RolloutGroup,
+    Samples,
+    Span,
+    TokenSequence,
+    Trajectory,
+    Turn,
+)
 from tests.completions import branched, completion, drawn, group
 from tests.documents import blocks
 from tests.rows import BESIDE, config_of
@@ -55,7 +65,7 @@ def played(turns: Sequence[Shown], seed: int) -> Trajectory:
         said: Any = {"logprobs": np.zeros(length, np.float32), "finish_reason": "stop", "spans": (Span(0, 0),)}
         found.append(Turn(start=len(tokens), **said, text="", reward=reward))
         tokens += [rng.randrange(90) for _ in range(length)]
-    row = Chain(token_ids=np.array(tokens, np.int32), turns=tuple(found))
+    row = TokenSequence(token_ids=np.array(tokens, np.int32), turns=tuple(found))
     return Trajectory(chains=(row,), reward=sum(reward for _, reward in turns))
 
 
@@ -64,10 +74,10 @@ def test_a_step_hashes_the_states_of_a_trajectory_once(monkeypatch: pytest.Monke
     hashed, blake2b = list[int](), hashlib.blake2b
     monkeypatch.setattr(hashlib, "blake2b", lambda **given: hashed.append(1) or blake2b(**given))
     groups = [group("a", [played([("start", 0.0), ("x", 1.0)], seed) for seed in range(4)])]
-    first, count = states_of(groups).tolist(), len(hashed)
+    first, count = turn_states(groups).tolist(), len(hashed)
     assert count
-    groups_that_differ(groups, AlgorithmSection.model_validate({"credit": "turn", **GIGPO}), max_new_tokens=9)
-    assert states_of(groups).tolist() == first
+    groups_with_gradient(groups, AlgorithmSection.model_validate({"credit": "turn", **GIGPO}), max_new_tokens=9)
+    assert turn_states(groups).tolist() == first
     assert len(hashed) == count
 
 
@@ -169,7 +179,7 @@ def test_groups_teach_by_trajectories_or_by_turns_of_one_state() -> None:
 
     def teach(**keys: object) -> list[bool]:
         section = AlgorithmSection.model_validate({"credit": "turn", **GIGPO, **keys})
-        return groups_that_differ(sampled, section, max_new_tokens=9)
+        return groups_with_gradient(sampled, section, max_new_tokens=9)
 
     assert teach() == [True, False, True, True]
     assert teach(turn_weight=None) == [True, False, False, True]
@@ -178,7 +188,7 @@ def test_groups_teach_by_trajectories_or_by_turns_of_one_state() -> None:
 
 def test_turns_share_states_within_groups_alone() -> None:
     def shared(*groups: RolloutGroup) -> float:
-        states = states_of(groups)
+        states = turn_states(groups)
         return float((states.bincount()[states] > 1).double().mean())
 
     one, other = [("start", 0.0), ("x", 0.0)], [("start", 0.0), ("y", 0.0), ("z", 0.0)]
@@ -193,11 +203,11 @@ class Rooms:
     def __init__(self, rooms: Sequence[str | None]) -> None:
         self.rooms, self.asked = rooms, 0
 
-    def _seen(self) -> Observed:
+    def _seen(self) -> Observation:
         self.asked += 1
-        return Observed(said=f"{self.asked}.", state=self.rooms[self.asked - 1])
+        return Observation(said=f"{self.asked}.", state=self.rooms[self.asked - 1])
 
-    async def start(self, task: Prompt, seed: int) -> Observed:
+    async def start(self, task: Prompt, seed: int) -> Observation:
         return self._seen()
 
     async def step(self, reply: Reply) -> EnvironmentStep:
@@ -211,7 +221,7 @@ class Rooms:
 
 
 def in_rooms(*rooms: Any) -> RolloutGroup:
-    ours = sampler(Scripted(lambda text: "x"), EnvironmentMaker(functools.partial(Rooms, rooms)), group_size=2)
+    ours = sampler(Scripted(lambda text: "x"), EnvironmentFactory(functools.partial(Rooms, rooms)), group_size=2)
     (found,) = asyncio.run(ours.groups(drawn([Prompt(id="p", text="p", token_ids=(1,), answer="")], 1)))
     assert found.group is not None
     return found.group
@@ -222,8 +232,8 @@ def test_states_that_an_environment_names_are_those_that_are_compared() -> None:
     found, kept = in_rooms("hall", "attic", None, "hall"), TypeAdapter(RolloutGroup)
     assert [[turn.state for turn in one.turns] for one in found.trajectories] == [["hall", "attic", None, "hall"]] * 2
     for one in (found, kept.validate_json(kept.dump_json(found))):
-        assert states_of([one]).tolist() == [0, 1, 2, 0] * 2
-    with pytest.raises(EnvironmentFailed, match="step returned an Observed of the state 7, which is no text"):
+        assert turn_states([one]).tolist() == [0, 1, 2, 0] * 2
+    with pytest.raises(EnvironmentFailure, match="step returned an Observed of the state 7, which is no text"):
         in_rooms("hall", 7)
 
 
@@ -327,10 +337,10 @@ def test_a_group_of_equal_totals_teaches_by_its_parts(std: str) -> None:
     )
     groups = [same_total, equal, cancels, group_of_parts("differs", {"right": [1.0, 0.0]})]
     assert len(set(same_total.rewards)) == len(set(equal.rewards)) == 1
-    assert groups_that_differ(groups, AlgorithmSection(), max_new_tokens=9)[0] is False
+    assert groups_with_gradient(groups, AlgorithmSection(), max_new_tokens=9)[0] is False
     row = section(advantage_std=std)
-    assert groups_that_differ([], row, max_new_tokens=9) == []
-    for found in (groups_that_differ, groups_to_train_on):
+    assert groups_with_gradient([], row, max_new_tokens=9) == []
+    for found in (groups_with_gradient, trainable_groups):
         assert found(groups, row, max_new_tokens=9) == [True, False, std == "batch", True]
     if std == "group":  # exactly: whitening would make rounding as large as other advantages
         assert advantages(row, [cancels]) == advantages(config_of("gdpo").algorithm, [cancels]) == [0.0] * 3
@@ -416,7 +426,7 @@ def test_functions_of_your_own_get_one_part_at_a_time(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "largest_for_test", module)
     row = section(advantage_mean="largest_for_test:largest", advantage_std="none")
     assert advantages(row)[:4] == [1.0, 0.0, 0.5, 1.5]
-    assert groups_that_differ(GROUPS, row, max_new_tokens=9) == [True, True]
+    assert groups_with_gradient(GROUPS, row, max_new_tokens=9) == [True, True]
 
 
 # Rewards of a completion's steps: DeepSeekMath's process supervision (arXiv:2402.03300, 4.1.3) in plain loops.
@@ -442,7 +452,7 @@ def judged(tokens: Sequence[Sequence[int]], steps: Sequence[Steps]) -> RolloutGr
     texts = [decode(one) for one in tokens]
     said = scored(steps, texts, steps=True)
     whole = single_turns(PROMPT, [completion_of(one) for one in tokens], texts, [one.total for one in said])
-    return in_steps(whole, said, decode)
+    return split_into_steps(whole, said, decode)
 
 
 def drawn_steps(seed: int) -> tuple[list[list[int]], list[Steps]]:
@@ -502,14 +512,14 @@ def test_ends_are_those_of_decoding_every_prefix(seed: int) -> None:
     rng = random.Random(seed)
     tokens = [0, *(rng.randrange(len(WORDS)) for _ in range(300))]
     ends = sorted(rng.sample(range(1, len(decode(tokens)) + 1), 25))
-    assert ends_in_tokens(tokens, ends, decode) == [first_with(tokens, end) for end in ends]
+    assert char_ends_to_tokens(tokens, ends, decode) == [first_with(tokens, end) for end in ends]
 
 
 def test_a_completion_in_steps_has_the_tokens_of_the_whole_and_the_versions_that_sampled_them() -> None:
     tokens, text = [0, 1, 2, 4, 6, 6], decode([0, 1, 2, 4, 6, 6])
     said = scored([[(3, 1.0), (8, 2.0), (10, 4.0)]], [text], steps=True)
     whole = single_turns(PROMPT, [completion_of(tokens, (0, 5), (1, 6), (4, 7))], [text], [7.0])
-    ((one,), (before,)) = in_steps(whole, said, decode).trajectories, whole.trajectories
+    ((one,), (before,)) = split_into_steps(whole, said, decode).trajectories, whole.trajectories
     ((row,), (old,)) = one.chains, before.chains
     assert row.token_ids.tolist() == old.token_ids.tolist()
     assert [turn.start for turn in row.turns] == [3, 5, 7]
@@ -525,9 +535,9 @@ def test_ends_within_one_token_are_one_step_and_a_number_is_none() -> None:
     group = judged([tokens], [[(2, 1.0), (4, 2.0), (6, 4.0)]])
     assert [(turn.start, turn.reward) for turn in group.trajectories[0].turns] == [(3, 3.0), (5, 4.0)]
     text = decode(tokens)
-    for plain in (Scored(total=1.0), Scored(total=2.0, steps=((1, float("nan")),), error="not finite")):
+    for plain in (RewardResult(total=1.0), RewardResult(total=2.0, steps=((1, float("nan")),), error="not finite")):
         whole = single_turns(PROMPT, [completion_of(tokens)], [text], [plain.total])
-        assert in_steps(whole, [plain], decode).trajectories == whole.trajectories
+        assert split_into_steps(whole, [plain], decode).trajectories == whole.trajectories
 
 
 @pytest.mark.parametrize(

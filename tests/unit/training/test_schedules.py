@@ -19,22 +19,22 @@ from rl_megatron.algorithms.auxiliary import KtoLoss
 from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import Packer, with_own_columns
-from rl_megatron.data.samples import WrittenRow, with_margins, written_samples
+from rl_megatron.data.packing import Packer, finish_minibatch
+from rl_megatron.data.samples import SupervisedRow, set_margins, supervised_samples
 from rl_megatron.errors import ConfigError
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.seeds import seed_of
-from rl_megatron.training.jobs.written import LabeledAnswers, PairObjective, Reference
+from rl_megatron.training.jobs.written import FrozenReference, LabeledAnswers, PairObjective
 from rl_megatron.training.optimizer_steps import (
-    Made,
+    CompletedStep,
     OptimizerSteps,
     critic_learning_rate,
     critic_row,
     learning_rate,
     policy_row,
-    steps_of,
+    steps_for_epochs,
 )
 from rl_megatron.types import Metric, ParallelDims, Samples, StepResult
 from tests.rows import pair_loss
@@ -72,7 +72,7 @@ def test_warm_up_then_decay() -> None:
     ],
 )
 def test_epochs_take_the_steps_that_hold_their_rows(epochs: float, rows: int, batch_size: int, steps: int) -> None:
-    assert steps_of(epochs, rows, batch_size) == steps
+    assert steps_for_epochs(epochs, rows, batch_size) == steps
 
 
 @pytest.mark.parametrize(("warm", "floor"), [(0, 0.1), (4, 0.25), (3, 1.0)])
@@ -125,7 +125,7 @@ def test_effective_samples_are_those_of_all_optimizer_steps_together() -> None:
     """Half of the ratios are 1, half are e^0.1."""
     first, second = torch.zeros(30), torch.full((10,), 0.1)
     results = [
-        Made(
+        CompletedStep(
             {
                 "loss": Metric(value=0.0),
                 **{name: Metric(value=0.0) for name in MEANS_OF_RATIOS},
@@ -159,11 +159,11 @@ def test_each_metric_of_several_optimizer_steps_is_reduced_as_it_says_whatever_i
         "e": Metric(value=5.0, weight=1.0),
     }
     results = [
-        Made(
+        CompletedStep(
             first | {"loss": Metric(value=1.0)},
             StepResult(grad_norm=2.0, metrics={"moe/load_imbalance": Metric(value=1.0)}),
         ),
-        Made(
+        CompletedStep(
             second | {"loss": Metric(value=3.0)},
             StepResult(grad_norm=4.0, metrics={"moe/load_imbalance": Metric(value=2.0)}),
         ),
@@ -181,7 +181,9 @@ def test_a_metric_is_of_the_optimizer_steps_that_have_it() -> None:
         {"observer/second": Metric(value=2.0), "observer/empty": nothing, "observer/in_part": nothing},
         {"observer/second": Metric(value=4.0), "observer/in_part": Metric(value=5.0, weight=3.0)},
     ]
-    row = policy_row([Made({"loss": Metric(value=0.0)}, StepResult(grad_norm=1.0, metrics=one)) for one in said])
+    row = policy_row(
+        [CompletedStep({"loss": Metric(value=0.0)}, StepResult(grad_norm=1.0, metrics=one)) for one in said]
+    )
     own = {"observer/first": 1.0, "observer/second": 3.0, "observer/in_part": 5.0}
     assert row == {"loss": 0.0, "grad_norm": 1.0, **own}
 
@@ -197,7 +199,7 @@ def parts_of(samples: Samples, seeds: Sequence[int], *, most: int, unit: int = 1
     """Each minibatch fits one micro-batch; sequences of one length keep their order there."""
     packer = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0, unit=unit)
     made = packer.minibatches(samples, most=most, seeds=seeds)
-    return [with_own_columns(batch).micro_batches[0][0] for batch in made]
+    return [finish_minibatch(batch).micro_batches[0][0] for batch in made]
 
 
 def orders(*, step: int, epochs: int) -> list[list[int]]:
@@ -286,7 +288,7 @@ async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[
     config = load_config("tiny_cpu", [*BASE, *FOLLOWS, *keys])
     policy, reference = (Toy(table(VOCABULARY, VOCABULARY, seed=seed)) for seed in (1, 3))
     engine = ToyEngine(policy, STARTED)
-    roles: Any = Roles(
+    roles: Any = RunComponents(
         learners={"policy": policy}, frozen={"reference": reference}, engine=engine, weights=ToyWeights(engine)
     )
     rig = Rig(folder, asyncio.get_running_loop())
@@ -328,10 +330,10 @@ RATE = 0.5
 PAIRS = (((1, 2, 3), (1, 4, 5, 6)), ((2, 7), (2, 5, 1)))
 
 
-def rows() -> list[WrittenRow]:
+def rows() -> list[SupervisedRow]:
     """Prompts of one token, each with a better and a worse answer."""
     return [
-        WrittenRow(id=str(p), token_ids=np.array(side, np.int32), turns=((1, len(side)),))
+        SupervisedRow(id=str(p), token_ids=np.array(side, np.int32), turns=((1, len(side)),))
         for p, pair in enumerate(PAIRS)
         for side in pair
     ]
@@ -339,10 +341,10 @@ def rows() -> list[WrittenRow]:
 
 async def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_starts() -> None:
     weights = table(VOCABULARY, VOCABULARY, seed=1)
-    policy, samples = Toy(weights), written_samples(rows())
+    policy, samples = Toy(weights), supervised_samples(rows())
     job = PairObjective(
         loss=pair_loss(2.0, per_token=True, reference_free=True, target_margin=1.0),
-        roles=Roles(learners={"policy": policy}, frozen={}, engine=NONE, weights=NONE),
+        roles=RunComponents(learners={"policy": policy}, frozen={}, engine=NONE, weights=NONE),
         packer=Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0, unit=2),
         optimizer_steps=OptimizerSteps(name="policy"),
         parts=[samples],
@@ -376,10 +378,10 @@ async def test_answers_with_labels_are_learned_by_trls_kto(
     tables = [table(VOCABULARY, VOCABULARY, seed=seed) for seed in (policy_seed, reference_seed)]
     policy, reference = map(Toy, tables)
     rows = [
-        WrittenRow(id="p", token_ids=np.array(p + a, np.int32), turns=((len(p), len(p + a)),), margin=margin)
+        SupervisedRow(id="p", token_ids=np.array(p + a, np.int32), turns=((len(p), len(p + a)),), margin=margin)
         for p, a, margin in zip(PROMPTS, ANSWERS, LABELED, strict=True)
     ]
-    samples = with_margins(rows)
+    samples = set_margins(rows)
     plain, frozen = tables[0].double().requires_grad_(), tables[1].double()
 
     def ratio(prompt: Sequence[int], answer: Sequence[int], most: int = 9) -> torch.Tensor:
@@ -402,11 +404,13 @@ async def test_answers_with_labels_are_learned_by_trls_kto(
         packer = Packer(dims=ParallelDims(), max_tokens=max_tokens, attention_cost=0.0, unit=1)
         job = LabeledAnswers(
             loss=KtoLoss(beta=0.7),
-            roles=Roles(learners={"policy": policy}, frozen={"reference": reference}, engine=NONE, weights=NONE),
+            roles=RunComponents(
+                learners={"policy": policy}, frozen={"reference": reference}, engine=NONE, weights=NONE
+            ),
             packer=packer,
             optimizer_steps=OptimizerSteps(name="policy"),
             parts=[samples],
-            reference=Reference(packer=packer, folder=tmp_path, start_folder=tmp_path),
+            reference=FrozenReference(packer=packer, folder=tmp_path, start_folder=tmp_path),
             most=most,
         )
         await job.begin(fresh=True)

@@ -26,16 +26,16 @@ from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
-from rl_megatron.data.rows import HeldRows
-from rl_megatron.data.samples import as_seen, single_turns, to_samples
-from rl_megatron.errors import DataError, WorkerDied
+from rl_megatron.data.rows import RankRows
+from rl_megatron.data.samples import micro_batch_for_pass, single_turns, to_samples
+from rl_megatron.errors import DataError, WorkerFailure
 from rl_megatron.feature import step_hooks
 from rl_megatron.features.teachers.step import make_hooks as teachers_of
-from rl_megatron.features.teachers.step import read_by_teacher
-from rl_megatron.interfaces import Pass, Roles
+from rl_megatron.features.teachers.step import teacher_samples
+from rl_megatron.interfaces import ForwardPass, RunComponents
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.scores import Measured, Packers, RankTasks, measured
-from rl_megatron.training.update import Update
+from rl_megatron.training.scores import Packers, RankTasks, ScoredSamples, score_batch
+from rl_megatron.training.update import PolicyUpdate
 from rl_megatron.types import (
     Batch,
     Completion,
@@ -71,8 +71,8 @@ class Ranks:
 
     def __init__(self, dp: int) -> None:
         self.workers = [SimpleNamespace(rank=rank) for rank in range(dp)]
-        self.held = [HeldRows() for _ in range(dp)]
-        self.asked: list[list[Pass]] = []
+        self.held = [RankRows() for _ in range(dp)]
+        self.asked: list[list[ForwardPass]] = []
 
     def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         assert name == "score"
@@ -83,10 +83,10 @@ class Ranks:
     async def gather(self, answers: list[Any]) -> list[Any]:
         return answers
 
-    def scored(self, rank: int, passes: list[Pass], share: Any) -> list[tuple[dict[Want, list[Tensor]], float]]:
+    def scored(self, rank: int, passes: list[ForwardPass], share: Any) -> list[tuple[dict[Want, list[Tensor]], float]]:
         rows, answers = self.held[rank].take(share), []
         for one in passes:
-            seen = [as_seen(m, replays=one.replays, last_tokens=one.last_tokens) for m in rows]
+            seen = [micro_batch_for_pass(m, replays=one.replays, last_tokens=one.last_tokens) for m in rows]
             assert all(len(m.input_ids) <= MOST for m in seen)
             found = {what: [self.said(one.role, what, m.input_ids) for m in seen] for what in one.want}
             answers.append((found, SECONDS.get(one.role, 1.0)))
@@ -104,14 +104,14 @@ def samples() -> Samples:
     return sequences_of(lengths, input_ids=tokens[:-1], targets=tokens[1:], mask=torch.rand(n, generator=g) > 0.3)
 
 
-def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> Roles:
+def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> RunComponents:
     planes = {role: BatchCalls(cast(WorkerGroup, its), ParallelDims(dp=len(its.held))) for role, its in groups.items()}
     of = {role: role if role in groups else "learner" for role in ("policy", "critic", *frozen_folders(config))}
     if not config.algorithm.needs_critic:
         del of["critic"]
     models = {role: LearnerGroup(cast(WorkerGroup, groups[name]), role, planes[name]) for role, name in of.items()}
     unused: Any = None
-    return Roles(
+    return RunComponents(
         learners={role: model for role, model in models.items() if role in ("policy", "critic")},
         frozen={role: model for role, model in models.items() if role not in ("policy", "critic")},
         engine=unused,
@@ -125,15 +125,15 @@ def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> Roles:
 
 def judged(
     config: RunConfig, ranks: Mapping[str, Ranks], samples: Samples, groups: Sequence[RolloutGroup], watch: Stopwatch
-) -> Measured:
+) -> ScoredSamples:
     """What all models say of the samples of the groups."""
     roles = roles_of(config, ranks)
     judges = [found for hooks in step_hooks(config, roles) if (found := hooks.judges(samples, groups)) is not None]
     packers = Packers(config=config, attention_cost=0.0)
-    return asyncio.run(measured(config, roles, packers, samples, 1, watch, *judges))
+    return asyncio.run(score_batch(config, roles, packers, samples, 1, watch, *judges))
 
 
-def asked(*keys: str, sources: Sequence[str] = (), **groups: Ranks) -> tuple[Measured, dict[str, float]]:
+def asked(*keys: str, sources: Sequence[str] = (), **groups: Ranks) -> tuple[ScoredSamples, dict[str, float]]:
     """``sources``: of each sequence."""
     config, watch = load_config("tiny_cpu", [*GIVEN, *keys]), Stopwatch()
     prompts = [Prompt(id="", text="", token_ids=(1,), answer="", source=one) for one in sources]
@@ -141,7 +141,7 @@ def asked(*keys: str, sources: Sequence[str] = (), **groups: Ranks) -> tuple[Mea
     return judged(config, groups, samples(), of, watch), watch.row()
 
 
-def assert_right(found: Measured, critic: str) -> None:
+def assert_right(found: ScoredSamples, critic: str) -> None:
     given = samples()
     for column, role, what in (
         (found.current, "policy", "logprobs"),
@@ -245,7 +245,7 @@ class Readers(Ranks):
     """Ranks whose models read the whole of a sequence."""
 
     @override
-    def scored(self, rank: int, passes: list[Pass], share: Any) -> list[tuple[dict[Want, list[Tensor]], float]]:
+    def scored(self, rank: int, passes: list[ForwardPass], share: Any) -> list[tuple[dict[Want, list[Tensor]], float]]:
         rows = self.held[rank].take(share)
         return [({what: [self.read(one.role, what, m) for m in rows] for what in one.want}, 1.0) for one in passes]
 
@@ -344,7 +344,7 @@ def test_a_place_in_the_prompt_is_filled_with_the_best_other_completion_that_is_
     best, second = [9, *sampled[2][:-1], 8], [9, *sampled[0][:-1], 8]
     before = [best, best, second, [1, 2], [9, *sampled[3], 8]]  # the cut one has no right one beside it, but is whole
     for part in (np.arange(5), np.array([3, 1])):
-        read = read_by_teacher(both, "me", part, success_reward=1.0)
+        read = teacher_samples(both, "me", part, success_reward=1.0)
         ends = read.cu_seqlens.tolist()
         for number, first_at, stop in zip(part.tolist(), ends, ends[1:], strict=False):
             row = [*read.input_ids[first_at:stop].tolist(), int(read.targets[stop - 1])]
@@ -410,8 +410,8 @@ def one_group() -> list[RolloutGroup]:
 def update(**algorithm: Any) -> Row:
     config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
     learner: Any = Learner()
-    roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
-    return asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(one_group(), 1, Stopwatch()))
+    roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    return asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(one_group(), 1, Stopwatch()))
 
 
 def gaps() -> list[list[float]]:
@@ -525,7 +525,7 @@ async def test_the_first_that_fails_is_raised_and_the_others_are_left() -> None:
     left = list[str]()
 
     async def dies() -> None:
-        raise WorkerDied("critic rank 1")
+        raise WorkerFailure("critic rank 1")
 
     async def hangs() -> None:
         try:
@@ -539,7 +539,7 @@ async def test_the_first_that_fails_is_raised_and_the_others_are_left() -> None:
             critic, _ = at_once.begin("critic", dies()), at_once.begin("train", hangs())
             await at_once.end(critic)
 
-    with pytest.raises(WorkerDied, match="critic rank 1"):
+    with pytest.raises(WorkerFailure, match="critic rank 1"):
         await ask()
     assert left == ["policy"]
 
@@ -580,9 +580,9 @@ def test_ranks_do_not_wait_for_the_metrics_of_their_batch(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Packer, "metrics", late)
     learner: Any = Trains()
-    roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
     config = RunConfig.model_validate({"train": {"minibatches": 1}})
-    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(one_group(), 1, Stopwatch()))
+    row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(one_group(), 1, Stopwatch()))
     assert row["tokens/train"] == sum(SAMPLED_LENGTHS) + len(
         SAMPLED_LENGTHS
     )  # of a prompt of two tokens, one is a position

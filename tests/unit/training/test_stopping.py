@@ -19,20 +19,28 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.jobs import LogSection
-from rl_megatron.digests import Digest, Written
-from rl_megatron.errors import CheckpointError, ConfigError, DataError, EngineError, Stopped, WorkerDied, unless_stopped
-from rl_megatron.evaluation.sets import ProblemSet
+from rl_megatron.digests import Digest, SaveDigests
+from rl_megatron.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    StopRequested,
+    WorkerFailure,
+    wait_or_stop,
+)
+from rl_megatron.evaluation.sets import EvalSet
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import MetricsWriter, Recorder, Row, Stopwatch
-from rl_megatron.rollout.policy_sampler import LAST, BesideTraining, PolicySampler
-from rl_megatron.rollout.sampler import SamplerBySource
+from rl_megatron.rollout.policy_sampler import LOWEST_PRIORITY, LowPriorityEngine, PolicySampler
+from rl_megatron.rollout.sampler import SourceSampler
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
-from rl_megatron.training.evaluation import Evaluation, EvaluationBeside
-from rl_megatron.training.jobs.warm_start import uncut
-from rl_megatron.training.loop import Loop, Pace
+from rl_megatron.training.evaluation import BackgroundEvaluator, Evaluator
+from rl_megatron.training.jobs.warm_start import shielded
+from rl_megatron.training.loop import Intervals, Loop
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Span
 from tests.completions import completion
 from tests.savings import Ended, Failing, Shards
@@ -52,8 +60,8 @@ async def never(ended: list[str]) -> None:
 async def test_work_that_nobody_wants_any_more_is_ended_first() -> None:
     stop, ended = asyncio.Event(), list[str]()
     asyncio.get_running_loop().call_soon(stop.set)
-    with pytest.raises(Stopped, match="before the first step"):
-        await unless_stopped(stop, never(ended))
+    with pytest.raises(StopRequested, match="before the first step"):
+        await wait_or_stop(stop, never(ended))
     assert ended == ["work"]
 
 
@@ -62,8 +70,8 @@ async def test_without_a_stop_it_is_the_work_and_its_error() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await unless_stopped(asyncio.Event(), fails())
-    assert (await unless_stopped(asyncio.Event(), asyncio.sleep(0, 7))) == 7
+        await wait_or_stop(asyncio.Event(), fails())
+    assert (await wait_or_stop(asyncio.Event(), asyncio.sleep(0, 7))) == 7
 
 
 async def test_what_is_not_to_be_cut_ends_before_the_stop_is_told() -> None:
@@ -75,8 +83,8 @@ async def test_what_is_not_to_be_cut_ends_before_the_stop_is_told() -> None:
         await go.wait()
         ended.append("push")
 
-    with pytest.raises(Stopped):
-        await unless_stopped(stop, uncut(push()))
+    with pytest.raises(StopRequested):
+        await wait_or_stop(stop, shielded(push()))
     assert ended == ["push"]
 
 
@@ -148,7 +156,7 @@ def run(folder: Path, at: str, *, saved: bool = True, least: float = 2.0) -> tup
         recorder = Recorder(folder, LogSection(tensorboard=False), Progress(6, mode="plain"))
         loop = Loop(
             job=cast(Any, job),
-            pace=Pace(steps=6, rows=1, evaluations=2, checkpoints=2),
+            pace=Intervals(steps=6, rows=1, evaluations=2, checkpoints=2),
             checkpoints=CheckpointStore(folder / "checkpoints", keep=1, keep_best=2, config={}, measured_by="sums"),
             recorder=recorder,
             stop=stop,
@@ -161,7 +169,7 @@ def run(folder: Path, at: str, *, saved: bool = True, least: float = 2.0) -> tup
         try:
             async with asyncio.timeout(30):
                 return await loop.run(), job.evaluated
-        except Stopped:
+        except StopRequested:
             return None, job.evaluated
         finally:
             recorder.close()
@@ -228,7 +236,7 @@ class Writing(Shards):
             async def written(self, *, wait: bool = False) -> bool:
                 return wait
 
-            async def durable(self) -> Written:
+            async def durable(self) -> SaveDigests:
                 outer.asked += 1
                 if outer.problem is not None:
                     raise outer.problem
@@ -240,7 +248,7 @@ class Writing(Shards):
 def loop_of(job: Failing, folder: Path) -> Loop:
     return Loop(
         job=cast(Any, job),
-        pace=Pace(steps=9, rows=1, evaluations=0, checkpoints=1),
+        pace=Intervals(steps=9, rows=1, evaluations=0, checkpoints=1),
         checkpoints=CheckpointStore(folder, keep=2, config={}),
         recorder=cast(Any, SimpleNamespace(write=AsyncMock(return_value=None))),
         stop=asyncio.Event(),
@@ -248,8 +256,8 @@ def loop_of(job: Failing, folder: Path) -> Loop:
 
 
 def test_a_warm_start_is_on_the_disk_before_a_step_of_reinforcement(tmp_path: Path) -> None:
-    job = Failing({1: WorkerDied("rank 1")}, first_step_is_saved=True)
-    with pytest.raises(WorkerDied, match="rank 1"):
+    job = Failing({1: WorkerFailure("rank 1")}, first_step_is_saved=True)
+    with pytest.raises(WorkerFailure, match="rank 1"):
         asyncio.run(loop_of(job, tmp_path).run())
     assert checkpoints.latest(tmp_path) == tmp_path / "step_000000"
     assert checkpoints.read(tmp_path / "step_000000").state.step == 0
@@ -289,8 +297,8 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint(tmp_path: Path, caplog: pytest.
 
 def test_ranks_that_failed_are_not_waited_for(tmp_path: Path) -> None:
     learner = Writing()
-    with pytest.raises(WorkerDied, match="rank 1"):
-        asyncio.run(loop_of(Failing({2: WorkerDied("rank 1")}, shards=learner), tmp_path).run())
+    with pytest.raises(WorkerFailure, match="rank 1"):
+        asyncio.run(loop_of(Failing({2: WorkerFailure("rank 1")}, shards=learner), tmp_path).run())
     assert (checkpoints.latest(tmp_path), learner.asked) == (None, 0)
 
 
@@ -323,7 +331,7 @@ def test_a_full_disk_is_told_with_the_file_and_keeps_nothing_of_the_save(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [WorkerDied("rank 1"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [WorkerFailure("rank 1"), asyncio.CancelledError()])
 async def test_publishing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     go, thread, publish = threading.Event(), threading.Event(), checkpoints.publish_folder
 
@@ -351,8 +359,8 @@ async def test_publishing_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_checkpoint_has_its_name_while_the_next_step_lasts(tmp_path: Path) -> None:
-    job = Failing({2: WorkerDied("rank 1")}, until={2: lambda: checkpoints.latest(tmp_path)})
-    with pytest.raises(WorkerDied, match="rank 1"):
+    job = Failing({2: WorkerFailure("rank 1")}, until={2: lambda: checkpoints.latest(tmp_path)})
+    with pytest.raises(WorkerFailure, match="rank 1"):
         asyncio.run(loop_of(job, tmp_path).run())
     assert checkpoints.read(tmp_path / "step_000001").state.step == 1
 
@@ -365,7 +373,7 @@ def test_a_save_that_failed_ends_the_run_with_the_next_step(tmp_path: Path) -> N
             outer = self
 
             class Failed(Ended):
-                async def durable(self) -> Written:
+                async def durable(self) -> SaveDigests:
                     outer.asked += 1
                     raise CheckpointError("the disk is full")
 
@@ -396,11 +404,11 @@ class Waits(Scripted):
         return [Completion(token_ids=one.token_ids, logprobs=one.logprobs, finish_reason="stop", spans=spans)]
 
 
-def beside(folder: Path, source: PolicySampler, prompts: Sequence[Prompt] = PROMPTS) -> EvaluationBeside:
-    problems = ProblemSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
-    evaluation = Evaluation(sampler=source, sets=[problems], section=EvalSection(every=3), last_step=99)
+def beside(folder: Path, source: PolicySampler, prompts: Sequence[Prompt] = PROMPTS) -> BackgroundEvaluator:
+    problems = EvalSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
+    evaluation = Evaluator(sampler=source, sets=[problems], section=EvalSection(every=3), last_step=99)
     recorder = Recorder(folder, LogSection(tensorboard=False), Progress(9, mode="plain"))
-    return EvaluationBeside(evaluation=evaluation, recorder=recorder)
+    return BackgroundEvaluator(evaluation=evaluation, recorder=recorder)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -446,13 +454,13 @@ async def test_sources_with_an_environment_of_their_own_are_sampled_where_the_ot
         training = Waits()
         one = sampler(training)
         others: Any = {"stop_token_ids": one.stop_token_ids, "usual": one, "own": {"tool": sampler(training)}}
-        source = SamplerBySource(engine=training, rollout=one.rollout, seed=0, **others)
+        source = SourceSampler(engine=training, rollout=one.rollout, seed=0, **others)
         training.go.set()
         ours = beside(tmp_path, source, [PROMPTS[0], replace(PROMPTS[1], source="tool")])
         ours.begin(3)
         await ours.finish(4)
         assert len(training.asked) == 4
-        assert {request.birth for request in training.asked} == {LAST}
+        assert {request.birth for request in training.asked} == {LOWEST_PRIORITY}
 
 
 async def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
@@ -474,7 +482,7 @@ async def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None
             self.told += 1
 
     engine = Counts(calculates)
-    few = BesideTraining(engine, 3)
+    few = LowPriorityEngine(engine, 3)
     assert (begun := few.so_far("5")) is not None
     assert begun.token_ids.tolist() == [5]
     await few.interrupt()

@@ -21,15 +21,15 @@ from rl_megatron.algorithms.objectives import balanced_limits
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.packing import Packer, with_own_columns
+from rl_megatron.data.packing import Packer, finish_minibatch
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.features.router_study.step import engine_flips, update_flips
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.metrics import documented
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.optimizer_steps import learning_rate
-from rl_megatron.training.scores import Measured
-from rl_megatron.training.update import Update, covariances, drawn_between, greatest, token_choice, top_entropy
+from rl_megatron.training.scores import ScoredSamples
+from rl_megatron.training.update import PolicyUpdate, covariances, random_in_range, token_choice, top_entropy, top_share
 from rl_megatron.types import (
     Batch,
     Loss,
@@ -143,8 +143,8 @@ def updated(config: RunConfig) -> tuple[dict[str, Any], list[tuple[AlgorithmSect
         "policy": policy,
         **({"critic": Toy(table(VOCABULARY, seed=2))} if config.algorithm.needs_critic else {}),
     }
-    roles = Roles(learners=learners, frozen={}, engine=unused, weights=unused)
-    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(groups(4, ENGINE), 4, Stopwatch()))
+    roles = RunComponents(learners=learners, frozen={}, engine=unused, weights=unused)
+    row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(groups(4, ENGINE), 4, Stopwatch()))
     heard: list[Any] = policy.heard
     return dict(row), [(call[1], call[2]) for call in heard if call[0] == "row"], policy
 
@@ -254,9 +254,9 @@ class Rig:
         self.policy, self.critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
         learners = {"policy": self.policy, **({"critic": self.critic} if config.algorithm.needs_critic else {})}
         unused = Toy(torch.zeros(1))
-        self.roles: Any = Roles(learners=learners, frozen={}, engine=unused, weights=unused)
+        self.roles: Any = RunComponents(learners=learners, frozen={}, engine=unused, weights=unused)
         self.config = config
-        self.update = Update(config=config, roles=self.roles, attention_cost=0.0)
+        self.update = PolicyUpdate(config=config, roles=self.roles, attention_cost=0.0)
 
     def step(self, number: int) -> Row:
         self.policy.heard.clear()
@@ -306,7 +306,7 @@ def test_minibatches_behind_the_limit_are_left_out_and_the_rate_is_the_steps_own
         assert row["learning_rate"] == pytest.approx(2.0 * (11 - number) / 10)
         if count < 6:
             assert float(str(row["kl/stopped_at"])) > LIMIT
-        again.update = Update(config=config, roles=again.roles, attention_cost=0.0)
+        again.update = PolicyUpdate(config=config, roles=again.roles, attention_cost=0.0)
         assert {**again.step(number)} == row
         assert torch.equal(again.policy.weights, whole.policy.weights)
     assert 1 < min(made) < 6, made
@@ -374,12 +374,12 @@ def samples_of(seed: int, lengths: list[int] = LENGTHS * 4) -> tuple[Samples, Te
 def minibatches(row: AlgorithmSection, dp: int, most: int = 3) -> list[dict[int, tuple[float, float]]]:
     """Of each minibatch the advantage and the KL's weight of its trained tokens, by their ids."""
     samples, logprobs, entropy = samples_of(5)
-    choice = token_choice(row, Measured(samples, {"logprobs": logprobs, "entropy": entropy}), seed=3)
+    choice = token_choice(row, ScoredSamples(samples, {"logprobs": logprobs, "entropy": entropy}), seed=3)
     assert choice is not None
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=16, attention_cost=0.0)
     out = []
     for made in packer.minibatches(samples, most=most, seeds=[1]):
-        made, tokens = with_own_columns(made, choice), {}
+        made, tokens = finish_minibatch(made, choice), {}
         for micro in (micro for row in made.micro_batches for micro in row):
             held = torch.zeros_like(micro.advantages) if micro.old_kl_weights is None else micro.old_kl_weights
             every = zip(micro.input_ids.tolist(), micro.advantages.tolist(), held.tolist(), micro.mask, strict=True)
@@ -399,10 +399,10 @@ def test_the_choices_are_those_of_numpy(share: float, seed: int) -> None:
     num, kept = len(h), top_entropy(entropy, share).numpy()
     assert kept.sum() == np.ceil(share * num)
     assert h[kept].min() >= max(h[~kept], default=-1.0)
-    held = greatest(torch.from_numpy(cov), share).numpy()
+    held = top_share(torch.from_numpy(cov), share).numpy()
     assert held.sum() == max(int(share * num), 1)
     assert cov[held].min() >= max(cov[~held], default=-99.0)
-    drawn = drawn_between(torch.from_numpy(cov), share, 0.1, 1.0, torch.Generator().manual_seed(seed)).numpy()
+    drawn = random_in_range(torch.from_numpy(cov), share, 0.1, 1.0, torch.Generator().manual_seed(seed)).numpy()
     inside = (cov >= 0.1) & (cov <= 1.0)
     assert drawn.sum() == min(max(int(share * num), 1), inside.sum())
     assert not (drawn & ~inside).any()
@@ -412,22 +412,22 @@ def test_equal_values() -> None:
     """Entropies of the threshold are all kept, as in the paper's equation; of equal covariances no more than the share
     are held, and of equal ratios, as of a group's first tokens, the first are trained on."""
     assert top_entropy(torch.tensor([1.0, 2.0, 2.0, 2.0, 3.0]), 0.4).tolist() == [False, True, True, True, True]
-    assert torch.where(greatest(torch.zeros(1000), 0.004))[0].tolist() == [0, 1, 2, 3]
+    assert torch.where(top_share(torch.zeros(1000), 0.004))[0].tolist() == [0, 1, 2, 3]
     kept = second_moment_mask(torch.arange(60) % 2, threshold=0.25)
     assert torch.where(kept)[0].tolist() == [*range(20), *range(20, 60, 2)]
 
 
 def test_of_fewer_tokens_than_the_share_needs_one_is_chosen() -> None:
     values = torch.tensor([0.0, 2.0, 1.0])
-    drawn = drawn_between(values, 1e-3, 1.5, 9.0, torch.Generator())
-    for chosen in (top_entropy(values, 1e-3), greatest(values, 1e-3), drawn):
+    drawn = random_in_range(values, 1e-3, 1.5, 9.0, torch.Generator())
+    for chosen in (top_entropy(values, 1e-3), top_share(values, 1e-3), drawn):
         assert chosen.tolist() == [False, True, False]
 
 
 def test_the_drawn_are_uniform_among_the_candidates() -> None:
     """1,000 draws of 5 of 20 candidates: each is drawn 250 times, give or take 5 standard deviations of 13.7."""
     values, generator = torch.arange(40.0), torch.Generator().manual_seed(0)
-    counts = sum(drawn_between(values, 0.125, 10, 29, generator).long() for _ in range(1000))
+    counts = sum(random_in_range(values, 0.125, 10, 29, generator).long() for _ in range(1000))
     assert counts[:10].sum() == counts[30:].sum() == 0  # type: ignore[index,union-attr]
     assert ((counts[10:30] - 250).abs() < 69).all()  # type: ignore[index,operator]
 
@@ -455,7 +455,7 @@ def test_the_share_is_each_minibatchs_whatever_ranks(tokens: dict[str, object], 
         cov = covariances(logprobs[ids], given)
         if row.tokens.choose == "kl_cov":
             assert torch.equal(kept, given)
-            assert torch.equal(held, 0.7 * greatest(cov, 0.1))
+            assert torch.equal(held, 0.7 * top_share(cov, 0.1))
             continue
         assert not held.any()
         assert torch.equal(kept[kept != 0], given[kept != 0])
@@ -469,7 +469,7 @@ def test_the_share_is_each_minibatchs_whatever_ranks(tokens: dict[str, object], 
 def test_the_row_has_the_mean_share_and_a_minibatch_without_a_token_none() -> None:
     samples, logprobs, entropy = samples_of(5, [4, 4, 4])
     samples = replace(samples, mask=torch.tensor([True] * 8 + [False] * 4))
-    measured = Measured(samples, {"logprobs": logprobs, "entropy": entropy})
+    measured = ScoredSamples(samples, {"logprobs": logprobs, "entropy": entropy})
     choice = token_choice(
         AlgorithmSection.model_validate({"tokens": {"choose": "top_entropy", "share": 0.5}}), measured, seed=0
     )
@@ -626,13 +626,13 @@ def experts_of(weights: Tensor, tokens: Tensor) -> Tensor:
 def updated_with_flips(replay: str) -> tuple[Row, Tensor, Tensor]:
     """The row of an update, and the policy's table before and after it."""
     policy, unused = Routed(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
     config = RunConfig.model_validate(
         {"algorithm": {"routing_replay": replay}, "train": {"route_flips": True, "learning_rate": 40.0}}
     )
     before = policy.weights.clone()
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
-    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
+    row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     return row, before, policy.weights
 
 
@@ -661,10 +661,10 @@ def test_with_replay_no_route_flips_in_an_update(replay: str) -> None:
     assert (row["moe/flips_engine"] > 0) if replay == "r2" else ("moe/flips_engine" not in row)
 
 
-def update_of(keys: dict[str, Any]) -> Update:
+def update_of(keys: dict[str, Any]) -> PolicyUpdate:
     unused = Toy(torch.zeros(1))
-    roles: Any = Roles(learners={"policy": unused}, frozen={}, engine=unused, weights=unused)
-    return Update(config=RunConfig.model_validate(keys), roles=roles, attention_cost=0.0)
+    roles: Any = RunComponents(learners={"policy": unused}, frozen={}, engine=unused, weights=unused)
+    return PolicyUpdate(config=RunConfig.model_validate(keys), roles=roles, attention_cost=0.0)
 
 
 def with_routes(*numbers: int) -> list[RolloutGroup]:

@@ -24,13 +24,12 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.samples import single_turns, to_samples
 from rl_megatron.errors import DataError
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.credit import groups_to_train_on
-from rl_megatron.training.update import Update, token_versions
+from rl_megatron.training.credit import trainable_groups
+from rl_megatron.training.update import PolicyUpdate, token_versions
 from rl_megatron.types import (
     Batch,
-    Chain,
     Completion,
     Loss,
     LossInputs,
@@ -40,6 +39,7 @@ from rl_megatron.types import (
     RolloutGroup,
     Samples,
     Span,
+    TokenSequence,
     Trajectory,
     Turn,
 )
@@ -186,13 +186,13 @@ def assert_as_plain_loops(config: RunConfig) -> None:
     tables = [table(VOCABULARY, VOCABULARY, seed=1), table(VOCABULARY, VOCABULARY, seed=3), table(VOCABULARY, seed=2)]
     policy, reference, critic = (Toy(weights) for weights in tables)
     needs, unused = config.algorithm, Toy(torch.zeros(1))
-    roles: Any = Roles(
+    roles: Any = RunComponents(
         learners={"policy": policy, **({"critic": critic} if needs.needs_critic else {})},
         frozen={"reference": reference} if needs.needs_reference else {},
         engine=unused,
         weights=unused,
     )
-    update, plain = Update(config=config, roles=roles, attention_cost=0.0), PlainUpdate(config, *tables)
+    update, plain = PolicyUpdate(config=config, roles=roles, attention_cost=0.0), PlainUpdate(config, *tables)
     engine = tables[0] + 0.5 * table(VOCABULARY, VOCABULARY, seed=4)
     for step in STEPS:
         sampled = groups(step, engine)
@@ -218,9 +218,9 @@ def test_the_learner_is_asked_only_for_what_is_used(old_logprobs: str, routing_r
     algorithm = {"old_logprobs": old_logprobs, "routing_replay": routing_replay}
     config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
     policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
-    asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
+    asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     heard: list[Any] = policy.heard
     assert [what for what, *_ in heard] == [*asked, "backward", "step"]
 
@@ -232,9 +232,9 @@ def test_the_row_tells_the_means_of_the_optimizer_steps_of_each_model() -> None:
     policy, critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
     models, unused = {"": policy, "critic/": critic}, Toy(torch.zeros(1))
     before = {name: model.weights for name, model in models.items()}
-    roles: Any = Roles(learners={"policy": policy, "critic": critic}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy, "critic": critic}, frozen={}, engine=unused, weights=unused)
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
-    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
+    row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     for name, model in models.items():
         heard: list[Any] = model.heard
         losses = [said[2] for said in heard if said[0] == "backward"]
@@ -252,14 +252,14 @@ def test_the_policys_share_of_its_gpus_peak_is_of_every_sequence_of_every_pass()
     config = RunConfig.model_validate({"algorithm": CRITIC, "train": {"minibatches": 2, "epochs": 3}})
     policy, critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
     unused, heard = Toy(torch.zeros(1)), list[int]()
-    roles: Any = Roles(learners={"policy": policy, "critic": critic}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy, "critic": critic}, frozen={}, engine=unused, weights=unused)
 
     def a_second_a_position(lengths: Iterable[int]) -> float:
         heard.extend(added := list(lengths))
         return float(sum(added))
 
     sampled, watch = groups(3, table(VOCABULARY, VOCABULARY, seed=4)), Stopwatch()
-    update = Update(
+    update = PolicyUpdate(
         config=config,
         roles=roles,
         attention_cost=0.0,
@@ -288,9 +288,9 @@ def test_the_columns_of_one_minibatch_are_held_at_a_time() -> None:
     tokens = {"choose": "top_entropy", "share": 0.3}
     config = RunConfig.model_validate({"algorithm": {"tokens": tokens}, "train": {"minibatches": 4, "epochs": 2}})
     policy, unused = Counting(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
-    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
+    row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     assert "tokens/chosen_fraction" in row
     assert len(held) == 8
     assert most <= 2
@@ -302,8 +302,10 @@ def test_what_visits_every_token_runs_beside_the_event_loop() -> None:
         {"algorithm": row, "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6}}
     )
     policy, reference, unused = (Toy(table(VOCABULARY, *more, seed=1)) for more in ([VOCABULARY], [VOCABULARY], []))
-    roles: Any = Roles(learners={"policy": policy}, frozen={"reference": reference}, engine=unused, weights=unused)
-    update, in_loops_thread = Update(config=config, roles=roles, attention_cost=0.0), set[str]()
+    roles: Any = RunComponents(
+        learners={"policy": policy}, frozen={"reference": reference}, engine=unused, weights=unused
+    )
+    update, in_loops_thread = PolicyUpdate(config=config, roles=roles, attention_cost=0.0), set[str]()
     sampled = groups(3, policy.weights)
     sys.setprofile(lambda frame, event, _: in_loops_thread.add(frame.f_code.co_name) if event == "call" else None)
     try:
@@ -368,11 +370,11 @@ def policy() -> Toy:
     return Toy(table(VOCABULARY, VOCABULARY, seed=1))
 
 
-def made(c: RunConfig, toy: Toy) -> Update:
+def made(c: RunConfig, toy: Toy) -> PolicyUpdate:
     unused = Toy(torch.zeros(1))
     reference = {"reference": Toy(table(VOCABULARY, VOCABULARY, seed=3))} if c.algorithm.needs_reference else {}
-    roles: Any = Roles(learners={"policy": toy}, frozen=reference, engine=unused, weights=unused)
-    return Update(config=c, roles=roles, attention_cost=0.0)
+    roles: Any = RunComponents(learners={"policy": toy}, frozen=reference, engine=unused, weights=unused)
+    return PolicyUpdate(config=c, roles=roles, attention_cost=0.0)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -446,11 +448,11 @@ def test_rows_of_a_trajectory_stay_in_one_minibatch_and_on_the_ranks_foreseen() 
 
 def test_pairs_of_several_rows_are_refused() -> None:
     toy, unused = policy(), Toy(torch.zeros(1))
-    roles: Any = Roles(learners={"policy": toy}, frozen={"reference": policy()}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": toy}, frozen={"reference": policy()}, engine=unused, weights=unused)
     c = config({"preference": {"beta": 0.1}, "old_logprobs": "rollout"})
     pair = [trajectory([2], total=1.0), branched(trajectory([1, 2], total=0.0))]
     with pytest.raises(DataError, match="pairs completions of one row"):
-        asyncio.run(Update(config=c, roles=roles, attention_cost=0.0)([group("a", pair)], 1, Stopwatch()))
+        asyncio.run(PolicyUpdate(config=c, roles=roles, attention_cost=0.0)([group("a", pair)], 1, Stopwatch()))
 
 
 class Poisoned(Toy):
@@ -479,8 +481,8 @@ ENGINE = table(VOCABULARY, VOCABULARY, seed=4)
 def row_of(sampled: list[RolloutGroup], **algorithm: Any) -> Row:
     given = {"algorithm": {"demonstration_gamma": 0.1, **algorithm}, "train": {"minibatches": 1, "max_staleness": 2}}
     policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
-    update = Update(config=RunConfig.model_validate(given), roles=roles, attention_cost=0.0)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    update = PolicyUpdate(config=RunConfig.model_validate(given), roles=roles, attention_cost=0.0)
     return asyncio.run(update(sampled, 3, Stopwatch()))
 
 
@@ -524,10 +526,10 @@ def test_a_group_teaches_where_the_demonstration_differs_from_equal_completions(
     ]
     assert [len(each) for each in rewards] == [2, 3, 3, 3]
     section = config_of("luffy").algorithm
-    found = groups_to_train_on(with_demonstrations(equal), section, max_new_tokens=6)
+    found = trainable_groups(with_demonstrations(equal), section, max_new_tokens=6)
     assert found == [len(set(each)) > 1 for each in rewards]
     assert any(found)
-    assert not any(groups_to_train_on(equal, section, max_new_tokens=6))
+    assert not any(trainable_groups(equal, section, max_new_tokens=6))
 
 
 # Each token's own weight version, from engines' spans to the share of the proximal policy.
@@ -539,8 +541,8 @@ def turn(start: int, count: int, *spans: tuple[int, int]) -> Turn:
 def test_tokens_of_rows_with_several_turns_and_versions() -> None:
     """Positions 0 ... L - 2 of a row have tokens 1 ... L - 1 as targets."""
     turns = (turn(2, 4, (0, 1), (3, 2)), turn(7, 3, (0, 2), (1, 4)))
-    long = Chain(token_ids=np.arange(10, dtype=np.int32), turns=turns)
-    short = Chain(token_ids=np.arange(3, dtype=np.int32), turns=(turn(1, 2, (0, 3)),))
+    long = TokenSequence(token_ids=np.arange(10, dtype=np.int32), turns=turns)
+    short = TokenSequence(token_ids=np.arange(3, dtype=np.int32), turns=(turn(1, 2, (0, 3)),))
     prompt = Prompt(id="p", text="", token_ids=(0,), answer="")
     group = RolloutGroup(prompt=prompt, trajectories=(Trajectory(chains=(long, short), reward=1.0),))
     samples = to_samples([group])

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from rl_megatron.agents.conversation.written import WrittenConversations
+from rl_megatron.agents.conversation.written import ConversationRows
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.data.samples import EndTokens, supervised_rows, written_samples
-from rl_megatron.errors import DataError, EnvironmentFailed
-from rl_megatron.interfaces import Roles
+from rl_megatron.data.samples import EndTokens, supervised_rows, supervised_samples
+from rl_megatron.errors import DataError, EnvironmentFailure
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability import progress
 from rl_megatron.observability.recorder import Stopwatch
@@ -30,11 +30,11 @@ from rl_megatron.training.jobs import warm_start as warm_starts
 from rl_megatron.training.jobs import written
 from rl_megatron.training.jobs.warm_start import Targets, WarmStart, answers
 from rl_megatron.training.jobs.written import (
-    FineTuning,
+    DatasetJob,
+    SFTObjective,
     SupervisedSteps,
     Unit,
     UnitsOf,
-    WrittenJob,
     held_out_parts,
 )
 from rl_megatron.training.optimizer_steps import OptimizerSteps
@@ -58,18 +58,18 @@ def units_of(prompts: Sequence[Prompt]) -> list[Unit]:
 
 def job(
     on_long: str, steps: int, prompts: Sequence[Prompt] = DATA, units_of: UnitsOf = units_of, **more: object
-) -> WrittenJob:
+) -> DatasetJob:
     """Of three rows a step, with ``more`` keys of its section."""
     sft = {"batch_size": 3, "max_tokens": 10, "on_long": on_long, **more}
     learner, optimizer_steps = Kept(MADE), OptimizerSteps(name="policy")
     packer = Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0)
-    return WrittenJob(
+    return DatasetJob(
         config=RunConfig.model_validate({"job": "sft", "sft": sft, "train": {"steps": steps}}),
-        roles=Roles(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
+        roles=RunComponents(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
         prompts=PromptStream(prompts, seed=0),
         size=len(prompts),
         units_of=units_of,
-        objective=FineTuning(
+        objective=SFTObjective(
             supervised=SupervisedSteps(learner=learner, packer=packer, optimizer_steps=optimizer_steps),
             parts=(),
         ),
@@ -88,7 +88,7 @@ def test_a_pair_that_is_too_long_is_named_and_none_is_cut() -> None:
     config = RunConfig.model_validate({"job": "dpo", "dpo": {"max_tokens": 10}})
     (unit,) = units_of(DATA[LONG[0] - 1 : LONG[0]])
     with pytest.raises(DataError, match=r"dpo\.max_tokens=10; raise it, or set dpo\.on_long=drop$"):
-        written.fitted([unit * 2], config)
+        written.fit_rows([unit * 2], config)
 
 
 @pytest.mark.parametrize("on_long", ["drop", "cut"])
@@ -193,14 +193,14 @@ async def test_those_that_the_data_lost_as_it_was_read_are_counted_at_the_first_
 @pytest.mark.parametrize(("on_long", "dropped", "cut"), [("drop", 3, 0), ("cut", 0, 3)])
 def test_held_out_ones_are_counted(on_long: str, dropped: int, cut: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        parts = held_out_parts(DATA, units_of, written_samples, job(on_long, 1).config)
+        parts = held_out_parts(DATA, units_of, supervised_samples, job(on_long, 1).config)
     assert sum(part.num_sequences for part in parts) == len(DATA) - dropped
     said = (
         f"{dropped} of 10 held-out sequences are left out and {cut} are cut, by sft.max_tokens=10 and on_long={on_long}"
     )
     assert caplog.messages == [f"{said}: metrics of eval/ are of the others, and of what fits"]
     caplog.clear()
-    held_out_parts([one for one in DATA if len(one.answer) == 3], units_of, written_samples, job(on_long, 1).config)
+    held_out_parts([one for one in DATA if len(one.answer) == 3], units_of, supervised_samples, job(on_long, 1).config)
     assert caplog.messages == []
 
 
@@ -229,10 +229,10 @@ def data(count: int, *refused: int, context: Sequence[int] = ()) -> list[Prompt]
     return [talk(line, role="system" if line in bad else "user", weight=int(line not in read)) for line in range(count)]
 
 
-def its_job(prompts: list[Prompt], steps: int, **more: object) -> WrittenJob:
+def its_job(prompts: list[Prompt], steps: int, **more: object) -> DatasetJob:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template, tokenizer.split_special_tokens = TEMPLATE, False
-    conversations = WrittenConversations(tokenizer, [tokenizer.eos_token_id])
+    conversations = ConversationRows(tokenizer, [tokenizer.eos_token_id])
 
     def units_of(some: Any) -> list[Unit]:
         return [(row,) for row in conversations.rows(some)]
@@ -240,7 +240,7 @@ def its_job(prompts: list[Prompt], steps: int, **more: object) -> WrittenJob:
     return job("fail", steps, prompts, units_of, **{"max_tokens": 99, **more})
 
 
-async def rows_of(its: WrittenJob, first: int, last: int) -> list[dict[str, Any]]:
+async def rows_of(its: DatasetJob, first: int, last: int) -> list[dict[str, Any]]:
     try:
         return [dict(await its.step(number, Stopwatch())) for number in range(first, last + 1)]
     finally:
@@ -329,17 +329,17 @@ def test_a_resume_may_end_with_rows_of_which_none_has_one() -> None:
 def test_held_out_rows_without_one_are_named_as_such(caplog: pytest.LogCaptureFixture) -> None:
     its = its_job(data(4), 1)
     with caplog.at_level(logging.WARNING):
-        parts = held_out_parts(data(4, context=(0, 2)), its.units_of, written_samples, its.config)
+        parts = held_out_parts(data(4, context=(0, 2)), its.units_of, supervised_samples, its.config)
     assert sum(part.num_sequences for part in parts) == 2
     assert caplog.text.count("2 of 4 held-out rows have no turn to learn and are left out: ") == 1
     with pytest.raises(DataError, match=r"^none of 4 held-out rows is left: 4 of 4 held-out rows have no turn"):
-        held_out_parts(data(4, context=range(4)), its.units_of, written_samples, its.config)
+        held_out_parts(data(4, context=range(4)), its.units_of, supervised_samples, its.config)
 
 
 def test_a_pair_counts_as_its_two_sequences() -> None:
     config = job("fail", 1).config
     pairs = config.model_copy(update={"job": "dpo"})
-    left_out = written.LeftOut(refused=("one", "other"))
+    left_out = written.SkippedRows(refused=("one", "other"))
     assert (left_out.sequences(config), left_out.sequences(pairs)) == (2, 4)
 
 
@@ -352,20 +352,20 @@ def test_a_run_of_which_every_row_is_refused_ends_before_its_first_step() -> Non
 def test_held_out_rows_are_left_out_alike(caplog: pytest.LogCaptureFixture) -> None:
     its, fails, prompts = its_job(data(4), 1, on_refused="drop"), its_job(data(4), 1), data(4, 0)
     with pytest.raises(DataError, match=r"on_refused=drop"):
-        held_out_parts(prompts, fails.units_of, written_samples, fails.config)
+        held_out_parts(prompts, fails.units_of, supervised_samples, fails.config)
     with caplog.at_level(logging.WARNING):
-        parts = held_out_parts(prompts, its.units_of, written_samples, its.config)
+        parts = held_out_parts(prompts, its.units_of, supervised_samples, its.config)
     assert sum(part.num_sequences for part in parts) == 3
     assert caplog.text.count("1 of 4 held-out rows are refused and left out, by sft.on_refused=drop; the first: ") == 1
     with pytest.raises(DataError, match=r"^none of 4 held-out rows is left: 4 of 4 held-out rows are refused"):
-        held_out_parts(data(4, *range(4)), its.units_of, written_samples, its.config)
+        held_out_parts(data(4, *range(4)), its.units_of, supervised_samples, its.config)
 
 
 # What a job on written text says of the passes over each source of a mixture.
 SIZES = {"small": 3, "big": 9}
 
 
-def mixed(weights: Mapping[str, float], epochs: float | None = None) -> WrittenJob:
+def mixed(weights: Mapping[str, float], epochs: float | None = None) -> DatasetJob:
     """Four steps of three of its twelve rows."""
     named = [(name, line) for name, size in SIZES.items() for line in range(size)]
     prompts = [Prompt(id=f"{s}/{n}", text="?", token_ids=(63,), answer="aaa", source=s) for s, n in named]
@@ -376,7 +376,7 @@ def mixed(weights: Mapping[str, float], epochs: float | None = None) -> WrittenJ
     return its
 
 
-def started(its: WrittenJob, caplog: pytest.LogCaptureFixture) -> list[str]:
+def started(its: DatasetJob, caplog: pytest.LogCaptureFixture) -> list[str]:
     with caplog.at_level(logging.WARNING):
         asyncio.run(its.start(fresh=its.number == 0))
     return caplog.messages
@@ -429,7 +429,7 @@ def warm_start(data: Sequence[Prompt], targets: Targets = answers, *keys: str) -
     learner = Kept(MADE)
     return WarmStart(
         config=load_config("tiny_cpu", [*given, *keys]),
-        roles=Roles(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
+        roles=RunComponents(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
         prompts=PromptStream(data, seed=0),
         tokenizer=byte_tokenizer(),
         end_token_ids={"": 257},
@@ -558,6 +558,6 @@ def test_demonstrations_that_never_end_end_the_run_and_keep_no_thread_waiting() 
         return []
 
     ours = warm_start(prompts(1, 2), hangs, "run.watchdog_seconds=0.1")
-    with pytest.raises(EnvironmentFailed, match=r"step 1: its rows took more than 0\.1 s \(run\.watchdog_seconds\)"):
+    with pytest.raises(EnvironmentFailure, match=r"step 1: its rows took more than 0\.1 s \(run\.watchdog_seconds\)"):
         asyncio.run(ours.start(fresh=True))
     ever.set()

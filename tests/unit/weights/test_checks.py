@@ -24,15 +24,15 @@ from rl_megatron.weights.checks import reports as sums
 from rl_megatron.weights.checks.compare import ReportReader, ServerComparisons, compare
 from rl_megatron.weights.checks.places import record
 from rl_megatron.weights.checks.reports import (
-    Report,
+    ChecksumReport,
     add,
     box_checksums,
+    box_checksums_in,
     checksum,
-    checksums_of,
-    kind_of,
     narrowed,
     packed_report,
-    sealed_by,
+    parameter_kind,
+    seal_from_reports,
     sent_checksums,
 )
 from rl_megatron.weights.routes import ends
@@ -236,13 +236,13 @@ def ranks() -> list[Rank]:
     return [Rank(0), Rank(1)]
 
 
-def reports(ranks: list[Rank]) -> list[Report]:
+def reports(ranks: list[Rank]) -> list[ChecksumReport]:
     """Places recorded with a loader that is right; over JSON, as workers answer."""
     out = []
     for rank, right in zip(ranks, (Rank(0), Rank(1)), strict=True):
         held = record(right.load, SHAPES, right.params, DTYPES)
         assert not any(param.any() for param in right.params.values())
-        out.append(ReportReader().read(json.dumps(packed_report(checksums_of(held, rank.params), ())).encode()))
+        out.append(ReportReader().read(json.dumps(packed_report(box_checksums_in(held, rank.params), ())).encode()))
     return out
 
 
@@ -300,11 +300,11 @@ def test_a_layout_of_the_kernels_own_is_told_from_corruption(ranks: list[Rank]) 
 def test_a_parameter_too_small_for_its_box_is_not_compared(ranks: list[Rank]) -> None:
     held = record(ranks[0].load, SHAPES, ranks[0].params, DTYPES)
     smaller = ranks[0].params | {"norm": torch.zeros(HIDDEN - 1)}
-    assert {hf for _, hf, _, _ in checksums_of(held, smaller).rows} == {*SHAPES} - {"norm"}
+    assert {hf for _, hf, _, _ in box_checksums_in(held, smaller).rows} == {*SHAPES} - {"norm"}
 
 
 def test_a_tensor_of_no_elements_is_as_sealed_though_no_rank_holds_it() -> None:
-    found = compare({"empty": 0}, {"empty": (0, HIDDEN)}, [Report(rows=[], seconds=0.0)], frozenset())
+    found = compare({"empty": 0}, {"empty": (0, HIDDEN)}, [ChecksumReport(rows=[], seconds=0.0)], frozenset())
     assert (dict(found.differing), found.unseen) == ({}, frozenset())
 
 
@@ -327,7 +327,9 @@ class Counted(tuple):  # type: ignore[type-arg]
 def test_many_tensors_that_differ_are_found_in_one_look_at_each_row() -> None:
     """As the first load of kernels that keep all experts in a layout of their own."""
     shapes = {f"layers.{i}.up": (2, 3) for i in range(200)}
-    said = [Report(rows=[Counted((f"{name}.packed", name, ((0, 2), (0, 3)), 1)) for name in shapes], seconds=0.0)]
+    said = [
+        ChecksumReport(rows=[Counted((f"{name}.packed", name, ((0, 2), (0, 3)), 1)) for name in shapes], seconds=0.0)
+    ]
     found = compare(dict.fromkeys(shapes, 2), shapes, said, frozenset())
     assert found.differing == {name: {f"{name}.packed"} for name in shapes}
     assert Counted.unpacked <= len(shapes)
@@ -385,7 +387,7 @@ def test_a_rank_that_padding_leaves_nothing_holds_no_box() -> None:
 
 
 def test_kinds_are_names_without_numbers() -> None:
-    assert kind_of("model.layers.11.mlp.experts.w13_weight") == "model.layers.*.mlp.experts.w13_weight"
+    assert parameter_kind("model.layers.11.mlp.experts.w13_weight") == "model.layers.*.mlp.experts.w13_weight"
 
 
 # The file between learner and engine servers: safetensors that others can read; errors name its faults.
@@ -498,8 +500,8 @@ def test_a_version_that_is_not_sealed_is_told_from_one_that_is(mirror: Mirror) -
 
 
 def test_a_flipped_bit_is_in_the_sums(mirror: Mirror) -> None:
-    before = sealed_by([mirror.sums()], MIRRORED)
+    before = seal_from_reports([mirror.sums()], MIRRORED)
     assert before == {name: checksum(tensor, MIRRORED[name]) for name, tensor in mirror.tensors.items()}
     mirror.tensors["b.bias"].view(torch.uint8)[1] ^= 1
-    after = sealed_by([mirror.sums()], MIRRORED)
+    after = seal_from_reports([mirror.sums()], MIRRORED)
     assert [name for name in MIRRORED if before[name] != after[name]] == ["b.bias"]

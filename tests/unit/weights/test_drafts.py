@@ -30,7 +30,7 @@ from rl_megatron.weights.routes.mirror import Mirror
 from tests.draft_models import COPIES, save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 from tests.saved_adapters import save_adapters
-from tools.convert.inspection import describe, left_out
+from tools.convert.inspection import describe, dropped_tensors
 from tools.convert.verify import verify
 
 EXACT = ("e_score_correction_bias", "expert_bias", "indexer.k_norm", "weights_proj")  # in float32 whatever the rest is
@@ -52,8 +52,8 @@ def test_a_conversion_carries_all_but_copies_to_the_bit(saved: tuple[Path, dict[
     assert back.keys() == tensors.keys() - copies
     assert all(torch.equal(back[name], tensors[name]) for name in back)
     assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 2
-    assert left_out(folder) is None
-    assert left_out(tmp_path / "megatron") is None
+    assert dropped_tensors(folder) is None
+    assert dropped_tensors(tmp_path / "megatron") is None
 
 
 def test_a_matrix_that_is_no_copy_is_named_in_both_cases(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_matrix_that_is_no_copy_is_named_in_both_cases(saved: tuple[Path, dict
     shutil.copytree(folder, tmp_path / "hf")
     save_file({**tensors, own: tensors[own] + 1}, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     said = f"{own} is no copy of {other}, which the draft layer reads in its place"
-    assert left_out(tmp_path / "hf") == said
+    assert dropped_tensors(tmp_path / "hf") == said
     convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
     (line,) = verify(tmp_path / "megatron", against=tmp_path / "hf")
     assert line == f"{tmp_path / 'hf'}: {said}; it is not compared"
@@ -91,7 +91,7 @@ def test_qwens_is_carried_to_the_bit(name: str, stacked: bool, left: str | None,
     assert back.keys() == {key for key in tensors if not key.startswith("model.visual.")}
     assert all(torch.equal(back[key], tensors[key]) for key in back)
     assert read_shape(tmp_path / "megatron") == read_shape(folder)
-    told = left_out(folder)
+    told = dropped_tensors(folder)
     assert told is None if left is None else (told or "").startswith(left)
     assert [dict(describe(tmp_path / k).facts)["draft layers"] for k in ("hf", "megatron")] == ["mtp.layers.0"] * 2
 
@@ -181,7 +181,7 @@ def test_those_of_a_family_without_rows_are_left_out_and_told(tmp_path: Path) ->
     save_file(tensors | more, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     path = tmp_path / "hf/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_mtp": True, "num_mtp_modules": 1}))
-    assert "model.layers.4: draft layers of this family" in (left_out(tmp_path / "hf") or "")
+    assert "model.layers.4: draft layers of this family" in (dropped_tensors(tmp_path / "hf") or "")
     convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
     assert load_file(tmp_path / "back/model.safetensors").keys() == tensors.keys()

@@ -44,12 +44,12 @@ from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.formats.schemes import scheme_of
 from rl_megatron.weights.layouts import families
-from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
+from rl_megatron.weights.layouts.families import FAMILIES, find_family, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import elements, trained_elements
 from rl_megatron.weights.plans.plan import plan
 from tests.family_models import MODELS, save_model
-from tools.convert.inspection import describe, left_out
+from tools.convert.inspection import describe, dropped_tensors
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +164,8 @@ def test_a_tower_beside_a_text_model_is_said(saved: Path, tmp_path: Path) -> Non
     assert read_shape(folder).stacked_experts
     assert not read_shape(saved / "qwen3_5_moe").stacked_experts
     told = "model.visual: only the text model is trained and converted; the new folder has no tower"
-    assert left_out(folder) == left_out(saved / "qwen3_5_moe") == told
-    assert left_out(saved / "qwen3_next") is None
+    assert dropped_tensors(folder) == dropped_tensors(saved / "qwen3_5_moe") == told
+    assert dropped_tensors(saved / "qwen3_next") is None
     assert any(name.startswith("model.visual.") for name in HFFolder(folder).shapes())
     convert.hf_to_megatron(folder, tmp_path / "megatron")
     assert read_shape(tmp_path / "megatron") == read_shape(folder)
@@ -205,7 +205,7 @@ def test_engines_get_their_stacks(saved: Path) -> None:
     shape = read_shape(saved / "glm4_moe")
     hf = load_file(saved / "glm4_moe" / "model.safetensors")
     dims = ParallelDims(tp=2, etp=2)
-    engine = Layout(table=family_of(shape).tables["engine"], shape=shape, dims=dims)
+    engine = Layout(table=find_family(shape).tables["engine"], shape=shape, dims=dims)
     for rank in range(2):
         got = {name: torch.full(size, float("nan")) for name, size in engine.local_shapes(rank).items()}
         for t in plan(hf_layout(shape), engine, placement={rank: rank}).receives(rank):

@@ -24,14 +24,14 @@ from transformers import AutoModelForCausalLM
 
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
 from rl_megatron.features.lora.feature import Adaptable, LoraSection
-from rl_megatron.features.lora.files import held_lora
+from rl_megatron.features.lora.files import stored_lora
 from rl_megatron.features.lora.merging import base_digest, merge_adapters
 from rl_megatron.features.lora.rows import OF_EXPERTS_ALONE, WITH_EXPERTS, LoraLayouts, hf_adapter_name
 from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.megatron import copies_between, find_homes, is_megatron, newest_in
+from rl_megatron.weights.checkpoints.megatron import copies_between, find_tensors, is_megatron, newest_checkpoint
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
 from rl_megatron.weights.formats.hf_folder import INDEX, PREFIX, file_names, index_text, raise_misfits, weight_files
@@ -42,7 +42,7 @@ from tests.draft_models import save_with_drafts
 from tests.family_models import MODELS, save_model
 from tests.saved_adapters import save_adapters
 from tools.convert.conversion import run
-from tools.convert.inspection import describe, left_out
+from tools.convert.inspection import describe, dropped_tensors
 from tools.convert.layouts import model_shape
 from tools.convert.verify import verify
 
@@ -69,11 +69,13 @@ def saved(root: Path, *names: str, newest: str | None = None) -> Path:
 
 def test_the_newest_checkpoint_of_a_folder_of_several_is_read(tmp_path: Path) -> None:
     steps = ("iter_0000009", "iter_0000010")
-    assert newest_in(saved(tmp_path / "lm", *steps, newest="9\n")) == tmp_path / "lm/iter_0000009"
-    assert newest_in(saved(tmp_path / "slime", *steps, "release", newest="release")) == tmp_path / "slime/release"
-    assert newest_in(saved(tmp_path / "one", steps[1])) == tmp_path / "one/iter_0000010"
-    assert newest_in(tmp_path / "lm/iter_0000010") == tmp_path / "lm/iter_0000010"
-    assert newest_in(tmp_path) == tmp_path
+    assert newest_checkpoint(saved(tmp_path / "lm", *steps, newest="9\n")) == tmp_path / "lm/iter_0000009"
+    assert (
+        newest_checkpoint(saved(tmp_path / "slime", *steps, "release", newest="release")) == tmp_path / "slime/release"
+    )
+    assert newest_checkpoint(saved(tmp_path / "one", steps[1])) == tmp_path / "one/iter_0000010"
+    assert newest_checkpoint(tmp_path / "lm/iter_0000010") == tmp_path / "lm/iter_0000010"
+    assert newest_checkpoint(tmp_path) == tmp_path
 
 
 def spoil(name: str, text: str) -> Callable[[Path], None]:
@@ -103,7 +105,7 @@ def test_a_folder_without_a_checkpoint_that_is_read_says_why(message: str, tmp_p
     root = saved(tmp_path, "iter_0000009", "iter_0000010", newest="10")
     BAD[message](root)
     with pytest.raises(RLMegatronError, match=message):
-        newest_in(root)
+        newest_checkpoint(root)
 
 
 @pytest.mark.parametrize(
@@ -132,19 +134,19 @@ def test_tensors_are_listed_that_the_model_lacks_and_state_is_not(megatron: Path
     dtypes = {chunk.key: chunk.dtype for chunk in chunks}
     state = {"optimizer.state.exp_avg.x": (1,), "chained_1.optimizer.y": (1,), "mtp.layers.0.eh_proj.weight": (1,)}
     state |= {"decoder.layers.self_attention.linear_qkv._extra_state/shard_0_2": (1,)}
-    homes = find_homes(megatron, layout, {**sizes, **state}, dtypes)
+    homes = find_tensors(megatron, layout, {**sizes, **state}, dtypes)
     assert {home.key for found in homes.values() for home in found} == sizes.keys()
     adapter = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
     with pytest.raises(WeightError, match=rf"{adapter} \(2, 8\) is unknown"):
-        find_homes(megatron, layout, {**sizes, adapter: (2, 8)}, dtypes)
+        find_tensors(megatron, layout, {**sizes, adapter: (2, 8)}, dtypes)
     with pytest.raises(WeightError, match=r"is a critic's: one value of a token.* give the policy's, .*/learner in"):
-        find_homes(megatron, layout, {**sizes, "output_layer.weight": (1, 32), "output_layer.bias": (1,)}, dtypes)
+        find_tensors(megatron, layout, {**sizes, "output_layer.weight": (1, 32), "output_layer.bias": (1,)}, dtypes)
     norm = "decoder.final_layernorm.weight"
     with pytest.raises(WeightError, match=rf"{norm} is uint8; weights are one of float64, float32"):
-        find_homes(megatron, layout, sizes, {**dtypes, norm: DType.U8})
+        find_tensors(megatron, layout, sizes, {**dtypes, norm: DType.U8})
     with pytest.raises(WeightError, match=rf"lacks {norm}; its config.json"):
-        find_homes(megatron, layout, {key: size for key, size in sizes.items() if key != norm}, dtypes)
-    assert find_homes(megatron, replace(layout, vocab_multiple=128), sizes, dtypes) == homes
+        find_tensors(megatron, layout, {key: size for key, size in sizes.items() if key != norm}, dtypes)
+    assert find_tensors(megatron, replace(layout, vocab_multiple=128), sizes, dtypes) == homes
 
 
 @pytest.mark.parametrize("odd", [DType.F16, DType.F32])
@@ -441,7 +443,7 @@ def test_pefts_folder_of_another_model_is_refused(tmp_path: Path, capsys: pytest
 
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     tmp_path.joinpath("lora.json").write_text('{"rank":4,"expert_rank":null,"alpha":8.0,"targets":["attention"]}')
-    held = held_lora(tmp_path)
+    held = stored_lora(tmp_path)
     assert (held.rank, held.base) == (4, None)
 
 
@@ -464,13 +466,13 @@ def test_a_misfit_names_the_key_that_describes_it() -> None:
 def test_rows_beyond_the_vocabulary_are_counted_unless_they_are_padding(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
     convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
-    assert left_out(tmp_path / "megatron") is None
+    assert dropped_tensors(tmp_path / "megatron") is None
     key, path = "embedding.word_embeddings.weight", tmp_path / "megatron/config.json"
     config = json.loads(path.read_text())
     size, padded = config["vocab_size"], read_index(tmp_path / "megatron")[0][key][0]
     assert padded > size, "rows of 0"
     path.write_text(json.dumps({**config, "vocab_size": size - 3}))
-    said = left_out(tmp_path / "megatron")
+    said = dropped_tensors(tmp_path / "megatron")
     assert said is not None
     assert said.startswith(f"{key}: 3 of its {padded} rows are not 0 and beyond vocab_size={size - 3}; the new folder ")
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
@@ -485,7 +487,7 @@ def test_scales_of_a_quantised_cache_are_left_aside_and_named(tmp_path: Path) ->
     scales = {f"model.layers.{i}.{end}": torch.ones(1) for i in range(4) for end in ends}
     save_file({**tensors, **scales}, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     said = "k_scale, output_scale, v_scale: scales of a quantized KV cache; the new folder has none"
-    assert left_out(tmp_path / "hf") == said
+    assert dropped_tensors(tmp_path / "hf") == said
     convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
     assert not [*verify(tmp_path / "megatron", against=tmp_path / "hf")]
 

@@ -32,7 +32,7 @@ from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, rea
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.family_models import save_model
-from tools.convert.inspection import describe, left_out
+from tools.convert.inspection import describe, dropped_tensors
 from tools.convert.verify import verify
 
 FP8 = torch.float8_e4m3fn
@@ -434,7 +434,7 @@ def test_kimi_k25_is_read_as_published_in_int4_beside_a_tower(tmp_path: Path) ->
         save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((tmp_path / "plain" / "config.json").read_text())["text_config"]
     set_config(tmp_path / "small", text_config={**text, "quantization_config": compressed("pack-quantized", **INT4)})
-    told = left_out(tmp_path / "small") or ""
+    told = dropped_tensors(tmp_path / "small") or ""
     assert told.startswith("vision_tower, mm_projector: only the text model is trained and converted; the new folder")
     assert "beside the model: a tower" in {part.what for part in describe(tmp_path / "small").parts}
     convert.hf_to_megatron(tmp_path / "small", tmp_path / "megatron")

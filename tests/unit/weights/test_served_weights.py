@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncError
+from rl_megatron.errors import AllReplicasLost, ConfigError, CorruptionError, SyncError
 from rl_megatron.features.quantize import formats as served_formats
 from rl_megatron.features.quantize.encoding import BLOCKS, ENCODINGS, Quantization
 from rl_megatron.features.quantize.formats import FORMATS
@@ -32,17 +32,26 @@ from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks import compare as comparisons
 from rl_megatron.weights.checks.compare import Comparison, compare
-from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, checksum, not_private, sealed_by
+from rl_megatron.weights.checks.places import ParameterBox
+from rl_megatron.weights.checks.reports import (
+    NO_KINDS,
+    BackgroundChecksums,
+    BoxSum,
+    ChecksumReport,
+    Kinds,
+    checksum,
+    seal_from_reports,
+    without_private,
+)
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.formats.quantize import dequantize, divide
 from rl_megatron.weights.formats.schemes import is_quantized
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.push.sync import ServedWeights
-from rl_megatron.weights.push.trust import Probe, ScoredText, Trust
-from rl_megatron.weights.routes.delivery import Delivered, DirectDelivery, FileDelivery
-from rl_megatron.weights.routes.mirror import Mirror, Seal, dtypes, read, seal, shapes
-from rl_megatron.weights.routes.rendezvous import Keeper
+from rl_megatron.weights.push.trust import Probe, PushVerifier, ScoredText
+from rl_megatron.weights.routes.delivery import DeliveredVersion, DirectDelivery, FileDelivery
+from rl_megatron.weights.routes.mirror import Mirror, VersionSeal, dtypes, read, seal, shapes
+from rl_megatron.weights.routes.rendezvous import RendezvousStore
 from tests.completions import completion
 from tests.small_models import SMALL_MOE
 
@@ -71,7 +80,7 @@ class Both:
     ) -> ServedWeights:
         probe = Probe.make(vocab_size=50, max_length=40, temperature=temperature, tolerance=1e-3)
         dims, path = ParallelDims(dp=dp), self.mirror.path
-        trust = Trust(path=path, servers=self, learner=self, dims=dims, probe=probe, probes=probes)
+        trust = PushVerifier(path=path, servers=self, learner=self, dims=dims, probe=probe, probes=probes)
         return ServedWeights(learner=self, delivery=self.file(), trust=trust, servers=self)
 
     def file(self) -> FileDelivery:
@@ -83,7 +92,7 @@ class Both:
         self.mirror.serve(version)
         return WeightUpdate(version=version, num_bytes=3, seconds=0.1, verify_seconds=0.0)
 
-    async def sums(self) -> Sequence[Report]:
+    async def sums(self) -> Sequence[ChecksumReport]:
         return [self.mirror.sums()]
 
     async def export(self, folder: Path) -> None:
@@ -101,7 +110,7 @@ class Both:
 
     async def load(
         self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
-    ) -> Mapping[str, Sequence[Report]]:
+    ) -> Mapping[str, Sequence[ChecksumReport]]:
         self.said.append(f"load {version}{only or ''}")
         before = len(self.scored)
         await asyncio.sleep(0)
@@ -111,11 +120,14 @@ class Both:
         if self.flipped:
             self.params[self.flipped].view(torch.uint8).view(-1)[5] ^= 1
         views = {n: (s, (1,) if len(s) == 1 else (8, 1), 0) for n, s in SHAPES.items()}
-        held = [Held(hf=n, whole=s, dtype=DTYPE, box=whole_box(s), param=n, view=views[n]) for n, s in SHAPES.items()]
-        beside = Beside()
+        held = [
+            ParameterBox(hf=n, whole=s, dtype=DTYPE, box=whole_box(s), param=n, view=views[n])
+            for n, s in SHAPES.items()
+        ]
+        beside = BackgroundChecksums()
         for name, tensor in self.mirror.tensors.items():
             beside.read(name, tensor + 1 if name == self.misread else tensor)
-        beside.held(not_private(held, private.get("it", ())), self.params)
+        beside.held(without_private(held, private.get("it", ())), self.params)
         return {"it": [beside.report()]}
 
     async def sample_everywhere(
@@ -231,13 +243,13 @@ def test_checksums_are_compared_beside_the_event_loop(tmp_path: Path) -> None:
             return super().__iter__()
 
     class Watched(Both):
-        async def load(self, *given: Any, **more: Any) -> Mapping[str, Sequence[Report]]:
+        async def load(self, *given: Any, **more: Any) -> Mapping[str, Sequence[ChecksumReport]]:
             return {name: list(map(watched, said)) for name, said in (await super().load(*given, **more)).items()}
 
-        async def sums(self) -> Sequence[Report]:
+        async def sums(self) -> Sequence[ChecksumReport]:
             return list(map(watched, await super().sums()))
 
-    def watched(report: Report) -> Report:
+    def watched(report: ChecksumReport) -> ChecksumReport:
         return replace(report, rows=Rows(report.rows))
 
     both = Watched(tmp_path)
@@ -253,7 +265,7 @@ async def test_an_export_waits_for_a_server_that_came_back(tmp_path: Path) -> No
     class Slow(Both):
         go: asyncio.Event
 
-        async def load(self, *given: Any, **more: Any) -> Mapping[str, Sequence[Report]]:
+        async def load(self, *given: Any, **more: Any) -> Mapping[str, Sequence[ChecksumReport]]:
             await self.go.wait()
             return await super().load(*given, **more)
 
@@ -366,20 +378,22 @@ class Straight(DirectDelivery):
     """Moves what `Both` has, of which no rank meets another."""
 
     def __init__(self, both: Both) -> None:
-        keeper, how = Keeper("127.0.0.1", 5.0), {"backend": "gloo"}
+        keeper, how = RendezvousStore("127.0.0.1", 5.0), {"backend": "gloo"}
         super().__init__(file=both.file(), learner=both, servers=both, keeper=keeper, learner_ranks=1, **how)
         self._both, self._rendezvous = both, keeper.rendezvous(1, learners=1, **how)
 
-    async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
+    async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> DeliveredVersion:
         both = self._both
         meanwhile()
         update, reports = await both.push(version), await both.load(both.mirror.path, version, private=private)
-        return Delivered(update=update, reports=reports, seal=Seal(checksums=sealed_by(await both.sums(), SHAPES)))
+        return DeliveredVersion(
+            update=update, reports=reports, seal=VersionSeal(checksums=seal_from_reports(await both.sums(), SHAPES))
+        )
 
 
 async def test_a_push_of_which_all_servers_died_is_made_again(tmp_path: Path) -> None:
     both = Both(tmp_path)
-    commit, deaths = both.commit, [ReplicasLost("killed"), ReplicasLost("killed again")]
+    commit, deaths = both.commit, [AllReplicasLost("killed"), AllReplicasLost("killed again")]
 
     async def dying(version: int, *, only: str | None = None) -> None:
         if deaths:
@@ -393,7 +407,7 @@ async def test_a_push_of_which_all_servers_died_is_made_again(tmp_path: Path) ->
 
 # Servers of equal layouts are compared with the learner's checksums once.
 def test_servers_of_the_same_reports_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = list[Sequence[Report]]()
+    compared = list[Sequence[ChecksumReport]]()
 
     def counted(*given: Any) -> Comparison:
         compared.append(given[2])
@@ -404,8 +418,8 @@ def test_servers_of_the_same_reports_are_compared_once(tmp_path: Path, monkeypat
     asyncio.run(both.push(1))
     one, other = (asyncio.run(both.load(both.mirror.path, 1))["it"] for _ in range(2))
     probe = Probe.make(vocab_size=50, max_length=40, temperature=1.0, tolerance=1e-3)
-    verifies = Trust(path=both.mirror.path, servers=both, learner=both, dims=ParallelDims(), probe=probe).verify
-    sums = sealed_by([both.mirror.sums()], SHAPES)
+    verifies = PushVerifier(path=both.mirror.path, servers=both, learner=both, dims=ParallelDims(), probe=probe).verify
+    sums = seal_from_reports([both.mirror.sums()], SHAPES)
     same = [replace(report, seconds=9.0) for report in one]
     asyncio.run(verifies(1, {"a": one, "b": same, "c": other}, sums))
     assert compared == [one, other]
@@ -613,10 +627,10 @@ def test_the_seal_is_of_the_quantised_bytes(tmp_path: Path, kind: str) -> None:
     mirror = mirror_of(tmp_path, kind)
     for name in (LAYER + "mlp.experts.0.down_proj.weight", LAYER + "self_attn.q_proj.weight" + BLOCKS[kind].suffix):
         mirror.serve(3)
-        sealed = sealed_by([mirror.sums()], shapes(mirror.path))
+        sealed = seal_from_reports([mirror.sums()], shapes(mirror.path))
         assert sealed == {n: checksum(t, tuple(t.shape)) for n, t in read(mirror.path, 3).items()}
         mirror._stored[name].view(torch.uint8)[0, 3] ^= 1
-        after = sealed_by([mirror.sums()], shapes(mirror.path))
+        after = seal_from_reports([mirror.sums()], shapes(mirror.path))
         assert [n for n in sealed if sealed[n] != after[n]] == [name]
 
 

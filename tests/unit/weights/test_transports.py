@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from rl_megatron.errors import ConfigError, CorruptionError, ReplicasLost, SyncError, WeightError
+from rl_megatron.errors import AllReplicasLost, ConfigError, CorruptionError, SyncError, WeightError
 from rl_megatron.types import ParallelDims, WeightUpdate
-from rl_megatron.weights.bytes.parked import Extent, Pinned
+from rl_megatron.weights.bytes.parked import Extent, PinnedPool
 from rl_megatron.weights.checks.libraries import FIELDS
-from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
+from rl_megatron.weights.checks.reports import NO_KINDS, ChecksumReport, Kinds
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -40,11 +40,11 @@ from rl_megatron.weights.routes import ends
 from rl_megatron.weights.routes import rendezvous as joined
 from rl_megatron.weights.routes import rendezvous as words
 from rl_megatron.weights.routes.delivery import DirectDelivery, FileDelivery
-from rl_megatron.weights.routes.ends import PIECE_BYTES, Bucket, Dtypes, PlanEnds, _split
+from rl_megatron.weights.routes.ends import PIECE_BYTES, Bucket, Dtypes, PlanEndpoint, _split
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
 from rl_megatron.weights.routes.last_hop import _HELLO, CudaRings, Rings, in_turn
 from rl_megatron.weights.routes.mirror import Mirror
-from rl_megatron.weights.routes.rendezvous import Keeper, Member, Peers, Rendezvous
+from rl_megatron.weights.routes.rendezvous import Peers, Rendezvous, RendezvousMember, RendezvousStore
 from tests.distributed.test_transport import hf_tensors, megatron_tensors
 from tests.small_models import SMALL_MOE
 
@@ -64,7 +64,7 @@ class Ends:
             raise self.learner
         if self.server is None:
             self.alive.clear()
-        await asyncio.to_thread(Member, rendezvous, 0)
+        await asyncio.to_thread(RendezvousMember, rendezvous, 0)
 
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
         if self.server is not None:
@@ -73,9 +73,9 @@ class Ends:
             while self.alive:
                 await asyncio.sleep(0.01)
             raise SyncError("the server is gone")
-        await asyncio.to_thread(Member, Rendezvous(**rendezvous), first["it"])  # type: ignore[arg-type]
+        await asyncio.to_thread(RendezvousMember, Rendezvous(**rendezvous), first["it"])  # type: ignore[arg-type]
 
-    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
+    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[ChecksumReport]]:
         raise AssertionError
 
     def names(self) -> Sequence[str]:
@@ -89,7 +89,7 @@ class Ends:
 
     async def load(
         self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
-    ) -> Mapping[str, Sequence[Report]]:
+    ) -> Mapping[str, Sequence[ChecksumReport]]:
         raise AssertionError
 
 
@@ -110,7 +110,7 @@ def test_the_error_of_the_end_that_does_not_come_is_raised(end: str, why: Except
 
 
 async def push(ends: Ends, folder: Path, backend: str = "gloo") -> None:
-    keeper = Keeper("127.0.0.1", LIMIT)
+    keeper = RendezvousStore("127.0.0.1", LIMIT)
     file = FileDelivery(learner=ends, path=folder, servers=ends)
     direct = DirectDelivery(file=file, learner=ends, servers=ends, keeper=keeper, learner_ranks=1, backend=backend)
     async with asyncio.timeout(LIMIT / 2), direct.sending(1) as deliver:
@@ -118,24 +118,24 @@ async def push(ends: Ends, folder: Path, backend: str = "gloo") -> None:
 
 
 def test_a_server_that_dies_meanwhile_is_no_end(tmp_path: Path) -> None:
-    with pytest.raises(ReplicasLost, match="a server died while the learner joined its group"):
+    with pytest.raises(AllReplicasLost, match="a server died while the learner joined its group"):
         asyncio.run(push(Ends(), tmp_path))
 
 
 def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> None:
-    keeper = Keeper("127.0.0.1", LIMIT)
+    keeper = RendezvousStore("127.0.0.1", LIMIT)
     rendezvous = keeper.rendezvous(1, learners=1, backend="gloo")
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.ip for c in listening if c.laddr.port == rendezvous.port] == ["127.0.0.1"]
     with pytest.raises(ConfigError, match=r"weights\.meeting_host=192\.0\.2\.1: .*controller's node"):
-        Keeper("192.0.2.1", LIMIT)  # of nobody (RFC 5737)
-    member = Member(rendezvous, 0)
+        RendezvousStore("192.0.2.1", LIMIT)  # of nobody (RFC 5737)
+    member = RendezvousMember(rendezvous, 0)
     assert member.group is None  # it would be alone in it
     member.group = member._new_group(1, timedelta(seconds=LIMIT))
     try:
         assert member.tell({"a": [1, None]}) == {"a": [1, None]}
         assert member.gather(["b"]) == [["b"]]
-        assert words.gather(["b"], member.group) == [["b"]]
+        assert words.gather_json(["b"], member.group) == [["b"]]
         with pytest.raises(SyncError, match="rank 3 sent no compressed JSON"):
             words.inflated(pickle.dumps(print), 3)
         with pytest.raises(SyncError, match="announced 1099511627776 bytes"):
@@ -148,13 +148,13 @@ def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> 
 
 def test_values_that_no_key_of_the_store_holds_arrive_whole() -> None:
     """torch's store takes 8 MiB a key; a plan for 768 ranks is larger. These do not compress."""
-    keeper = Keeper("127.0.0.1", LIMIT)
+    keeper = RendezvousStore("127.0.0.1", LIMIT)
     rendezvous = keeper.rendezvous(2, learners=1, backend="gloo")
     plan, place = (b64encode(os.urandom(size * 2**20)).decode() for size in (20, 5))
     said = {0: plan, 1: None}, {0: "here", 1: place}
 
     def come(rank: int) -> tuple[object, list[object]]:
-        member = Member(rendezvous, rank)
+        member = RendezvousMember(rendezvous, rank)
         return member.tell(said[0][rank]), member.gather(said[1][rank])
 
     with ThreadPoolExecutor(2) as threads:
@@ -174,8 +174,8 @@ def test_what_a_peer_compressed_fills_no_memory_and_may_be_no_json(monkeypatch: 
 
 
 def test_a_store_that_is_lost_fails_what_was_asked_of_it() -> None:
-    keeper = Keeper("127.0.0.1", LIMIT)
-    member = Member(keeper.rendezvous(1, learners=1, backend="gloo"), 0)
+    keeper = RendezvousStore("127.0.0.1", LIMIT)
+    member = RendezvousMember(keeper.rendezvous(1, learners=1, backend="gloo"), 0)
     port = member.rendezvous.port
     del keeper
     asks = ((partial(member.meet, "version 3"), "version 3"), (partial(member.tell, 1), "joining the group/said/1"))
@@ -201,7 +201,7 @@ class Met(Ends):
 
     async def _come(self, rendezvous: Rendezvous, rank: int) -> None:
         try:
-            await asyncio.to_thread(Member, rendezvous, rank)
+            await asyncio.to_thread(RendezvousMember, rendezvous, rank)
         except SyncError as error:
             self.errors.append(str(error))
             raise
@@ -229,7 +229,9 @@ def test_ranks_have_alike_only_what_they_use_together() -> None:
 
     def unlike(rank: int, **other: str) -> str:
         have = [{**known, **(other if rank == one else {})} for one in range(4)]
-        return joined._unlike(rendezvous, [json.dumps(one).encode() for one in zip(places, have, strict=True)])
+        return joined._describe_mismatch(
+            rendezvous, [json.dumps(one).encode() for one in zip(places, have, strict=True)]
+        )
 
     assert unlike(0) == unlike(3, nccl="2", torch="2") == unlike(2, handle="2") == unlike(0, handle="2") == ""
     assert "NCCL differs: 1 (rank 0, rank 1) and 2 (rank 2)" in unlike(2, nccl="2")
@@ -241,7 +243,7 @@ def test_ranks_have_alike_only_what_they_use_together() -> None:
 class Pushed(Ends):
     """Both ends come, exchange values and stay for versions, of which nothing is moved."""
 
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, RendezvousMember] = field(default_factory=dict)
 
     async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
         await asyncio.to_thread(self._come, rendezvous, 0)
@@ -250,19 +252,19 @@ class Pushed(Ends):
         await asyncio.to_thread(self._come, Rendezvous(**rendezvous), first["it"])  # type: ignore[arg-type]
 
     def _come(self, rendezvous: Rendezvous, rank: int) -> None:
-        self.members[rank] = Member(rendezvous, rank)
+        self.members[rank] = RendezvousMember(rendezvous, rank)
         self.members[rank].tell("of several parts" if rank == 0 else None)
         self.members[rank].gather(rank)
 
-    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
+    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[ChecksumReport]]:
         await asyncio.to_thread(self.members[0].meet, f"version {version}")
-        return WeightUpdate(version=version, num_bytes=0, seconds=0.0), [Report(rows=[], seconds=0.0)]
+        return WeightUpdate(version=version, num_bytes=0, seconds=0.0), [ChecksumReport(rows=[], seconds=0.0)]
 
     async def load(
         self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
-    ) -> Mapping[str, Sequence[Report]]:
+    ) -> Mapping[str, Sequence[ChecksumReport]]:
         await asyncio.to_thread(self.members[1].meet, f"version {version}")
-        return {"it": [Report(rows=[], seconds=0.0)]}
+        return {"it": [ChecksumReport(rows=[], seconds=0.0)]}
 
 
 async def test_the_store_of_a_long_run_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +273,7 @@ async def test_the_store_of_a_long_run_does_not_grow(tmp_path: Path, monkeypatch
     (tmp_path / "config.json").write_text("{}")
     path = tmp_path / "w" / "model.safetensors"
     Mirror.make(path, {}, torch.bfloat16, tmp_path / "config.json")
-    ends, keeper = Pushed(), Keeper("127.0.0.1", LIMIT)
+    ends, keeper = Pushed(), RendezvousStore("127.0.0.1", LIMIT)
     file = FileDelivery(learner=ends, path=path, servers=ends)  # type: ignore[arg-type]
     how = {"learner_ranks": 1, "backend": "gloo"}
     direct = DirectDelivery(file=file, learner=ends, servers=ends, keeper=keeper, **how)  # type: ignore[arg-type]
@@ -312,7 +314,7 @@ def test_what_ranks_of_like_servers_hold_is_told_once(tmp_path: Path) -> None:
     sizes = []
     for servers in (1, 64):
         many = Many(servers=servers)
-        with pytest.raises(ReplicasLost):
+        with pytest.raises(AllReplicasLost):
             asyncio.run(push(many, tmp_path))
         assert list(many.told) == [one for said in asyncio.run(many.boxes(tmp_path)).values() for one in said]
         sizes.append(len(pickle.dumps(many.told)))
@@ -328,7 +330,7 @@ class Refusing(Met):
 
     async def _come(self, rendezvous: Rendezvous, rank: int) -> None:
         def come() -> None:
-            member = Member(rendezvous, rank)
+            member = RendezvousMember(rendezvous, rank)
             if rank:
                 member.gather("what the learner never answers")
 
@@ -350,7 +352,7 @@ def test_a_torch_that_makes_groups_otherwise_is_refused_by_its_version(monkeypat
     for make, why in ((helper, "missing a required argument: 'ranks'"), (None, "None is not a callable object")):
         monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", make)
         with pytest.raises(ConfigError, match=rf"torch 2\.99\.0 makes process groups otherwise .*{why}\); install"):
-            Keeper("127.0.0.1", LIMIT)
+            RendezvousStore("127.0.0.1", LIMIT)
 
 
 class Group:
@@ -384,8 +386,8 @@ def test_a_group_over_nccl_is_connected_at_once_waits_for_bytes_and_ends_without
     monkeypatch.setattr(joined, "wire_device", lambda group: "meta")
     monkeypatch.setattr(joined.dist, "all_reduce", lambda x, group: heard.append((x.device.type, group)))
     monkeypatch.setattr(joined.dist, "destroy_process_group", lambda group: heard.append("end"))
-    keeper = Keeper("127.0.0.1", LIMIT)
-    member = Member(keeper.rendezvous(1, learners=1, backend="nccl"), 0)
+    keeper = RendezvousStore("127.0.0.1", LIMIT)
+    member = RendezvousMember(keeper.rendezvous(1, learners=1, backend="nccl"), 0)
     member.group = member._new_group(1, timedelta(seconds=LIMIT))
     assert heard == [("nccl", "1"), ("meta", member.group)]
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
@@ -395,7 +397,7 @@ def test_a_group_over_nccl_is_connected_at_once_waits_for_bytes_and_ends_without
 
 def test_a_group_over_nccl_is_not_split_out_of_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM binds its default group to a GPU if VLLM_DISTRIBUTED_USE_SPLIT_GROUP=1; the other ranks are not in it."""
-    keeper = Keeper("127.0.0.1", 0.1)
+    keeper = RendezvousStore("127.0.0.1", 0.1)
     rendezvous = keeper.rendezvous(2, learners=1, backend="nccl")
     monkeypatch.setattr(joined.dist, "is_initialized", lambda: True)
     for device, error, said in (
@@ -405,7 +407,7 @@ def test_a_group_over_nccl_is_not_split_out_of_the_engines_own(monkeypatch: pyte
         own = SimpleNamespace(bound_device_id=device)
         monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda own=own: own)
         with pytest.raises(error, match=said):
-            Member(rendezvous, 0)
+            RendezvousMember(rendezvous, 0)
 
 
 # Rings between processes of which one dies between the rendezvous and its connection.
@@ -524,7 +526,7 @@ class Stream:
 
 
 def test_ragged_steps_pin_what_the_fullest_takes_and_no_two_pieces_share_a_byte() -> None:
-    draw, memory, stream = random.Random(3), Pinned(SLAB), Stream()
+    draw, memory, stream = random.Random(3), PinnedPool(SLAB), Stream()
     most = 0
     for _ in range(300):  # steps, of other micro-batches each
         sizes = [draw.randrange(1, 3 * SLAB // 2) for _ in range(draw.randrange(1, 12))]
@@ -548,7 +550,7 @@ def test_ragged_steps_pin_what_the_fullest_takes_and_no_two_pieces_share_a_byte(
 
 
 def test_what_is_still_copied_is_written_only_after_it_was_waited_for() -> None:
-    memory, stream = Pinned(SLAB), Stream()
+    memory, stream = PinnedPool(SLAB), Stream()
     first = memory.take(SLAB, stream)  # type: ignore[arg-type]
     copying = Moment(done=False)
     memory.give(first, copying)  # type: ignore[arg-type]
@@ -560,17 +562,17 @@ def test_what_is_still_copied_is_written_only_after_it_was_waited_for() -> None:
 
 @pytest.mark.parametrize("size", [1, 511, 512, SLAB, SLAB + 1])
 def test_a_piece_may_be_larger_than_a_slab(size: int) -> None:
-    memory = Pinned(SLAB)
+    memory = PinnedPool(SLAB)
     extents = memory.take(size, Stream())  # type: ignore[arg-type]
     assert torch.cat([memory.of(extent) for extent in extents])[:size].numel() == size
     assert memory.num_bytes == -(-size // SLAB) * SLAB
 
 
 # A process's end of a plan: its parts, their order, and what it says of those that did not arrive whole.
-def end_of_one() -> PlanEnds:
+def end_of_one() -> PlanEndpoint:
     moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE), Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE))
     src = megatron_tensors(hf_tensors(0), ParallelDims(), 0)
-    return PlanEnds(moves, rank=0, src=src, dst=hf_tensors(1), exchange=lambda mine: [mine], verify=True)
+    return PlanEndpoint(moves, rank=0, src=src, dst=hf_tensors(1), exchange=lambda mine: [mine], verify=True)
 
 
 def transfer(name: str, elements: int) -> Transfer:

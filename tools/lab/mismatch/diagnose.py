@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from launcher.build.data import Data
 from launcher.build.model import starting_folder
-from launcher.build.roles import Parts, allocation_of, started
+from launcher.build.roles import RunParts, find_allocation, run_components
 from launcher.controller.roles import WeightGroup
 from launcher.preflight.checks import preflight
 from launcher.runs.folder import mirror_path
@@ -25,11 +25,11 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.data.problems.pool import PromptStream
-from rl_megatron.engines.engine import ServedEngine
+from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.feature import wanted
 from rl_megatron.files import write_atomically
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
@@ -86,16 +86,16 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
     preflight(config).raise_problems()
     folder.mkdir(parents=True, exist_ok=True)
     models = RewardModels(config.reward_models)
-    parts = Parts(
+    parts = RunParts(
         config=config,
         folder=folder,
         reward=resolve_rewards(config.reward, config.own_rewards, config.sandbox, models),
-        allocation=allocation_of(config, folder),
+        allocation=find_allocation(config, folder),
         reward_models=models,
     )
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
     with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:
-        async with started(parts, progress, stop) as (roles, data, shape):
+        async with run_components(parts, progress, stop) as (roles, data, shape):
             kept = starting_folder(config) if target.checkpoint is None else None
             examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape, kept=kept)
             if target.checkpoint is not None:
@@ -120,7 +120,7 @@ def _with_every_version_served(config: RunConfig) -> RunConfig:
 class _Examination:
     config: RunConfig
     folder: Path
-    roles: Roles
+    roles: RunComponents
     data: Data
     shape: ModelShape
     kept: Path | None  # the folder whose weights the learner holds; None if it holds others
@@ -169,7 +169,7 @@ class _Examination:
         """Compare servers with the model's folder or, if the learner has trained, with the learner's checksums; compare
         engines in the learner's processes with the same weights pushed again."""
         roles = self.roles
-        if isinstance(roles.engine, ServedEngine):
+        if isinstance(roles.engine, ServerEngine):
             path = mirror_path(self.config, self.folder)
             expected, where = await asyncio.to_thread(self._expected, path)
             answers = await roles.engine.weights.comparable(path, expected)
@@ -200,7 +200,7 @@ class _Examination:
 
     async def _tokenizer(self, prompts: Sequence[Prompt]) -> TokenizerCheck:
         engine, sources = self.roles.engine, data_sources(self.config.data)
-        if not isinstance(engine, ServedEngine):
+        if not isinstance(engine, ServerEngine):
             return TokenizerCheck(compared=0, differing=(), how="the engine sees token ids alone")
         templated = {name_of(key) for key, one in sources.items() if isinstance(one, FileKeys) and one.chat_template}
         differing, asked = [], prompts[:_TOKENIZED_PROMPTS]

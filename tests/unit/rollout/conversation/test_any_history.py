@@ -13,11 +13,11 @@ import pytest
 from hypothesis import strategies
 
 from rl_megatron.agents.conversation.conversation import Conversation, TurnPrompt
-from rl_megatron.agents.conversation.messages import MessagesRefused
+from rl_megatron.agents.conversation.messages import UnsupportedMessages
 from rl_megatron.agents.conversation.templates import PlainText
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.types import Chain, Completion
+from rl_megatron.types import Completion, TokenSequence
 from tests.unit.rollout.conversation.families import (
     FAMILIES,
     Reply,
@@ -86,7 +86,7 @@ def next_messages(name: str, messages: list[dict[str, Any]], turn: Reply, rng: r
     return [*messages, echoed(message_of(name, turn), rng), *new]
 
 
-def check_rows(chains: tuple[Chain, ...], sampled: list[tuple[TurnPrompt, Completion]]) -> None:
+def check_rows(chains: tuple[TokenSequence, ...], sampled: list[tuple[TurnPrompt, Completion]]) -> None:
     """Each turn once, with the tokens sampled and behind the prompt that the engine saw."""
     turns = Counter[int]()
     by_logprobs = {id(got.logprobs): (asked, got) for asked, got in sampled}
@@ -174,7 +174,7 @@ def test_a_key_that_the_template_refuses_is_not_the_turns_doing() -> None:
     asked = conversation.prompt_for(messages)
     conversation.add(asked, completion_of("qwen3", turn, random.Random(4)), message_of("qwen3", turn))
     messages += [message_of("qwen3", turn) | {"name": "coder"}]
-    with pytest.raises(MessagesRefused, match="a name"):
+    with pytest.raises(UnsupportedMessages, match="a name"):
         conversation.prompt_for(messages)
     assert not conversation.cannot_show_turn(messages)
 

@@ -22,21 +22,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from rl_megatron.agents.conversation.conversation import Conversation, TurnPrompt
-from rl_megatron.agents.conversation.forms import WrittenConversation, check_turns
-from rl_megatron.agents.conversation.messages import MessagesRefused, tidied
+from rl_megatron.agents.conversation.forms import TrainingConversation, check_turns
+from rl_megatron.agents.conversation.messages import UnsupportedMessages, normalize_messages
 from rl_megatron.agents.conversation.templates import PlainText
-from rl_megatron.agents.conversation.written import _BACK, _FRONT, ChatTemplate, WrittenConversations
-from rl_megatron.data.samples import WrittenRow, to_samples, written_samples
+from rl_megatron.agents.conversation.written import _BACK, _FRONT, ChatTemplate, ConversationRows
+from rl_megatron.data.samples import SupervisedRow, supervised_samples, to_samples
 from rl_megatron.engines.local.engine import LocalEngine
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import TinySizes, byte_tokenizer, make_tiny_model
 from rl_megatron.types import (
-    Chain,
     Completion,
     GenerationRequest,
     Prompt,
     RolloutGroup,
     SamplingParams,
+    TokenSequence,
     Trajectory,
     Turn,
 )
@@ -371,7 +371,7 @@ def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
     ],
 )
 def test_messages_that_cannot_be_a_prompt_are_refused(messages: list[Any], words: str) -> None:
-    with pytest.raises(MessagesRefused, match=words):
+    with pytest.raises(UnsupportedMessages, match=words):
         opened("gptoss").prompt_for(messages)
 
 
@@ -409,7 +409,7 @@ def test_routes_of_a_row_are_those_of_the_requests_that_computed_its_positions_f
 
 
 # The rows of a conversation with a real engine, scored again by transformers' forward.
-def rescored(model: Any, chains: tuple[Chain, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def rescored(model: Any, chains: tuple[TokenSequence, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """The engine's log-probs of all masked-in targets, and the model's."""
     prompt = Prompt(id="p", text="", token_ids=(1,), answer="")
     samples = to_samples([RolloutGroup(prompt=prompt, trajectories=(Trajectory(chains=chains, reward=0.0),))])
@@ -489,9 +489,9 @@ def stops(name: str) -> list[int]:
     return [tokenizer_of(name).convert_tokens_to_ids(stop) for stop in {family.stop, family.stop_of_calls}]
 
 
-def rows_of(name: str, messages: list[dict[str, Any]], tools: object = ()) -> list[WrittenRow]:
+def rows_of(name: str, messages: list[dict[str, Any]], tools: object = ()) -> list[SupervisedRow]:
     prompt = Prompt(id="chats:1", text=json.dumps({"messages": messages, "tools": tools}), token_ids=(), answer="")
-    return WrittenConversations(tokenizer_of(name), stops(name)).rows([prompt])
+    return ConversationRows(tokenizer_of(name), stops(name)).rows([prompt])
 
 
 def decoded(name: str, tokens: Any) -> str:
@@ -522,7 +522,7 @@ def test_a_hidden_turn_is_refused(name: str, turn: dict[str, Any], said: str, ca
     tokenizer = copy.deepcopy(tokenizer_of(family))
     if name in SHORT:
         tokenizer.chat_template = SHORT[name]
-    rows = WrittenConversations(tokenizer, stops(family))
+    rows = ConversationRows(tokenizer, stops(family))
     asks = {"role": "user", "content": "1+1?"}
     for weight in (1, 0, 0):
         written = [asks, {"role": "assistant", "weight": weight} | turn, asks, *MORE_TURNS]
@@ -571,7 +571,7 @@ def test_each_turn_is_learnt_once_behind_the_prompt_that_it_answers(name: str) -
     replies = list(zip((2, 4, 6), (WITH_CALL, SAYS_SO, MORE), strict=True))
     assert len(turns) == 3
     for (row, (start, stop)), (place, reply) in zip(turns, replies, strict=True):
-        prompt = ChatTemplate(tokenizer_of(name)).render(tidied(messages[:place]), TOOLS)
+        prompt = ChatTemplate(tokenizer_of(name)).render(normalize_messages(messages[:place]), TOOLS)
         assert decoded(name, row.token_ids[:start]) == prompt
         said, (text, ending) = decoded(name, row.token_ids[start:stop]), written(name, reply)
         assert said.endswith(ending)
@@ -594,7 +594,7 @@ def test_a_template_that_drops_thinking_later_begins_a_row_and_others_go_on() ->
 
 def test_the_mask_is_of_the_turns_and_their_ends_alone() -> None:
     (row,) = rows_of("chatml", [*asked("chatml")[:2], {"role": "assistant", "content": "17"}])
-    samples = written_samples([row])
+    samples = supervised_samples([row])
     trained = samples.targets[samples.mask].tolist()
     assert decoded("chatml", trained) == "17<|im_end|>"
     assert samples.advantages.tolist() == samples.mask.float().tolist()
@@ -607,7 +607,7 @@ def test_a_date_that_a_template_writes_is_the_same_in_all_rows_of_a_run(monkeypa
     monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: next(days)))
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     text = json.dumps({"messages": said, "tools": []})
-    made = WrittenConversations(tokenizer_of("gptoss"), stops("gptoss"))
+    made = ConversationRows(tokenizer_of("gptoss"), stops("gptoss"))
     first, again = (made.rows([Prompt(id="chats:1", text=text, token_ids=(), answer="")]) for _ in range(2))
     assert [row.token_ids.tolist() for row in first] == [row.token_ids.tolist() for row in again]
     assert f"Current date: {datetime.now():%Y-%m}" in decoded("gptoss", first[0].token_ids)
@@ -624,7 +624,7 @@ def test_a_date_that_a_template_writes_is_the_same_in_all_rows_of_a_run(monkeypa
 def test_turns_that_are_marked_as_not_learnt_are_context(mark: str, no: object, yes: object) -> None:
     messages = asked("chatml")
     messages[1][mark], messages[2][mark], messages[4][mark] = "the user's", no, yes
-    shown = WrittenConversation(id="chats:1", messages=messages, tools=()).tidied()
+    shown = TrainingConversation(id="chats:1", messages=messages, tools=()).tidied()
     assert mark not in set().union(*shown)  # no template sees it
     (row,) = rows_of("chatml", messages, TOOLS)
     learned = [decoded("chatml", row.token_ids[start:stop]) for start, stop in row.turns]
@@ -677,7 +677,7 @@ def test_messages_that_cannot_be_rows_are_refused_by_name(messages: list[dict[st
 
 def test_a_turn_whose_end_no_token_marks_is_refused() -> None:
     with pytest.raises(DataError, match=r"no token ends sampling .ids \[5\].*eos_token_id in generation_config.json"):
-        WrittenConversations(tokenizer_of("chatml"), [5]).rows(
+        ConversationRows(tokenizer_of("chatml"), [5]).rows(
             [Prompt(id="chats:1", text=json.dumps({"messages": asked("chatml"), "tools": []}), token_ids=(), answer="")]
         )
 
@@ -686,9 +686,9 @@ def test_a_first_turn_with_nothing_before_it_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.split_special_tokens = False
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' }}{% endfor %}"
-    made = WrittenConversations(tokenizer, [tokenizer.eos_token_id])
+    made = ConversationRows(tokenizer, [tokenizer.eos_token_id])
 
-    def rows(question: str) -> list[WrittenRow]:
+    def rows(question: str) -> list[SupervisedRow]:
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "b"}]
         text = json.dumps({"messages": talk, "tools": []})
         return made.rows([Prompt(id="chats:1", text=text, token_ids=(), answer="")])
@@ -722,7 +722,7 @@ def test_templates_that_show_no_turn_behind_its_own_prompt_are_refused(name: str
 
 
 def test_many_conversations_are_encoded_as_each_alone() -> None:
-    maker = WrittenConversations(tokenizer_of("qwen3"), stops("qwen3"))
+    maker = ConversationRows(tokenizer_of("qwen3"), stops("qwen3"))
     texts = [json.dumps({"messages": asked("qwen3")[: 3 + 2 * k], "tools": TOOLS}) for k in range(3)]
     prompts = [Prompt(id=f"c:{k}", text=text, token_ids=(), answer="") for k, text in enumerate(texts)]
     together, alone = maker.rows(prompts), [row for one in prompts for row in maker.rows([one])]

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rl_megatron.agents.conversation.conversation import Conversation
-from rl_megatron.agents.conversation.forms import WrittenConversation
-from rl_megatron.agents.conversation.messages import ChatMessage, MessagesRefused, written_arguments
+from rl_megatron.agents.conversation.forms import TrainingConversation
+from rl_megatron.agents.conversation.messages import ChatMessage, UnsupportedMessages, arguments_json
 from rl_megatron.agents.conversation.probe import TemplateReport, probe_template
 from rl_megatron.agents.conversation.templates import PlainText, Template, Tools
-from rl_megatron.agents.conversation.written import ChatTemplate, WrittenConversations, end_of_turns
+from rl_megatron.agents.conversation.written import ChatTemplate, ConversationRows, end_of_turns
 from rl_megatron.chat_templates import _compiled
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
@@ -50,7 +50,7 @@ def test_a_family_is_rendered_as_transformers_does(name: str) -> None:
         for opened in (False, True):
             shown = MESSAGES[:many]
             if name == "deepseek":  # its template joins arguments to a text
-                shown = [written_arguments(message) for message in shown]
+                shown = [arguments_json(message) for message in shown]
             wanted = tokenizer.apply_chat_template(
                 shown, tools=tools, tokenize=False, add_generation_prompt=opened, **options
             )
@@ -170,7 +170,9 @@ def of(role: str, content: str = "RESULT 42") -> ChatMessage:
 def test_a_message_that_a_template_passes_over_is_refused_by_its_place(family: str, roles: tuple[str, ...]) -> None:
     template = ChatTemplate(tokenizer_of(family))
     for role in roles:
-        with pytest.raises(MessagesRefused, match=rf"passes over message 3, of the role '{role}', which would be lost"):
+        with pytest.raises(
+            UnsupportedMessages, match=rf"passes over message 3, of the role '{role}', which would be lost"
+        ):
             template.begin([*SAID, of(role)], ())
         template.render([*SAID, of(role, "")], ())  # nothing is lost
     assert "RESULT 42" in template.render([*SAID, of("user")], ())
@@ -200,7 +202,9 @@ def test_tools_are_refused_where_the_template_does_not_show_them(family: str) ->
         assert "Adds." not in template.render([asked], ())
     else:
         for tools, names in ((TOOLS, "add"), ([*TOOLS, *TOOLS, *TOOLS], "add and 2 more")):
-            with pytest.raises(MessagesRefused, match=f"shows no tools, so the model would not know of {names}: give"):
+            with pytest.raises(
+                UnsupportedMessages, match=f"shows no tools, so the model would not know of {names}: give"
+            ):
                 template.begin([asked], tools)
         assert "add by" in template.render([asked], ())
 
@@ -219,7 +223,7 @@ def test_a_tool_without_a_name_is_refused(tools: Tools, shown: str | None) -> No
     if shown:
         assert shown in template.render([ASKED], tools)
     else:
-        with pytest.raises(MessagesRefused, match=r"tool 1 is .*; it must be an object with function\.name"):
+        with pytest.raises(UnsupportedMessages, match=r"tool 1 is .*; it must be an object with function\.name"):
             template.render([ASKED], tools)
 
 
@@ -243,7 +247,7 @@ def test_plain_texts_show_no_tools_at_any_turn() -> None:
         lambda: template.proceed(before, [*SAID, ASKED], TOOLS, None),
         lambda: template.shows_alike(SAID, SAID, TOOLS),
     ):
-        with pytest.raises(MessagesRefused, match=r"environment.template=plain shows no tools.*set environment"):
+        with pytest.raises(UnsupportedMessages, match=r"environment.template=plain shows no tools.*set environment"):
             shown()
 
 
@@ -284,7 +288,7 @@ def test_tools_that_depend_on_a_message_of_the_system_are_refused_where_they_are
     template = ChatTemplate(tokenizer)
     for _ in range(2):
         assert "Adds." in template.render(good, TOOLS)
-        with pytest.raises(MessagesRefused, match=f"chat template shows no tools {said}"):
+        with pytest.raises(UnsupportedMessages, match=f"chat template shows no tools {said}"):
             template.render(bad, TOOLS)
     report = probe_template(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
     assert (report.shows_tools, report.with_system) == (True, shown == "==")
@@ -311,7 +315,9 @@ def test_calls_that_the_template_leaves_out_are_refused_but_for_sampled_ones(
     template: Template, call: dict[str, Any]
 ) -> None:
     """Of what was sampled the tokens are there, or were; only who asks can change the rest."""
-    with pytest.raises(MessagesRefused, match=r"message 2: the model's chat template does not write its (call|tool|f)"):
+    with pytest.raises(
+        UnsupportedMessages, match=r"message 2: the model's chat template does not write its (call|tool|f)"
+    ):
         Conversation(template).prompt_for([QUESTION, call, RESULT, SAYS, QUESTION])
     talk = Conversation(template)
     talk.add(talk.prompt_for([QUESTION]), completion([1, 2], random.Random(0)), call)
@@ -321,8 +327,8 @@ def test_calls_that_the_template_leaves_out_are_refused_but_for_sampled_ones(
 def written(tokenizer: PreTrainedTokenizerFast, content: object) -> tuple[str, list[str]]:
     """The texts of the row that is learned, and of the whole that is scored."""
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else "<|user|>")
-    talk = WrittenConversation(id="t:1", messages=[{"role": "user", "content": content}, SAYS], tools=())
-    maker = WrittenConversations(tokenizer, [stop])
+    talk = TrainingConversation(id="t:1", messages=[{"role": "user", "content": content}, SAYS], tools=())
+    maker = ConversationRows(tokenizer, [stop])
     ((row,),) = maker.rows_of([talk])
     return maker.whole(talk), [str(tokenizer.decode(row.token_ids))]
 
@@ -346,8 +352,8 @@ def test_texts_of_a_content_are_one_as_in_the_template(name: str, template: str 
         assert written(tokenizer, parts)[0] == tokenizer.apply_chat_template(messages, tokenize=False)
     else:
         for make in ("rows_of", "whole"):
-            talk = WrittenConversation(id="t:1", messages=[{"role": "user", "content": parts}, SAYS], tools=())
-            maker = WrittenConversations(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+            talk = TrainingConversation(id="t:1", messages=[{"role": "user", "content": parts}, SAYS], tools=())
+            maker = ConversationRows(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
             with pytest.raises(DataError, match=r"prompt 't:1': message 1 has a content of several texts, which the"):
                 getattr(maker, make)([talk] if make == "rows_of" else talk)
     if template is None:
@@ -367,20 +373,20 @@ def test_texts_of_a_content_are_one_as_in_the_template(name: str, template: str 
     ],
 )
 def test_what_would_be_an_empty_text_or_other_arguments_is_refused(message: dict[str, Any], said: str) -> None:
-    talk = WrittenConversation(id="t:1", messages=[QUESTION, message, SAYS], tools=())
-    with pytest.raises(MessagesRefused, match=f"^message 2.*{said}"):
+    talk = TrainingConversation(id="t:1", messages=[QUESTION, message, SAYS], tools=())
+    with pytest.raises(UnsupportedMessages, match=f"^message 2.*{said}"):
         talk.tidied()
     of_tool = {"role": "tool", "tool_call_id": "c", "name": "add"}
     returned = [{**of_tool, "content": nothing, "tool_calls": nothing} for nothing in (None, [])]
     for empty in ({"role": "tool", "content": ""}, {**CALLS, "content": None}, *returned):
-        assert WrittenConversation(id="t:1", messages=[QUESTION, empty, SAYS], tools=()).tidied()[1]["content"] == ""
+        assert TrainingConversation(id="t:1", messages=[QUESTION, empty, SAYS], tools=()).tidied()[1]["content"] == ""
     given = [{"arguments": arguments, "description": "Adds."} for arguments in ({}, [], "", "{}")]
     for nothing in ({}, {"arguments": None, "strict": None}, *given):
         calls = {**CALLS, "tool_calls": [{"function": {"name": "add", **nothing}}]}
-        known = WrittenConversation(id="t:1", messages=[QUESTION, calls, SAYS], tools=()).tidied()
+        known = TrainingConversation(id="t:1", messages=[QUESTION, calls, SAYS], tools=()).tidied()
         assert known[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
     twice = {**SAYS, "thinking": "one", "reasoning_content": "one\n", "reasoning": ""}  # the same but for white space
-    known = WrittenConversation(id="t:1", messages=[QUESTION, twice, SAYS], tools=()).tidied()
+    known = TrainingConversation(id="t:1", messages=[QUESTION, twice, SAYS], tools=()).tidied()
     assert known[1] == {**SAYS, "reasoning_content": "one\n"}
 
 
@@ -395,11 +401,11 @@ def test_what_would_be_an_empty_text_or_other_arguments_is_refused(message: dict
 def test_a_turn_that_no_model_should_write_is_refused_and_is_context(turn: dict[str, Any], said: str) -> None:
     """As exports of cut answers, and of servers that left thinking in the content, have them."""
     tokenizer = tokenizer_of("qwen3")
-    maker = WrittenConversations(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    maker = ConversationRows(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
 
     def made(weight: int) -> int:
         messages = [QUESTION, {"role": "assistant", "weight": weight, **turn}, QUESTION, SAYS]
-        ((row,),) = maker.rows_of([WrittenConversation(id="t:1", messages=messages, tools=())])
+        ((row,),) = maker.rows_of([TrainingConversation(id="t:1", messages=messages, tools=())])
         return len(row.turns)
 
     assert made(0) == 1
@@ -423,6 +429,6 @@ def test_a_turn_ends_with_the_first_token_that_ends_sampling() -> None:
     tokenizer = with_template("chatml", last)
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<think>"])
     talk = json.loads(json.dumps([QUESTION, SAYS]))
-    ((row,),) = WrittenConversations(tokenizer, stops).rows_of([WrittenConversation(id="t", messages=talk, tools=())])
+    ((row,),) = ConversationRows(tokenizer, stops).rows_of([TrainingConversation(id="t", messages=talk, tools=())])
     assert [tokenizer.decode(row.token_ids[start:stop]) for start, stop in row.turns] == ["17<|im_end|>"]
     assert len(row.token_ids) == row.turns[-1][1]

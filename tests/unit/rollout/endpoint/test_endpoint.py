@@ -24,10 +24,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from rl_megatron.agents.conversation.templates import PlainText, text_of
+from rl_megatron.agents.conversation.templates import PlainText, decode_text
 from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.endpoint.server import Endpoint, OpenConversation
-from rl_megatron.agents.episode import Episode, PlaySetting, TrajectoryPlace
+from rl_megatron.agents.episode import Episode, EpisodeSettings, TrajectoryKey
 from rl_megatron.agents.parsers import PARSERS
 from rl_megatron.config.sections.reward import EnvironmentSection
 from rl_megatron.engines.local.engine import LocalEngine
@@ -96,7 +96,7 @@ async def test_the_async_client_leads_many_conversations_at_once_that_never_mix(
     said = await asyncio.gather(*map(lead, served))
     assert said == [[f"I am {place}.", f"Still {place}."] for place in range(8)]
     for place, turns in enumerate(many):
-        assert [text_of(TOKENIZER, np.array(ids)) for ids in trained(turns)] == said[place]
+        assert [decode_text(TOKENIZER, np.array(ids)) for ids in trained(turns)] == said[place]
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ class Saying:
 def episode(engine: Any, name: str = "one", **changes: Any) -> Episode:
     """One of Qwen3's template and Hermes's calls, whose prompts have 1,000 tokens at most, and rows 3,000 more."""
     params = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 200, "stop_token_ids": (STOP,), "seed": 7}
-    setting = PlaySetting(
+    setting = EpisodeSettings(
         engine=engine,
         section=EnvironmentSection(max_turns=99, max_tokens=3000, min_turn_tokens=1),
         params=SamplingParams(**params),
@@ -371,7 +371,7 @@ def episode(engine: Any, name: str = "one", **changes: Any) -> Episode:
         vocab_size=len(TOKENIZER),
     )
     task = Prompt(id=name, text="", token_ids=(1,), answer="")
-    return Episode(replace(setting, **changes), TrajectoryPlace(task=task, name="step 1", number=0, seed=7))
+    return Episode(replace(setting, **changes), TrajectoryKey(task=task, name="step 1", number=0, seed=7))
 
 
 class Serving:
