@@ -105,8 +105,8 @@ class StandIns:
 class Pickled(LearnerGroup):
     """Today's way: each rank gets its data-parallel rank's micro-batches at each pass."""
 
-    def __init__(self, group: WorkerGroup, dims: ParallelDims, plane: BatchCalls) -> None:
-        super().__init__(group, "policy", plane)
+    def __init__(self, group: WorkerGroup, dims: ParallelDims, calls: BatchCalls) -> None:
+        super().__init__(group, "policy", calls)
         self._dims = dims
 
     @override
@@ -179,8 +179,8 @@ async def step(streams: Sequence[Connection], groups: Sequence[RolloutGroup], *,
     failure = Failure()
     group = WorkerGroup([WorkerHandle(StandIn(r, one), failure, None) for r, one in enumerate(streams)], failure)
     await group.each("layout", dims)
-    plane = BatchCalls(group, dims)
-    policy = Pickled(group, dims, plane) if pickled else LearnerGroup(group, "policy", plane)
+    calls = BatchCalls(group, dims)
+    policy = Pickled(group, dims, calls) if pickled else LearnerGroup(group, "policy", calls)
     unused: Any = None
     roles = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
     update = PolicyUpdate(config=config_of(dims), roles=roles, attention_cost=1e-5)

@@ -20,7 +20,7 @@ from typing import Any
 
 SAMPLE = {
     *("Prompt", "GenerationRequest", "Completion", "Turn", "Chain", "Trajectory", "RolloutGroup", "RolloutBatch"),
-    *("Drawn", "Draw", "Answered", "_Scored", "Samples", "Measured", "_Measured", "Batch"),
+    *("Draw", "Answered", "_Scored", "Samples", "Measured", "Batch"),
     *("PackedMicroBatch", "LossInputs"),
 }
 BOX = {"Tensor", "Parameter", "WeightUpdate"}  # and every class of rl_megatron.weights

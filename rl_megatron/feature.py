@@ -572,7 +572,7 @@ class LearnerHooks:
     def around_scored(
         self, chunk: DistributedDataParallel, micro_batch: PackedMicroBatch, want: frozenset[Want]
     ) -> AbstractContextManager[None]:
-        """As `around_forward`, in a pass for the scores in ``want``."""
+        """Makes a context as `around_forward` does, in a pass for the scores in ``want``."""
         return nullcontext()
 
     def scored(

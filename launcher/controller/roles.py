@@ -81,7 +81,7 @@ class WeightGroup(WeightSync):
 
     async def push_beside(self, version: int, *given: object) -> WeightUpdate:
         """Pushes a feature's parameters beside the model's; its ends get what is ``given``. Raises as `push`."""
-        await self._group.each("prepare", *given)
+        await self._group.each("announce", *given)
         return await self._twice(version, True)
 
     async def merge(self, *, merged: bool) -> None:
@@ -220,9 +220,9 @@ class LearnerGroup(Learner):
     Every call raises WorkerFailure if a rank has ended.
     """
 
-    def __init__(self, group: WorkerGroup, role: str, plane: BatchCalls) -> None:
-        """``plane`` is that of the group, which models on the same ranks share."""
-        self._group, self.role, self._plane = group, role, plane
+    def __init__(self, group: WorkerGroup, role: str, calls: BatchCalls) -> None:
+        """``calls`` is that of the group, which models on the same ranks share."""
+        self._group, self.role, self._calls = group, role, calls
         self._num_layers: dict[str, int] = {}  # that columns have entries of; empty: not known yet
 
     @override
@@ -237,7 +237,7 @@ class LearnerGroup(Learner):
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
         """Each data-parallel rank scores its micro-batches; the policy replays the batch's routes."""
         asked = ForwardPass(role=self.role, want=want, replays=self.role == "policy", last_tokens=batch.last_tokens)
-        (said,) = await LearnerGroups([self], self._plane).score(batch, [asked])
+        (said,) = await LearnerGroups([self], self._calls).score(batch, [asked])
         return said.scores
 
     @override
@@ -245,13 +245,13 @@ class LearnerGroup(Learner):
         """Each data-parallel rank adds the gradients of its micro-batches."""
         await self.check_columns(batch)
         common = (loss, batch.num_tokens, batch.num_sequences)
-        answers = await self._plane.call("backward", self.role, batch, *common, to_score=False)
+        answers = await self._calls.call("backward", self.role, batch, *common, to_score=False)
         said: dict[str, Metric[float]] = next(answer for answer in answers if answer is not None)
         return said
 
     @override
     async def forget(self) -> None:
-        await self._plane.forget()
+        await self._calls.forget()
 
     @override
     async def step(self, learning_rate: float) -> StepResult | SkippedStep:
@@ -304,9 +304,9 @@ class LearnerGroup(Learner):
 class LearnerGroups(SharedRanks):
     """The models on the ranks of one group."""
 
-    def __init__(self, models: Sequence[LearnerGroup], plane: BatchCalls) -> None:
-        """``plane`` is that of the group."""
-        self._models, self._plane = {one.role: one for one in models}, plane
+    def __init__(self, models: Sequence[LearnerGroup], calls: BatchCalls) -> None:
+        """``calls`` is that of the group."""
+        self._models, self._calls = {one.role: one for one in models}, calls
 
     @property
     @override
@@ -320,7 +320,7 @@ class LearnerGroups(SharedRanks):
                 await self._models[one.role].check_columns(batch)
         if not any(one.replays for one in passes):  # columns of the policy's layers are not sent to other models
             batch = for_pass(batch, replays=False, last_tokens=batch.last_tokens)
-        return await self._plane.score(batch, passes)
+        return await self._calls.score(batch, passes)
 
 
 class _Saving(SaveHandle):
@@ -347,10 +347,10 @@ def make_components(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Run
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
     scoring = dict.fromkeys(scoring_roles(config), True)
     frozen = {role: role not in scoring for role in frozen_folders(config)}
-    planes = {role: BatchCalls(its, config.learner_of(role).dims) for role, its in groups.items()}
+    batch_calls = {role: BatchCalls(its, config.learner_of(role).dims) for role, its in groups.items()}
     learners, others, reward_models = (
         {
-            role: LearnerGroup(groups.get(role, group), role, planes.get(role, planes[LEARNER]))
+            role: LearnerGroup(groups.get(role, group), role, batch_calls.get(role, batch_calls[LEARNER]))
             for role, needed in roles.items()
             if needed
         }
@@ -358,8 +358,8 @@ def make_components(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Run
     )
     models = [*learners.values(), *others.values(), *reward_models.values()]
     together = [
-        LearnerGroups([one for one in models if (one.role if one.role in groups else LEARNER) == name], plane)
-        for name, plane in planes.items()
+        LearnerGroups([one for one in models if (one.role if one.role in groups else LEARNER) == name], calls)
+        for name, calls in batch_calls.items()
     ]
 
     return RunComponents(

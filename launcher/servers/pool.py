@@ -273,7 +273,8 @@ class ServerPool:
             (packages / name / "config.json").write_text(config)
         copy_companions(self._model_folder, packages / "model")
         if pushes_of(self._config) is not None:
-            (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # SGLang then reads a file
+            # SGLang's side of adapters starts with --load-format safetensors, which reads a file; vLLM's reads none.
+            (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[ServerState]:
         """Start the servers of the run's beginning; in a resume one that fails is left to its supervisor."""

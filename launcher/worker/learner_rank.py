@@ -52,7 +52,7 @@ class LearnerRank(RankModels):
     CALLS = (
         *RankModels.CALLS,
         *("generate", "stage", "commit", "sums", "join_engines", "send", "export", "checksums"),
-        *("merge", "prepare"),
+        *("merge", "announce"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
@@ -134,11 +134,11 @@ class LearnerRank(RankModels):
             verify=not self._sealed,
             compression=compression_of(config),
         )
-        self._stagings = [Staging(transport, self._holder)]
+        self._stagings = {"model": Staging(transport, self._holder)}
 
     def _connect_beside(self, config: RunConfig, run_folder: Path, pushes: Pushes) -> None:
         """Plan the moves of a feature's parameters from every rank to the first that writes each mirror file."""
-        staging, self._prepare = load_side(pushes.ends)(
+        staging, self._announce = load_side(pushes.ends)(
             config,
             self._layout,
             self._hf,
@@ -148,7 +148,7 @@ class LearnerRank(RankModels):
             mirror=mirror_path(config, run_folder),
             model=self._model_folder,
         )
-        self._stagings.append(staging)
+        self._stagings["feature"] = staging
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
@@ -173,17 +173,17 @@ class LearnerRank(RankModels):
         self._learners["policy"].gather()
         try:
             with self._as_pushed():
-                return self._stagings[beside].stage(version)
+                return self._stagings["feature" if beside else "model"].stage(version)
         except CorruptionError as error:
             return error
 
     def commit(self, version: int, beside: bool = False) -> None:
         """Serve what is staged. Raises SyncError."""
-        self._stagings[beside].commit(version)
+        self._stagings["feature" if beside else "model"].commit(version)
 
-    def prepare(self, *given: object) -> None:
-        """Take what a feature says of its parameters before they are staged."""
-        self._prepare(*given)
+    def announce(self, *given: object) -> None:
+        """Tell a feature's end what its side in the controller says of the version that is staged next."""
+        self._announce(*given)
 
     def merge(self, merged: bool) -> None:
         """Set whether what is pushed of the model from now on has a feature's parameters merged into it."""
@@ -257,7 +257,7 @@ class LearnerRank(RankModels):
 
     def close(self) -> None:
         """Wait for every rank, then leave the process groups."""
-        for staging in self._stagings:
+        for staging in self._stagings.values():
             staging.close()
         self._ends.close()
         super().close()

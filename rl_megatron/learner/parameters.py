@@ -20,7 +20,7 @@ from rl_megatron.feature import ChunkAdapters
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _DRAFT = "mtp.layers.0."
 _HELD = (".router.expert_bias", ".indexer.")  # parts of the names of buffers that layouts have
-_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|\w+_[AB]))(\d+)$")
+_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|\w+_[AB]))(\d+)$")  # adapters: x_A, x_B
 _OF_THE_RUN = {"params", "step"}  # all else in a group is a setting
 
 

@@ -276,7 +276,7 @@ def folders_main(rank: int, root: Path) -> None:
     )
     worker = LearnerRank(setup, rank, None)
     for version, name in enumerate(("run-v0", "run-v1", "run-v2")):
-        worker.prepare(name, ("run-v1",))
+        worker.announce(name, ("run-v1",))
         assert not isinstance(worker.stage(version, True), Exception)
         worker.commit(version, True)
     for version, merges in enumerate((False, True, False)):

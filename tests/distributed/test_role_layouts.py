@@ -155,7 +155,7 @@ def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> No
             await replayed(roles, packer, samples)
             await roles.policy.forget()
             assert isinstance(roles.policy, LearnerGroup)
-            sent = roles.policy._plane._sent
+            sent = roles.policy._calls._sent
             batch = packer.pack(samples)
             sent.shares(batch, to_score=True)  # as if ranks had them
             await roles.policy.score(batch, frozenset({"logprobs"}))

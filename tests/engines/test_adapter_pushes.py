@@ -77,7 +77,7 @@ class AdapterFolder(FolderSync):
         self.written = version
         for name, tensor in self.drawn(version).items():
             self.writer.tensors[name].copy_(tensor * (name != self.lost))
-        self.writer.prepare(*given)
+        self.writer.announce(*given)
         self.writer.serve(version)
         return WeightUpdate(version=version, num_bytes=0, seconds=0.0)
 

@@ -257,7 +257,7 @@ def written(rank: int, cell: Push, tensors: Mapping[str, Tensor], folder: Path) 
     for version in VERSIONS:
         fill(tensors, cell, version, rank)
         if isinstance(holder, AdapterFolders):
-            holder.prepare(f"v{version}", [f"v{version - 1}"])
+            holder.announce(f"v{version}", [f"v{version - 1}"])
         if holder:
             holder.withdraw()
         out["bytes"].append(transport.move(version).num_bytes)

@@ -213,6 +213,7 @@ class SGLangAdapter(ForeignEngine):
                 *("-P", "-m", "rl_megatron.engines.sglang.server"),
                 # The model's end-of-sequence tokens would end completions, although a request does not name them.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
+                # A feature that needs another loader names it, and brings what that reads into the bare folder.
                 *(() if "--load-format" in more else ("--load-format", "dummy")),
                 *("--custom-weight-loader", _LOADER),
                 # Other nodes answer /health, always with 200, and may be on this machine.

@@ -24,7 +24,7 @@ class HeldAdapters(EngineHooks):
 
     path: ClassVar[str]
     field: ClassVar[str]
-    """Of a request, in which the engine reads a version's name."""
+    """The field of a request that names the version."""
 
     async def load(self, server: Server, version: NamedVersion, folder: Path) -> None:
         """Loads a folder of peft. Raises as `Server`, and EngineError with the server's answer if it refuses."""

@@ -55,7 +55,7 @@ class AdapterRanks(Protocol):
     """The learner's ranks, which write folders of adapters; their other calls are about the model beside these."""
 
     async def push_beside(self, version: int, *given: object) -> WeightUpdate:
-        """Write the adapters, after `AdapterFolders.prepare` is called with what is ``given``. Raises as a push."""
+        """Write the adapters, after `AdapterFolders.announce` is called with what is ``given``. Raises as a push."""
         ...
 
     async def merge(self, *, merged: bool) -> None:
@@ -326,7 +326,7 @@ class AdapterFolders:
         (work / "adapter_config.json").write_text(self._config)
         publish_folder(work, final)
 
-    def prepare(self, name: str, keep: Collection[str]) -> None:
+    def announce(self, name: str, keep: Collection[str]) -> None:
         """Name the folder that is written next, and remove those written before but ``keep``."""
         self._name, beside = name, adapters_folder(self._mirror, name).parent
         for folder in beside.iterdir() if beside.is_dir() else ():
@@ -361,4 +361,4 @@ def adapter_ends(
         dst={} if folders is None else folders.tensors,
         bucket_bytes=config.weights.bucket_mb * 2**20,
     )
-    return Staging(transport, folders), (lambda *_: None) if folders is None else folders.prepare
+    return Staging(transport, folders), (lambda *_: None) if folders is None else folders.announce

@@ -56,7 +56,7 @@ def hf_adapter_name(weight: str, which: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoraLayouts(AdapterLayouts):
-    """Where ``lora``'s adapters are."""
+    """The layouts of ``lora``'s adapters on ranks and in files."""
 
     lora: LoraSection
     section = "learner.lora"
@@ -121,7 +121,7 @@ class LoraLayouts(AdapterLayouts):
 
 
 def layouts_of(learner: LearnerSection) -> LoraLayouts:
-    """Where the adapters of a learner with some are."""
+    """Returns the layouts of the adapters of a learner that has some."""
     return LoraLayouts(lora_of(learner))
 
 

@@ -433,15 +433,15 @@ async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
     """A pass over rows that ranks hold is their numbers; models on the same ranks share what these hold."""
     stages, whole = Stages(), samples()
     group = cast(WorkerGroup, stages)
-    plane = BatchCalls(group, DIMS)
-    policy, critic = (LearnerGroup(group, "policy", plane) for _ in range(2))
+    calls = BatchCalls(group, DIMS)
+    policy, critic = (LearnerGroup(group, "policy", calls) for _ in range(2))
     sent: list[list[int]] = []
     trained = packed(replace(whole, advantages=2 * whole.advantages))
     for model, batch in ((policy, packed(whole)), (critic, packed(whole))):
         await model.score(batch, frozenset({"logprobs"}))
         sent.append([len(share) for share in shares_of(stages)])
     for _ in range(2):
-        await plane.call("backward", (), trained, CrossEntropy(), to_score=False)
+        await calls.call("backward", (), trained, CrossEntropy(), to_score=False)
         sent.append([len(share) for share in shares_of(stages)])
     await policy.forget()
     await critic.forget()

@@ -105,11 +105,13 @@ def samples() -> Samples:
 
 
 def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> RunComponents:
-    planes = {role: BatchCalls(cast(WorkerGroup, its), ParallelDims(dp=len(its.held))) for role, its in groups.items()}
+    calls_of = {
+        role: BatchCalls(cast(WorkerGroup, its), ParallelDims(dp=len(its.held))) for role, its in groups.items()
+    }
     of = {role: role if role in groups else "learner" for role in ("policy", "critic", *frozen_folders(config))}
     if not config.algorithm.needs_critic:
         del of["critic"]
-    models = {role: LearnerGroup(cast(WorkerGroup, groups[name]), role, planes[name]) for role, name in of.items()}
+    models = {role: LearnerGroup(cast(WorkerGroup, groups[name]), role, calls_of[name]) for role, name in of.items()}
     unused: Any = None
     return RunComponents(
         learners={role: model for role, model in models.items() if role in ("policy", "critic")},
@@ -117,8 +119,8 @@ def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> RunComponents:
         engine=unused,
         weights=unused,
         together=[
-            LearnerGroups([model for role, model in models.items() if of[role] == name], plane)
-            for name, plane in planes.items()
+            LearnerGroups([model for role, model in models.items() if of[role] == name], calls)
+            for name, calls in calls_of.items()
         ],
     )
 
