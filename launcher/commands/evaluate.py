@@ -39,7 +39,7 @@ from rl_megatron.evaluation.results import (
 from rl_megatron.evaluation.sets import EvalSet, measure
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
-from rl_megatron.rewards.classifiers.on_ranks import in_process_reward
+from rl_megatron.rewards.classifiers.on_ranks import local_reward
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.learner import job_shape
@@ -136,8 +136,8 @@ async def _measured(
     """``begun`` with all sets; it is written into ``file`` after each that is measured."""
     from launcher.build.sampler import load_environment, make_sampler, make_set_samplers
 
-    rewards = {name: in_process_reward(one, config.reward_models) for name, one in config.own_rewards.items()}
-    judge = resolve_rewards(in_process_reward(config.reward, config.reward_models), rewards, config.sandbox)
+    rewards = {name: local_reward(one, config.reward_models) for name, one in config.own_rewards.items()}
+    judge = resolve_rewards(local_reward(config.reward, config.reward_models), rewards, config.sandbox)
     made = load_environment(config)
     sampler = make_sampler(config, made, engine, judge, data, vocab_size=vocab_size)
     own = make_set_samplers(config, engine, data, vocab_size=vocab_size)

@@ -31,7 +31,7 @@ from rl_megatron.weights.layouts.learner import elements_by_stage, engine_layout
 from rl_megatron.weights.plans.plan import Place, Plan, Rounds, plan, plan_into_copies, plan_of_group, receivers_of
 from tools.planner.hardware import RANGE, Gpu, gpu_named
 from tools.planner.memory import Save, bytes_served, encoded_layout, footprints, save_cost
-from tools.planner.rl_step import RlStep, length_distribution, rl_step, unmodelled_features
+from tools.planner.rl_step import RlStep, length_distribution, rl_step, unmodeled_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,7 +537,7 @@ def _unpredicted(config: RunConfig) -> str:
         return "set slurm.speeds.gpu to the kind of your GPUs, as h100"
     if not config.kind.samples:
         return f"they are of steps that sample, and job={config.job} samples nothing"
-    for why in unmodelled_features(config):
+    for why in unmodeled_features(config):
         return f"they are of {why}"
     if not config.rollout.served:
         return f"they are of servers that sample, and rollout.engine={config.rollout.engine}"

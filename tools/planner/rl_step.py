@@ -542,7 +542,7 @@ def _moved_to_host(config: RunConfig, shape: ModelShape) -> float:
     return 12.0 * sum(_held_of(shape)) / d.world_size
 
 
-def unmodelled_features(config: RunConfig) -> Iterator[str]:
+def unmodeled_features(config: RunConfig) -> Iterator[str]:
     """Yields what `rl_step` computes that a run with this configuration does not do, as the end of a sentence."""
     for key, one in config.training_environments.items():
         yield f"single completions, and {key}.function={one.function} has several turns"

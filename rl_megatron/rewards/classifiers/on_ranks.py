@@ -96,7 +96,7 @@ class RankedReward:
         return row[: last + 1]
 
 
-def in_process_reward(section: RewardSection, models: Mapping[str, RankedModelSection]) -> RewardSection:
+def local_reward(section: RewardSection, models: Mapping[str, RankedModelSection]) -> RewardSection:
     """The reward of a command without ranks: its reward models are in this process, as ``hf:`` of their folders."""
 
     def here(name: str | None) -> str | None:

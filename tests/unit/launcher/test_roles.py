@@ -23,7 +23,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.placement.ranks import extra_role_nodes, ranks_by_role
-from rl_megatron.rewards.classifiers.on_ranks import RewardModels, in_process_reward
+from rl_megatron.rewards.classifiers.on_ranks import RewardModels, local_reward
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rewards.scoring import score
 from rl_megatron.types import Prompt
@@ -139,9 +139,9 @@ def test_each_has_ranks_and_nodes_of_its_own_or_is_in_the_commands_process() -> 
     config = loaded(
         "reward_models.judge.path=tests", "reward.parts.judge.function=ranks:judge", "reward.parts.format=2"
     )
-    assert in_process_reward(config.reward, config.reward_models).functions == {"judge": "hf:tests", "format": "format"}
+    assert local_reward(config.reward, config.reward_models).functions == {"judge": "hf:tests", "format": "format"}
     config = loaded(*JUDGE)
-    assert in_process_reward(config.reward, config.reward_models).function == "hf:tests"
+    assert local_reward(config.reward, config.reward_models).function == "hf:tests"
 
 
 def test_a_folder_that_ranks_can_score_with_is_taken(judge: Path) -> None:
