@@ -212,8 +212,8 @@ def test_ranks_with_other_libraries_find_it_out_when_they_meet(tmp_path: Path, m
     value = r"2\.29\.[78] \(rank [01]\)"
     handles = "the number of fields of torch's handles of GPU memory"
     for nodes, name, said in (("ab", "nccl", "NCCL"), ("aa", "handle", handles)):
-        both = iter({**dict.fromkeys(FIELDS, "1"), name: known} for known in ("2.29.7", "2.29.8"))
-        places = iter(Place(node=node, name="", gpu=node) for node in nodes)
+        both = iter([{**dict.fromkeys(FIELDS, "1"), name: known} for known in ("2.29.7", "2.29.8")])
+        places = iter([Place(node=node, name="", gpu=node) for node in nodes])  # threads share it: no generator
         monkeypatch.setattr(joined, "facts", lambda libraries, fields, both=both: next(both))
         monkeypatch.setattr(joined, "own_place", lambda tensors, places=places: next(places))
         ends = Met()
