@@ -83,7 +83,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """``hf_box`` of HF tensor ``hf`` is ``box`` of local tensor ``param``, whose whole shape is ``shape``.
+    """``hf_box`` of HF tensor ``hf`` is ``box`` of local tensor ``param``, which has the whole shape ``shape``.
 
     Both names are patterns: one slice stands for every ``{layer}`` and ``{expert}`` of its row.
     """
@@ -302,8 +302,8 @@ def keeping_dtype(layout: Layout) -> set[str]:
 def float32_in_files(hf: Layout) -> set[str]:
     """Names of tensors that are float32 in every file from which engines load: the vectors that keep their dtype.
 
-    Engines hold these in float32. They join the only such matrix, the indexer's ``weights_proj``, with one of the
-    weights' dtype, so that a wider one in the file would never have the checksum of what they hold.
+    Engines hold these in float32. They join the only matrix that keeps its dtype, the indexer's ``weights_proj``, with
+    one of the weights' dtype. If it were wider in the file, it would never have the checksum of the engine's matrix.
     """
     shapes = hf.local_shapes(0)
     return {name for name in keeping_dtype(hf) if len(shapes[name]) == 1}
@@ -323,7 +323,7 @@ _STACK = ".experts.gate_up_proj"  # is in the name of a tensor of all experts
 
 def shape_as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
     """``shape`` with experts of one tensor a layer or one by one, as tensors of these names are; of either layout."""
-    stacks = [name.startswith("mtp.") for name in names if _STACK in name]  # whether it is a draft layer's
+    stacks = [name.startswith("mtp.") for name in names if _STACK in name]  # True: a draft layer's
     return replace(
         shape,
         stacked_experts=shape.stacked_experts or not all(stacks),
@@ -333,7 +333,7 @@ def shape_as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Everything about a family. It is defined beside the rows, because models import no weights.
+    """Everything about a family. It is defined next to the rows, because models import no weights.
 
     ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
     ``megatron`` and, if plans support engines with it, ``engine``; ``stacked`` has them for files with one tensor

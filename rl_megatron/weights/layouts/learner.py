@@ -58,9 +58,9 @@ def shape_with_features(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 
 def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | None = None) -> ModelShape:
-    """The sizes of the model on the ranks of ``role``: a separate reference, teachers and reward models have those of
-    their folders, paths from ``base`` (the working directory), all others the policy's ``shape``, which alone has draft
-    layers. Raises ConfigError as readers do."""
+    """Returns the sizes of the model on the ranks of ``role``. A separate reference, teachers and reward models have
+    those of their folders, with paths from ``base`` (the working directory). All others have the policy's ``shape``;
+    only the policy has draft layers. Raises ConfigError as readers do."""
     folder, key = frozen_folders(config).get(role, (None, ""))
     if folder is None:
         return replace(shape, drafts=False) if role in ("reference", "critic") else shape
@@ -84,7 +84,7 @@ def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | Non
 
 
 def engine_layout(config: RunConfig, shape: ModelShape) -> Layout | None:
-    """The ranks of the servers that a run starts, by their degrees; None if nobody knows how they cut the model."""
+    """The ranks of the servers that a run starts, by their degrees; None if it is unknown how they cut it."""
     section, table = config.rollout.server, find_family(shape).tables.get("engine")
     if section.addresses is not None or table is None:
         return None
@@ -120,7 +120,7 @@ class Elements:
 class Rank:
     """The work of a rank of pipeline stage ``stage``, before any feature acts.
 
-    It holds ``parameters``, of which it trains ``trained``, and of these ``matrices`` in matrices of layers. It
+    It holds ``parameters`` and trains ``trained`` of them; ``matrices`` of these are in matrices of layers. It
     computes ``tokens`` of a micro-batch, in sequences of at most ``longest``, in ``layers``; ``inputs`` has the
     elements of each layer's input, and ``largest`` those of the largest parameter.
     """
@@ -136,7 +136,7 @@ class Rank:
     largest: int
 
     def stepped(self, learner: LearnerSection) -> float:
-        """How many of ``trained`` this rank steps: the others are its data-parallel peers'."""
+        """Returns how many of ``trained`` this rank steps; its data-parallel peers step the others."""
         d, held = learner.dims, self.trained
         return held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
 
@@ -193,7 +193,7 @@ def _trains(config: RunConfig, layout: Layout) -> Callable[[str], int]:
 def _by_stage(layout: Layout, *bytes_of: Callable[[str], int]) -> Sequence[Sequence[Elements]]:
     """`elements` of each stage by each of ``bytes_of``."""
     counts = [[{False: 0, True: 0} for _ in range(layout.dims.pp)] for _ in bytes_of]
-    times: dict[tuple[object, ...], Counter[int]] = {}  # of a row with such layers, by stage
+    times: dict[tuple[object, ...], Counter[int]] = {}  # kind of row -> number of its layers by stage
     for spec in layout.rows():
         if spec.keeps_dtype:  # a buffer
             continue

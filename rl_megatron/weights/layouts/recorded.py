@@ -35,7 +35,7 @@ def shared(ranks: Iterable[Boxes]) -> list[Boxes]:
     return out
 
 
-_Holders = tuple[tuple[int, ...], ...]  # for each box the ranks that hold it
+_Holders = tuple[tuple[int, ...], ...]  # the ranks that hold each box
 _Place = tuple[int, int]  # a layer and an expert, or the classes of both
 
 
@@ -49,7 +49,7 @@ class _Row:
     boxes: tuple[Box, ...]
     layers: Mapping[int, int]  # the class of a layer
     experts: Mapping[int, int]
-    holders: Mapping[_Place, _Holders]  # by classes
+    holders: Mapping[_Place, _Holders]  # key: the classes of a layer and an expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

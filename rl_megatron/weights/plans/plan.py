@@ -1,9 +1,9 @@
 """Plans which rank sends each box to which: integer arithmetic over two layouts, no torch, equal on every process.
 
 A plan is symbolic. One `TransferSpan` stands for all layers and experts of a table's row that have the same holders and
-the same destinations; a process expands only what it sends and receives itself. Plans go into other layouts, into whole
-copies of a model, each of which the processes of a node write together, and into engine ranks, which are members of the
-learner's group or have a learner rank beside them."""
+the same destinations; a process expands only what it sends and receives itself. Plans go into other layouts and into
+whole copies of a model, one for each node, which the node's processes write together. They also go into engine ranks,
+which are members of the learner's group or have a learner rank as their relay."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TransferSpan:
 
     @property
     def in_layers(self) -> bool:
-        """Whether it belongs to layers; if not, ``layers`` is (0,)."""
+        """True if it belongs to layers; if not, ``layers`` is (0,)."""
         return "{layer}" in self.wanted.param
 
     @property
@@ -143,11 +143,11 @@ def index_of(ascending: Sequence[int], process: int) -> int | None:
     return i if i < len(ascending) and ascending[i] == process else None
 
 
-_Stages = tuple[tuple[int, ...], ...]  # of each source row of one HF tensor: the stages that hold a layer
+_Stages = tuple[tuple[int, ...], ...]  # the stages that hold a layer, for each source row of one HF tensor
 
 
 def spans_between(src: Layout, dst: Layout, where: Mapping[int, int]) -> list[TransferSpan]:
-    """What every process in ``where`` needs, and which ranks hold it, in ``dst``'s table order, without senders.
+    """Returns the spans that every process in ``where`` needs and their holders, in ``dst``'s order, without senders.
 
     Rank r of ``dst`` is process ``where[r]``. Raises WeightError naming the tensor if ``src`` lacks elements or holds
     overlapping boxes.
@@ -290,8 +290,8 @@ def _refuse_gap(wanted: Slice, group: _Group, stretches: Sequence[TransferSpan])
         )
 
 
-_LARGEST_SHARE = 32  # a transfer that has a choice of senders is at most this part of a sender's mean load,
-SMALLEST_CUT = 256  # or this many elements: cutting smaller boxes costs more than it evens
+_LARGEST_SHARE = 32  # divides a sender's mean load: the largest transfer, if it has a choice of senders
+SMALLEST_CUT = 256  # elements of a transfer that stays whole: cutting smaller boxes costs more than it evens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,7 +404,7 @@ def _dealt(stretches: Sequence[TransferSpan]) -> list[TransferSpan]:
 
 
 def _level(loads: Sequence[int], size: int, count: int) -> list[int]:
-    """How many of ``count`` transfers each holder sends, if the least loaded (at a tie the lowest) sends the next."""
+    """Returns how many of ``count`` transfers each holder sends; the least loaded, then the lowest, sends the next."""
     order = sorted(range(len(loads)), key=lambda i: loads[i])
     total = sum(loads) + count * size
     while loads[order[-1]] * len(order) > total:  # too loaded to take any
@@ -422,9 +422,9 @@ def _level(loads: Sequence[int], size: int, count: int) -> list[int]:
 def plan_into_copies(src: Layout, dst: Layout, writers: Sequence[Sequence[int]]) -> Plan:
     """The plan into a copy of ``dst``, a layout of one rank, for each group of ``writers``, which are ranks of ``src``.
 
-    A box's rows are shared out over the writers of a group that hold it and so copy them, or, if none does, over all
-    of the group: then they come from the holder with the fewest elements to send. So a group receives what no writer of
-    it holds, once. A rank is in one group at most. Raises WeightError as `plan` does.
+    A box's rows are shared out over the writers of a group that hold it and so copy them. If none does, all of the
+    group get a share, from the holder with the fewest elements to send. So a group receives once what none of its
+    writers holds. A rank is in one group at most. Raises WeightError like `plan`.
     """
     drafts: list[TransferSpan] = []
     for stretch in spans_between(src, dst, {0: 0}):
@@ -469,8 +469,8 @@ def from_json(said: Any) -> Plan:
 class LayerOrder:
     """The turn in which each process receives each layer; what belongs to no layer comes in turn 0.
 
-    Of processes that receive the same layers each begins with another, so that all pipeline stages, and all replicas
-    that have their share of the layers to send, begin at once. Equal on every process.
+    Processes that receive the same layers begin with different ones. So all pipeline stages, and all replicas that have
+    their share of the layers to send, begin at the same time. Equal on every process.
     """
 
     def __init__(self, moves: Plan) -> None:
@@ -508,10 +508,10 @@ _HOP_ON_A_GPU = True  # not measured on several GPUs; False: engine ranks on the
 
 
 def receivers_of(places: Sequence[Place], learners: int) -> list[int]:
-    """The process of the group that receives what goes into each engine rank.
+    """Returns the process of the group that receives the weights of each engine rank.
 
-    That is a learner rank beside it, which hands it on: the one on its GPU or, on CPUs, those of its node in turn; else
-    the engine rank itself, as a member of the group. ``places`` are `own_place` of all, the learner's first. Raises
+    That is a relay: the learner rank on its GPU or, on CPUs, those of its node in turn. Without one it is the engine
+    rank itself, as a member of the group. ``places`` are `own_place` of all, the learner's first. Raises
     ConfigError if a learner rank is on an engine rank's GPU, but cannot reach it.
     """
     there: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
@@ -533,9 +533,9 @@ def receivers_of(places: Sequence[Place], learners: int) -> list[int]:
 
 
 def plan_into(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
-    """Plans as `plan`; rank r of ``dst`` is a process after those of ``src`` and gets all through process receivers[r].
+    """Plans like `plan`; rank r of ``dst`` is a process after those of ``src``, and gets all from process receivers[r].
 
-    What a learner rank that hands on holds itself it sends; so the fewest elements go from another process to it.
+    A relay sends what it holds itself; so the fewest elements go from another process to it.
     """
     first, out = src.dims.world_size, list[TransferSpan]()
     for moves, ranks in _lanes(src, dst, receivers):
@@ -545,7 +545,7 @@ def plan_into(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
 
 
 def plan_of_group(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
-    """What the processes of the group send each other in `plan_into`."""
+    """Returns the transfers between processes of the group in `plan_into`."""
     return Plan(stretches=tuple(stretch for moves, _ in _lanes(src, dst, receivers) for stretch in moves.stretches))
 
 

@@ -74,7 +74,7 @@ def decoder(*blocks: Block, planned: bool = True) -> Tables:
 
     Layout ``hf`` cuts no tensor (only ``dp``: full copies). ``megatron`` has TransformerEngine's parameter names with
     the expert number made global: ``linear_fc1.weight{expert}``. ``engine`` is for planning: a replica is ``tp``
-    neighboring ranks, ``dp`` counts replicas, experts are cut by ``etp=tp`` or spread by ``ep=tp``;
+    neighboring ranks, and ``dp`` counts replicas. Experts are cut by ``etp=tp`` or spread by ``ep=tp``;
     ``w13_weight.{expert}`` is the expert's matrix inside the engine's fused tensor.
     """
     hf = (

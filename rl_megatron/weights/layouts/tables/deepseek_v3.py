@@ -75,12 +75,12 @@ def _value_rows(m: ModelShape) -> int:
 
 
 def _squeezed(spec: ParamSpec) -> ParamSpec:
-    """The row, for shapes whose queries have a latent."""
+    """The row, for shapes with a latent for queries."""
     return replace(spec, exists=lambda m, _: _latent(m).query_rank is not None)
 
 
 def _straight(spec: ParamSpec) -> ParamSpec:
-    """The row, for shapes whose queries have no latent."""
+    """The row, for shapes without a latent for queries."""
     return replace(spec, exists=lambda m, _: _latent(m).query_rank is None)
 
 
@@ -189,7 +189,7 @@ _HELD_INDEXER = Block(
 _EXPERTS = experts(bias=True, dense_first=True, shared=True)
 _TABLES = with_drafts(decoder(_LATENT_ATTENTION, dense_mlp(), _EXPERTS))
 HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
-DEEPSEEK_V2 = Family(  # without a selection bias
+DEEPSEEK_V2 = Family(  # has no selection bias
     model_types=("deepseek_v2",),
     read=deepseek_v3.read_v2,
     tables=decoder(_LATENT_ATTENTION, dense_mlp(), experts(dense_first=True, shared=True)),

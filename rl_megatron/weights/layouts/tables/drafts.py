@@ -1,7 +1,7 @@
 """Draft layers, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437): rows of the last layer, and four more.
 
-In published files some have copies of the model's embedding and output matrix, too. They have no rows: whoever reads
-such a folder takes the model's own. Sources: the published index of DeepSeek-V3, GLM-4.5 and Qwen3-Next; vLLM 0.32.0
+In published files some have copies of the model's embedding and output matrix, too. They have no rows: readers of
+such a folder take the model's own. Sources: the published index of DeepSeek-V3, GLM-4.5 and Qwen3-Next; vLLM 0.32.0
 ``models/hy_v3_mtp.py`` and SGLang 0.5.21 ``models/hunyuan_v3_nextn.py``; megatron-core 0.16
 ``transformer/multi_token_prediction.py`` (``eh_proj`` is cut by rows; its input is the embedding's norm, then the
 hidden state's, as that of ``mtp.fc`` in vLLM 0.32.0 ``models/qwen3_next_mtp.py``).
@@ -77,12 +77,12 @@ def with_drafts(
 
 
 def has_draft_rows(table: Sequence[ParamSpec]) -> bool:
-    """Whether a family's table has rows of draft layers."""
+    """True if a family's table has rows of draft layers."""
     return holds_draft(row.name for row in table)
 
 
 def holds_draft(names: Iterable[str]) -> bool:
-    """Whether one of the names, of any layout, is a draft layer's."""
+    """True if one of the names, of any layout, is a draft layer's."""
     return any(name.endswith((_JOIN, ALONE.join)) for name in names)
 
 
@@ -119,7 +119,7 @@ def _where(row: ParamSpec, *, stacked: bool) -> ParamSpec:
 
 
 def _own(names: DraftNames, *, megatron: bool) -> tuple[ParamSpec, ...]:
-    """What a draft layer has beside a decoder layer's parts."""
+    """Returns the rows of a draft layer that a decoder layer lacks."""
     called = {
         names.embedding_norm: DRAFT + "enorm.weight",
         names.hidden_norm: DRAFT + "hnorm.weight",

@@ -60,7 +60,7 @@ MIXTRAL = Family(
     serves=True,
     names=_MIXTRAL_NAMES,
 )
-_MINIMAX_NAMES = replace(_MIXTRAL_NAMES, selection_bias="e_score_correction_bias")  # beside the router
+_MINIMAX_NAMES = replace(_MIXTRAL_NAMES, selection_bias="e_score_correction_bias")  # stored next to the router
 MINIMAX_M2 = Family(
     model_types=("minimax_m2",),
     read=read_minimax_m2,
@@ -69,7 +69,7 @@ MINIMAX_M2 = Family(
     names=_MINIMAX_NAMES,
 )
 
-# dense layers first, and draft layers: GLM-4.5 and 4.6, of which the Air models have no norms of q and k; Hunyuan 3
+# dense layers first, and draft layers: GLM-4.5 and 4.6 (the Air models have no norms of q and k); Hunyuan 3
 GLM4_MOE = Family(
     model_types=("glm4_moe",),
     read=read_glm4_moe,

@@ -40,7 +40,7 @@ _CONV, _DECAY, _STEP = _DELTA + "conv1d.weight", _DELTA + "A_log", _DELTA + "dt_
 _NORM, _OUT = _DELTA + "norm.weight", _DELTA + "out_proj.weight"
 _QKVZ, _BA = _DELTA + "in_proj_qkvz.weight", _DELTA + "in_proj_ba.weight"
 _APART = {part: f"{_DELTA}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")}
-PiecesOfHead = Callable[[DeltaNet, int], tuple[Piece, ...]]  # of a key head's rows
+PiecesOfHead = Callable[[DeltaNet, int], tuple[Piece, ...]]  # makes the pieces of a key head's rows
 _delta_layers: OfLayers = attrgetter("delta_layers")
 _attention_layers: OfLayers = attrgetter("attention_layers")
 _value_heads: Size = attrgetter("delta.value_heads")
@@ -225,7 +225,7 @@ def _text(experts_block: Block) -> Tables:
     return decoder(_gated_attention(), _delta_net(inputs, _apart), experts_block, planned=False)
 
 
-_INSIDE = "model.language_model."  # of a text model beside a tower for images
+_INSIDE = "model.language_model."  # the prefix of a text model that has a tower for images
 
 
 _PLAIN = _text(_EXPERTS)

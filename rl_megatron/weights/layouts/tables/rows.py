@@ -32,32 +32,32 @@ expert_width: Size = attrgetter("expert_width")
 
 
 def untied(m: ModelShape, _dims: ParallelDims) -> bool:
-    """Whether there is an output matrix that is not tied to the embedding."""
+    """True if there is an output matrix that is not tied to the embedding."""
     return not m.tie_embeddings and not m.scores
 
 
 def tied_over_stages(m: ModelShape, dims: ParallelDims) -> bool:
-    """Whether the last stage needs a copy of the embedding; with one stage megatron-core uses the embedding itself."""
+    """True if the last stage needs a copy of the embedding; with one stage megatron-core uses the embedding itself."""
     return m.tie_embeddings and dims.pp > 1
 
 
 def has_score(m: ModelShape, _dims: ParallelDims) -> bool:
-    """Whether the output is a score."""
+    """True if the output is a score."""
     return m.scores
 
 
 def whole(hf: str, rows: Size) -> Bands:
-    """One band: all rows of one HF tensor."""
+    """Makes one band of all rows of one HF tensor."""
     return lambda m, _degree: ((Piece(hf=hf, start=0, stop=rows(m)),),)
 
 
 def stacked(*parts: tuple[str, Size]) -> Bands:
-    """One band: all rows of several tensors, one below the other."""
+    """Makes one band of all rows of several tensors, one below the other."""
     return lambda m, _degree: (tuple(Piece(hf=hf, start=0, stop=rows(m)) for hf, rows in parts),)
 
 
 def each(names: tuple[str, ...], rows: Size) -> Bands:
-    """One band for each tensor, for example gate, then up; each is cut separately."""
+    """Makes one band for each tensor, for example gate, then up; each is cut separately."""
     return lambda m, _degree: tuple((Piece(hf=name, start=0, stop=rows(m)),) for name in names)
 
 
@@ -82,7 +82,7 @@ def matrix(
     unit: Size = one,
     layers: OfLayers = every_layer,
 ) -> ParamSpec:
-    """A matrix whose rows ``axis`` cuts."""
+    """A matrix with rows that ``axis`` cuts."""
     return ParamSpec(name=name, bands=bands, others=lambda m: (columns(m),), axis=axis, unit=unit, layers=layers)
 
 
@@ -95,7 +95,7 @@ def row_cut(
     unit: Size = one,
     layers: OfLayers = every_layer,
 ) -> ParamSpec:
-    """A matrix whose rows are the hidden size and whose columns ``axis`` cuts."""
+    """A matrix [hidden size, ``columns``]; ``axis`` cuts its columns."""
     return replace(matrix(name, whole(hf, columns), axis=axis, unit=unit, layers=layers), dim=1)
 
 
@@ -111,8 +111,8 @@ def vocabulary(
 
 
 def under(prefix: str, spec: ParamSpec, *, named_so: bool, instead: str = "model.") -> ParamSpec:
-    """The row for files whose names begin with ``prefix`` where others begin with ``instead``; with ``named_so`` its
-    own name does, too."""
+    """The row for files with names that begin with ``prefix`` where others begin with ``instead``; with ``named_so``
+    its own name does, too."""
 
     def moved(name: str) -> str:
         return prefix + name.removeprefix(instead) if name.startswith(instead) else name
