@@ -31,7 +31,7 @@ def to_bits(tensor: Tensor) -> Bits:
 
 
 def all_numbers(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite, in one pass over them."""
+    """True if no element is NaN or infinite, in one pass over them."""
     return not tensor.numel() or all(math.isfinite(end.item()) for end in tensor.aminmax())
 
 

@@ -40,7 +40,7 @@ class DType(StrEnum):
         return np.dtype(f"u{self.itemsize}")
 
     def all_numbers(self, values: Bits) -> bool:
-        """Whether none of ``values`` is NaN or infinite; several times faster than `not_numbers`.
+        """True if none of ``values`` is NaN or infinite; several times faster than `not_numbers`.
 
         Read as signed integers, and with the sign bit as unsigned ones, NaN and infinity are above all numbers.
         """
@@ -52,7 +52,7 @@ class DType(StrEnum):
         return not positive and int(values.max()) < mask | sign
 
     def not_numbers(self, values: Bits) -> int:
-        """How many of ``values`` are NaN or infinite; integers never are."""
+        """Returns how many of ``values`` are NaN or infinite; integers never are."""
         mask = _EXPONENTS.get(self)
         return 0 if mask is None else int(np.count_nonzero((values & values.dtype.type(mask)) == mask))
 

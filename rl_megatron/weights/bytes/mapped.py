@@ -33,13 +33,13 @@ _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 _ALIGNMENT = 8
-_MAX_HEADER_BYTES = 100_000_000  # as safetensors' own readers allow
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own readers
 _MAX_DIMS = 8
 _Size = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
 class MappedFile:
-    """A mapped file, of which no descriptor stays open. Writes to a view do not reach the file.
+    """A mapped file without an open descriptor. Writes to a view do not reach the file.
 
     Raises CheckpointError for one that is empty or cannot be read.
     """
@@ -71,7 +71,7 @@ class MappedFile:
         return flat.view(dtype.bits).reshape(shape)
 
     def changed(self) -> str | None:
-        """The file's size and time, then and now, if they differ; None if they do not, or if somebody removed the file,
+        """The file's size and time, then and now, if they differ. None if they do not, or if the file was removed,
         since the map keeps its bytes."""
         try:
             now = self.path.stat()

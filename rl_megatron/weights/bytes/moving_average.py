@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_HALF = 1 << 15  # of what a bfloat16 number leaves of a float32 number's bits
+_HALF = 1 << 15  # half of the 16 bits of a float32 number that a bfloat16 number lacks, to round
 
 
 class MovingAverage:

@@ -7,7 +7,7 @@ memory, which its optimizers do not let a checkpoint read, and pages of the host
 The host's pinned memory is given out in pieces of any size. torch's allocator of pinned memory rounds a request up to a
 power of two, and keeps it for requests of that class. megatron-core's pool (fine_grained_activation_offload.py,
 GPUTensorPool) keeps a tensor for requests of its shape, so it grows with every new length of a micro-batch. Here a
-request may be cut: what is pinned is the most that was taken at once, rounded up to a slab.
+request may be cut: the pinned memory is the most that was taken at one time, rounded up to a slab.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PinnedPool:
         wanted = -(-num_bytes // ALIGNED) * ALIGNED
         while self._leaving and (self._leaving[0][0].query() or self._room < wanted):
             event, extents = self._leaving.popleft()
-            stream.wait_event(event)  # of a copy from there, which costs less than to pin more
+            stream.wait_event(event)  # a copy from there, which costs less than to pin more
             for extent in extents:
                 self._add(extent)
         while self._room < wanted:
@@ -94,7 +94,7 @@ _LEAST = 512  # bytes that are moved: a GPU's allocator gives no less
 class _Slabs:
     """Pinned memory of the host, kept for the next time: to pin it takes longer than to copy."""
 
-    size: int  # bytes that are pinned at once
+    size: int  # bytes that are pinned in one call
     slabs: list[Tensor] = field(default_factory=list)
     at: int = 0  # the slab that is being filled
     used: int = 0  # its bytes
@@ -125,7 +125,7 @@ class _Gone:
     storage: torch.UntypedStorage
     num_bytes: int
     device: torch.device
-    copy: Sequence[Tensor] | None  # in the host's memory
+    copy: Sequence[Tensor] | None  # it is in the host's memory
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Bytes of the copy, if there is one, and those of the GPU's memory that they are of."""
@@ -136,10 +136,10 @@ class _Gone:
 
 
 class OffloadedTensors:
-    """What of a model is out of the GPU's memory, by kind."""
+    """The parts of a model that are out of the GPU's memory, by kind."""
 
     def __init__(self, slab: int) -> None:
-        """``slab``: bytes of the host that are pinned at once, a power of two, to which torch would round them up."""
+        """``slab``: bytes that one call pins on the host, a power of two, to which torch would round them up."""
         self._slab = slab
         self._gone: dict[str, dict[int, _Gone]] = {}
         self._slabs: dict[str, _Slabs] = {}
@@ -147,8 +147,8 @@ class OffloadedTensors:
     def leave(self, kind: str, tensors: Iterable[Tensor], *, besides: Iterable[Tensor] = (), kept: bool = True) -> None:
         """Free the GPU's memory of ``tensors`` until ``back(kind)``, but for storages of ``besides``.
 
-        Their values are undefined after that, unless they are ``kept``, in the host's pinned memory. What has left
-        already, is in the host's memory, or is smaller than the GPU's allocator gives, stays as it is.
+        Their values are undefined after that, unless they are ``kept``, in the host's pinned memory. Tensors stay as
+        they are if they have left already, are in the host's memory, or are smaller than the GPU's allocator gives.
         """
         gone = self._gone.setdefault(kind, {})
         stay = {tensor.untyped_storage()._cdata for tensor in besides}

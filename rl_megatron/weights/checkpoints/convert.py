@@ -189,7 +189,7 @@ def write_hf(
     """Write ``tensors`` as a Hugging Face folder with ``config`` as its config.json and the tokenizer of ``companion``,
     with the ``variables`` of its chat template.
 
-    ``options`` are what the files depend on beside ``source``. Returns and raises as `write_files`.
+    ``options`` are the values that the files depend on, besides ``source``. Returns and raises like `write_files`.
     """
     groups = in_files(tensors, shard_bytes, _bytes_of)
     names = file_names(len(groups))
@@ -213,7 +213,7 @@ def write_hf(
 
 
 def options_of(companion: Path, family: str | None, dtype: DType | None, shard_bytes: int) -> dict[str, object]:
-    """What the files depend on beside their source."""
+    """Returns the values that the files depend on, besides their source."""
     config = digest_of((companion / "config.json").read_bytes()).xxh3_128
     return {"config": config, "family": family, "dtype": dtype, "shard_bytes": shard_bytes}
 
@@ -222,8 +222,8 @@ def converted_shape(source: Path, config: Path | None = None, family: str | None
     """The sizes of the model of a checkpoint of either kind, with the draft layers that it holds.
 
     Those of a family that has no rows for them are left out. ``config`` is a folder with config.json for a megatron
-    checkpoint that has none; it may be of the policy from which a reward model began, whose output layer has one row.
-    Raises as `is_megatron`, `must_have_config` and `read_shape` do.
+    checkpoint that has none. It may be of the policy from which a reward model began; that has one row in its output
+    layer. Raises like `is_megatron`, `must_have_config` and `read_shape`.
     """
     if not is_megatron(source):
         shape = read_shape(source, family)
@@ -237,12 +237,12 @@ def converted_shape(source: Path, config: Path | None = None, family: str | None
 
 
 def _has_rows(shape: ModelShape) -> bool:
-    """Whether the model may have draft layers, and its family has rows for them."""
+    """True if the model may have draft layers, and its family has rows for them."""
     return bool(shape.draft_layers) and has_draft_rows(find_family(shape).tables["megatron"])
 
 
 def not_the_decoders(source: Path, shape: ModelShape) -> tuple[list[str], list[str]]:
-    """The prefixes beside the model, and the draft layers, of which a Hugging Face folder holds a tensor. Raises as
+    """Returns the prefixes outside the model, and the draft layers, with tensors in a Hugging Face folder. Raises like
     `weight_files`."""
     if not shape.draft_layers and not shape.beside:
         return [], []
@@ -265,7 +265,7 @@ def hf_tensors(folder: Path, config: Path | None = None, family: str | None = No
 
 
 def in_dtype(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:
-    """The tensors in ``dtype``, except those whose row of ``layout`` keeps its dtype."""
+    """The tensors in ``dtype``, except those that a row of ``layout`` leaves in their dtype."""
     exact = keeping_dtype(layout)
     return [tensor if tensor.name in exact else _cast(tensor, dtype) for tensor in tensors]
 

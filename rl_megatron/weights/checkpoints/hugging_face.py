@@ -33,8 +33,8 @@ from rl_megatron.weights.layouts.families import hf_layout
 def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Copy], Files]:
     """Every tensor of a folder in its stored dtype; quantized ones dequantized to ``dtype`` or config.json's.
 
-    Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown or misshapen, or an
-    output matrix that differs from the embedding which it is tied to: both are read for that.
+    Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown or misshapen. An
+    output matrix that differs from the embedding that it is tied to is an error, too: both are read for that.
     """
     headers = read_headers(source)
     files, copy_of = _reading(source, headers, dtype)
@@ -50,8 +50,8 @@ def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[lis
 
 
 def own_in_drafts(source: Path, shape: ModelShape, *, whole: bool = True) -> dict[str, str]:
-    """The embeddings and output matrices of a folder's draft layers that are no copies of the model's own, each with
-    that one's name: all are read for that, or their first blocks alone. No conversion carries them, nor a run."""
+    """Returns draft layers' embeddings and output matrices that differ from the model's, each with the model's name.
+    All are read for that, or, without ``whole``, only their first blocks. Neither a conversion nor a run keeps them."""
     if not shape.drafts:
         return {}
     headers = read_headers(source)
@@ -81,7 +81,7 @@ def _reading(source: Path, headers: Headers, dtype: DType | None) -> tuple[Files
 
 
 def _equal(one: Copy, other: Copy, *, whole: bool = True) -> bool:
-    """Whether two tensors of one shape, or their first blocks, have the same bits; stops at one that differs."""
+    """True if two tensors of one shape, or their first blocks, have the same bits; stops at one that differs."""
     pairs = zip(one.blocks(lambda _: None), other.blocks(lambda _: None), strict=False)
     compared = islice(pairs, None if whole else 1)
     return one.dtype is other.dtype and all(np.array_equal(block, same) for block, same in compared)

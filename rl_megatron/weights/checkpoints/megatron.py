@@ -39,7 +39,7 @@ from rl_megatron.weights.layouts.families import adapters_alone, find_family, hf
 from rl_megatron.weights.layouts.layout import Layout, shape_as_stored
 from rl_megatron.weights.plans.plan import plan
 
-_TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, Megatron-Bridge and slime, beside their checkpoints
+_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM, Megatron-Bridge and slime write it next to checkpoints
 _STEP = re.compile(r"\d{1,12}")
 _BACKEND = re.compile(r'"sharded_backend": *"(\w+)"')
 _HUB_NAME = re.compile(r"^ *hf_model_id: *['\"]?([\w./-]+)", re.MULTILINE)
@@ -52,7 +52,7 @@ def total_bytes(folder: Path) -> int:
 
 
 def is_megatron(folder: Path) -> bool:
-    """Whether the folder is a ``torch_dist`` checkpoint. Raises ConfigError if it is of neither kind."""
+    """True if the folder is a ``torch_dist`` checkpoint. Raises ConfigError if it is of neither kind."""
     if (folder / ".metadata").is_file():
         return True
     if any(folder.glob("*.distcp")):
@@ -63,7 +63,7 @@ def is_megatron(folder: Path) -> bool:
         return False
     if adapters := adapters_alone(folder):
         raise ConfigError(f"{folder}: {adapters}")
-    shards = folder / "learner"  # of a run's checkpoint
+    shards = folder / "learner"  # the weights in a run's checkpoint
     instead = f"; give {shards}" if (shards / ".metadata").is_file() else ""
     raise ConfigError(
         f"{folder}: it has neither .metadata (megatron torch_dist) nor config.json (Hugging Face){instead}"
@@ -89,7 +89,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def _tracked(folder: Path) -> Path:
-    """What the tracker names, or the only checkpoint; the folder itself if it has none."""
+    """Returns the checkpoint that the tracker names, or the only one; the folder itself if it has none."""
     there = sorted(path.name for path in (*folder.glob("iter_*"), *folder.glob("release")) if path.is_dir())
     if not (folder / _TRACKER).is_file():
         if (folder / "config.json").is_file():
@@ -132,14 +132,14 @@ def must_have_config(folder: Path) -> None:
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _DRAFTED = re.compile(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
-_HALVES = ("_w", "_v")  # of SwiGLU's first matrix: gate, up
+_HALVES = ("_w", "_v")  # the halves of SwiGLU's first matrix: gate, up
 _DRAFT = "mtp."
 VALUES = "value_layer."
 """Begins the names of a policy's value layer, where it is its own critic."""
 VALUE_BIAS = "output_layer.bias"
-"""Of a critic; the output layer of a reward model has none."""
+"""The bias of a critic's output layer; a reward model's has none."""
 BESIDE = "beside_"
-"""Begins the names of tensors that a run keeps beside the model's, as of a reference that follows it."""
+"""Begins the names of tensors that a run keeps in addition to the model's, for example a moving reference's."""
 _STATE = re.compile(rf"(chained_\d+\.)?optimizer\.|{BESIDE}|.*\._extra_state\b")
 _FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
@@ -149,7 +149,7 @@ class StoredTensor:
     """A tensor that holds a parameter, or its rows from ``first`` on."""
 
     key: str
-    index: Shape  # in the tensor's leading dims, which number layers and experts
+    index: Shape  # index in the tensor's leading dims, which number layers and experts
     first: int = 0
     rows: int | None = None  # None: all
 
@@ -272,7 +272,7 @@ def _unknown(sizes: Mapping[str, Shape], used: Set[str], *, drafts: bool) -> lis
 
 
 def has_draft(sizes: Mapping[str, Shape]) -> bool:
-    """Whether the checkpoint has draft layers, for multi-token prediction."""
+    """True if the checkpoint has draft layers, for multi-token prediction."""
     return any(key.startswith(_DRAFT) for key in sizes)
 
 
@@ -293,9 +293,9 @@ def stored_files(folder: Path, names: Sequence[str]) -> Files:
 
 
 def raise_other_model(source: Path, shape: ModelShape, *, of_critic: bool) -> None:
-    """Raises as `megatron_copies` for tensors that a model of ``shape`` lacks, needs or has in another size; megatron
-    itself loads too few rows of a vocabulary, and leaves the others at 0. ``of_critic``: a model that scores has the
-    bias of a critic's values, too."""
+    """Raises like `megatron_copies` for tensors that a model of ``shape`` lacks, needs or has in another size.
+    megatron itself loads too few rows of a vocabulary, and leaves the others at 0. ``of_critic``: a model that scores
+    has the bias of a critic's values, too."""
     _homes_in(source, megatron_layout(stored_shape(source, shape)), {VALUE_BIAS} if of_critic else ())
 
 

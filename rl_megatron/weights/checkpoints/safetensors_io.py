@@ -96,9 +96,9 @@ def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tens
 
     ``hf`` is the layout of ``source`` itself. Values are cast to each tensor's dtype. Raises WeightError naming
     every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then. It names
-    the first tensor that holds NaN or infinite values, or a number too large for its dtype here, and an output matrix
-    that differs from the embedding which it is tied to: each rank compares the rows that it reads, so that all ranks
-    together read the matrix once a replica.
+    the first tensor that holds NaN or infinite values, or a number too large for its dtype here. It names an output
+    matrix that differs from the embedding that it is tied to. Each rank compares the rows that it reads, so that all
+    ranks together read the matrix once a replica.
     """
     given, tied = model_tensors(source.folder, source.shapes(), hf.shape)
     raise_uncounted(source.folder, len(given), hf)
@@ -197,7 +197,7 @@ def write_folder(
         drafts = holds_draft(tensors)
         (partial / "config.json").write_text(config_text(source_folder, dtypes, drafts=drafts, scores=SCORE in tensors))
         copy_companions(source_folder, partial, variables)
-        for file in partial.glob("*.safetensors"):  # which safetensors 0.8 makes readable by this user alone
+        for file in partial.glob("*.safetensors"):  # safetensors 0.8 makes them readable by this user alone
             file.chmod((partial / "config.json").stat().st_mode)
         remove_folder(out)
         publish_folder(partial, out)
@@ -236,7 +236,7 @@ def _open(path: Path) -> Any:  # safetensors' class has no types
 
 STD = 0.02
 """Standard deviation of matrices, as Hugging Face's ``initializer_range``; norms are 1, other vectors 0."""
-_BAND = 2**22  # elements drawn at once
+_BAND = 2**22  # elements drawn together
 _WORD = 2**32 - 1
 
 

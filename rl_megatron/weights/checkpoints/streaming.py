@@ -2,12 +2,12 @@
 
 Input is memory-mapped. Whole rows are written straight from the map; other pieces are assembled in blocks of a MiB.
 
-A process writes all files, or some beside others that write the rest; a kill costs the files in work.
-They are written in a hidden folder beside the output: each under a temporary name, synced, renamed, with its digest
-and its writer's notes in ``.conversion``. A ``.conversion.json`` says what is converted to what; who comes later, after
-a kill or as another part, must find the same there. Who finds every file written adds the index and renames the folder.
-That may be several at once: each writes the same bytes in a folder of its own in ``.conversion`` and moves them from
-there, so that a rename by another under its feet leaves nothing half written. No part waits for another.
+One process writes all files, or several write a part each; a kill costs the files in work.
+They are written in a hidden folder next to the output: each under a temporary name, synced, renamed, with its digest
+and its writer's notes in ``.conversion``. A ``.conversion.json`` names source and files; a process that comes later,
+after a kill or as another part, must find the same there. The one that finds every file written adds the index and
+renames the folder. Several may do so at the same time: each writes the same bytes in its own folder in ``.conversion``
+and moves them from there, so that a rename by another leaves nothing half written. No part waits for another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.bytes.mapped import MappedFile, change
 from rl_megatron.weights.formats.hf_folder import companions
 
-BLOCK_BYTES = 1 << 20  # written at once, while it is still in the cache
+BLOCK_BYTES = 1 << 20  # the size of a write, which is done while it is still in the cache
 FORGET_BYTES = 128 << 20  # a thread drops the pages of its input after so many bytes
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class Copy:
             yield block
 
     def _is_stack(self, fragments: Sequence[Fragment]) -> bool:
-        """Whether the fragments are consecutive whole rows, without padding."""
+        """True if the fragments are consecutive whole rows, without padding."""
         whole = tuple((0, size) for size in self.shape[1:])
         starts, stops = ([fragment.box[0][i] for fragment in fragments] for i in (0, 1))
         behind = [0, *stops] == [*starts, self.shape[0]]
@@ -229,18 +229,18 @@ def in_files(tensors: Iterable[T], limit: int, size: Callable[[T], int]) -> list
 
 
 Notes = Mapping[str, list[dict[str, object]]]
-"""What each file's writer said of its tensors."""
+"""The notes of each file's writer on its tensors."""
 
-_FILES_A_CORE = 2  # written at once: while one waits for the disk to sync, another is copied
+_FILES_A_CORE = 2  # written concurrently: while one waits for the disk to sync, another is copied
 _BOOK = ".conversion.json"
 _NOTES = ".conversion"
 _GONE = (errno.ENOENT, errno.ESTALE, errno.EEXIST)  # the last of a mkdir that found the folder, then did not
-_SEEN_SECONDS = 60  # until a network file system shows what another node renamed
+_SEEN_SECONDS = 60  # the wait until a network file system shows what another node renamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one of ``count`` processes writes: every ``count``-th file from ``index`` on."""
+    """The files that one of ``count`` processes writes: every ``count``-th from ``index`` on."""
 
     index: int = 0
     count: int = 1
@@ -262,22 +262,22 @@ def write_files(
     options: Mapping[str, object],
     share: Share,
 ) -> list[int]:
-    """Write the missing ``sinks`` of ``share``. If none is missing then, call ``finish`` and give the folder its name.
+    """Writes the missing ``sinks`` of ``share``. If none is missing then, calls ``finish`` and names the folder.
 
     Returns the indices of the shares that lack files; none if ``out`` is complete. Files that an earlier process wrote
-    are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is full, one of ``files``
-    changed since it was mapped, config.json or one of the `companions` of ``companion`` since the call, or an earlier
-    process began with another source or other ``options``; WeightError as `numbers`.
+    are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is full, or an earlier
+    process began with another source or other ``options``. So it does if one of ``files`` changed since it was mapped,
+    or config.json or one of the `companions` of ``companion`` since the call. Raises WeightError like `numbers`.
     """
     beside = _beside(companion)
     book = json.loads(json.dumps({"source": fingerprint(source), "files": [sink.name for sink in sinks], **options}))
     partial = out.with_name(f".{out.name}.partial")
     if _is_made(out, book, share):
         return []
-    _raise_changed(files.changed(), "")  # what is mapped is what the book names
+    _raise_changed(files.changed(), "")  # the mapped files are those that the book names
     try:
         _begin(partial, out, book)
-        if _is_made(out, book, share):  # between the two lines above
+        if _is_made(out, book, share):  # another part completed it between the two lines above
             shutil.rmtree(partial, ignore_errors=True)  # another part may write there now, and will remove it too
             return []
         own = sinks[share.index :: share.count]
@@ -292,13 +292,13 @@ def write_files(
         if not missing:
             _publish(partial, out, book, finish)
         return sorted(missing)
-    except (WeightError, _SourceChanged):  # what is written is bad: another attempt would fail too
+    except (WeightError, _SourceChanged):  # the written files are bad: another attempt would fail too
         if share.count == 1:
             shutil.rmtree(partial)
         raise
     except OSError as error:
         if share.count > 1 and error.errno in _GONE and _completed_by_other(out, book):
-            shutil.rmtree(out / _NOTES, ignore_errors=True)  # what this one wrote there
+            shutil.rmtree(out / _NOTES, ignore_errors=True)  # files of this part
             return []
         where = f"{error.filename}, renamed to {error.filename2}" if error.filename2 else partial
         raise CheckpointError(
@@ -341,7 +341,7 @@ def _raise_changed(changed: Sequence[str], first: str) -> None:
 
 
 def _is_made(out: Path, book: Mapping[str, Any], share: Share) -> bool:
-    """Whether other parts have completed ``out``. Raises CheckpointError if anything else is there."""
+    """True if other parts have completed ``out``. Raises CheckpointError if anything else is there."""
     if not os.path.lexists(out):
         return False
     if share.count == 1 or _differing(_read(out / _BOOK), book):
@@ -350,7 +350,7 @@ def _is_made(out: Path, book: Mapping[str, Any], share: Share) -> bool:
 
 
 def _completed_by_other(out: Path, book: Mapping[str, Any]) -> bool:
-    """Whether another part has published the folder under this one's feet."""
+    """True if another part has published the folder while this one wrote there."""
     for _ in range(_SEEN_SECONDS):
         if not _differing(_read(out / _BOOK), book):
             return True
@@ -363,7 +363,7 @@ def _begin(partial: Path, out: Path, book: Mapping[str, Any]) -> None:
     another part renames or removes it meanwhile."""
     path = partial / _NOTES / _BOOK
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = [name for name in os.listdir(partial) if not name.startswith(".")]  # before: parts write the book first
+    files = [name for name in os.listdir(partial) if not name.startswith(".")]  # a part writes the book before them
     if not path.is_file():
         if files and out.exists():  # they were another part's, which has renamed their folder since
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -431,7 +431,7 @@ def _write_file(folder: Path, sink: Sink, files: Files, on_bytes: OnBytes) -> No
 
 
 def _is_kept(final: Path, notes_path: Path) -> bool:
-    """Whether an earlier process wrote the file, and it has its digest; another file is removed."""
+    """True if an earlier process wrote the file, and it has its digest; another file is removed."""
     if not final.is_file():
         return False
     if notes_path.is_file() and digest_file(final) == Digest(**_read(notes_path)["digest"]):

@@ -29,7 +29,7 @@ from rl_megatron.weights.formats import torch_pickle
 from rl_megatron.weights.formats.hf_folder import is_plain
 
 _INDEX = ".metadata"
-_ALIGNMENT = 64  # of tensors in the file, as with torch.save, so that a map can be read in place
+_ALIGNMENT = 64  # bytes; tensors in the file are aligned as with torch.save, so that a map can be read in place
 _ZIP_HEAD, _ZIP_FIELD, _ZIP64_FIELD = 30, 4, 20  # bytes of an entry's head, of an extra field's, of the one for size
 _PADDING_ID = b"FB"  # the extra field in which torch.save pads
 _SETTINGS = {
@@ -95,7 +95,7 @@ class _From:
 
 
 def write_index(folder: Path, chunks: Sequence[Chunk], sizes: Mapping[str, Shape]) -> None:
-    """``.metadata``, ``metadata.json`` and ``common.pt`` beside the files of ``chunks``; ``sizes`` are global."""
+    """Writes ``.metadata``, ``metadata.json`` and ``common.pt`` next to the ``chunks``' files; ``sizes`` are global."""
     held: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         held.setdefault(chunk.key, []).append(chunk)

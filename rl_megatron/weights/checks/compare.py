@@ -40,7 +40,7 @@ class Comparison:
     unseen: frozenset[str]
 
     def private(self, reports: Sequence[ChecksumReport]) -> frozenset[str]:
-        """Kinds of parameters that hold several tensors, over all layers and experts, all of which differ."""
+        """Kinds of parameters that hold several tensors, over all layers and experts, and all of them differ."""
         wrong = {(param, hf) for hf, params in self.differing.items() for param in params}
         right = {param for report in reports for param, hf, _, _ in report.rows if (param, hf) not in wrong}
         several = {kind for kind, n in Counter(parameter_kind(param) for param, _ in wrong).items() if n > 1}
@@ -101,9 +101,9 @@ class ServerComparisons:
         reports: Sequence[ChecksumReport],
         known: dict[object, Comparison] | None = None,
     ) -> Comparison:
-        """What differs at the server, and what is unseen, without its private kinds.
+        """Returns the differing and the unseen tensors of the server, without its private kinds.
 
-        ``known``: what was found of servers whose reports have the same lists, as those of equal layouts do.
+        ``known``: the comparisons of servers with the same lists in their reports, which equal layouts have.
         """
         known = {} if known is None else known
 
@@ -152,7 +152,7 @@ class ReportReader:
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[PlacedBox, ...]] = {}  # ranks' boxes, by their digest
-        self._columns: WeakValueDictionary[tuple[str, bytes], _Shared] = WeakValueDictionary()  # and that of their sums
+        self._columns: WeakValueDictionary[tuple[str, bytes], _Shared] = WeakValueDictionary()  # key: box, sum digests
 
     @property
     def known(self) -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 DEFAULTS: Mapping[str, str] = {"NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
 """NCCL's variables whose values the ranks of a group must share, and NCCL's defaults: what hardware and driver allow
 (src/misc/cudawrap.cc, src/transport/nvls.cc)."""
-_SHOWN = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_NET_PLUGIN")  # which nodes may have reasons to set differently
+_SHOWN = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_NET_PLUGIN")  # nodes may have reasons to set these differently
 _OWN = "VLLM_NCCL_SO_PATH"
 _VERSION = re.compile(r"^__version__\b.*= '(.+)'", re.MULTILINE)
 _CUDA = re.compile(r"^cuda\b.*= '(.+)'", re.MULTILINE)
@@ -36,9 +36,9 @@ class Libraries:
     """The libraries of one environment. None: not there, or it cannot be read."""
 
     torch: str | None
-    cuda: str | None  # which torch was built with
-    nccl: str | None  # which torch loads: not always the one that it was built with
-    own_nccl: str | None  # of VLLM_NCCL_SO_PATH, which vLLM loads for groups of its own ranks
+    cuda: str | None  # the release that torch was built with
+    nccl: str | None  # the version that torch loads, which is not always the one that it was built with
+    own_nccl: str | None  # the version of VLLM_NCCL_SO_PATH, which vLLM loads for groups of its own ranks
     handle: int | None  # number of fields of torch's handle of GPU memory, which are private to torch
     settings: Mapping[str, str]  # NCCL's variables that are set
 
@@ -71,11 +71,11 @@ FIELDS: Mapping[str, _Field] = {
     ),
     **{name: _setting(name) for name in DEFAULTS},
 }
-"""What can be compared. torch counts by its release, as 2.13."""
+"""The values that can be compared. torch counts by its release, for example 2.13."""
 OF_A_GROUP = ("nccl", "torch", *DEFAULTS)
-"""What ranks of one group over NCCL must have alike."""
+"""The values that must be equal on all ranks of one group over NCCL."""
 HANDLE = ("handle",)
-"""What processes that map each other's GPU memory must have alike."""
+"""The values that must be equal in processes that map each other's GPU memory."""
 
 
 def facts(libraries: Libraries, fields: Sequence[str]) -> dict[str, str | None]:
@@ -116,12 +116,12 @@ def library_table(environments: Mapping[str, Libraries]) -> str:
 
 
 def installed_libraries() -> Libraries:
-    """What this interpreter would load if a program imported torch. Does not import it."""
+    """Returns the libraries that this interpreter would load if a program imported torch. Does not import it."""
     return _libraries(_nccl_to_load)
 
 
 def loaded_libraries() -> Libraries:
-    """What this process has loaded with torch: the NCCL that its library of CUDA is linked with."""
+    """Returns the libraries that this process has loaded; NCCL is the one linked with torch's library of CUDA."""
     return _libraries(lambda library: library)
 
 
@@ -142,7 +142,7 @@ def _libraries(nccl_of: Callable[[Path], Path | None]) -> Libraries:
 
 
 def nccl_version(library: Path) -> str | None:
-    """What ``ncclGetVersion`` answers in a library, or in one that it is linked with."""
+    """Returns the version by ``ncclGetVersion`` of a library, or of one that it is linked with; None without it."""
     try:
         ask, code = ctypes.CDLL(str(library)).ncclGetVersion, ctypes.c_int()
     except (OSError, AttributeError):

@@ -19,7 +19,7 @@ from rl_megatron.weights.boxes import Box, Shape, intersect, shift, whole_box
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 _Parts = Sequence[tuple[str, Box]]
-"""The Hugging Face tensors of which one without data is made, and where they are in it."""
+"""The Hugging Face tensors in a tensor without data, and where they are in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _held(whole: Tensor, parts: _Parts, source: Tensor, param: str, target: Tensor) -> Iterator[ParameterBox]:
-    """What one copy takes of each part, with dims in the order of the Hugging Face tensor's."""
+    """Yields the boxes that one copy takes of each part, with dims in the order of the Hugging Face tensor's."""
     if target.shape != source.shape:
         source = source.expand(target.shape)
     dims = [d for d in zip(source.shape, source.stride(), target.stride(), strict=True) if d[0] > 1]

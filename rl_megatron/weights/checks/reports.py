@@ -39,8 +39,8 @@ from rl_megatron.weights.layouts.layout import Layout
 
 _WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 _INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_BLOCK = 1024  # words of a row whose factors fit a core's first-level cache
-_PIECE = 2**25  # words of a GPU tensor that are widened at once
+_BLOCK = 1024  # words of a row; their factors fit a core's first-level cache
+_PIECE = 2**25  # words of a GPU tensor that are widened together
 _MODULUS = 2**64
 
 
@@ -85,15 +85,15 @@ def _sum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...], factors: _
 
 
 def narrowed(box: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a checksum is of: the box in ``dtype``, that of its tensor's file, where it is held in a wider one.
+    """Returns the box to checksum: in ``dtype``, that of its tensor's file, if it is held in a wider one.
 
-    Engines hold routers and decays in float32 whatever the weights' dtype. What was read from a file is cast exactly.
+    Engines hold routers and decays in float32 whatever the weights' dtype. Values read from a file are cast exactly.
     """
     return box.to(dtype) if dtype.itemsize < box.dtype.itemsize else box
 
 
 def aligned(whole: tuple[int, ...], columns: tuple[int, int], itemsize: int) -> bool:
-    """Whether ``columns`` (of dim 1) are whole words of a tensor of shape ``whole``."""
+    """True if ``columns`` (of dim 1) are whole words of a tensor of shape ``whole``."""
     row = prod(whole[2:]) * itemsize
     return all(place * row % gcd(whole[1] * row, 8) == 0 for place in columns)
 
@@ -172,9 +172,9 @@ NO_KINDS: Kinds = MappingProxyType({})
 class ChecksumReport:
     """Checksums of what one rank holds, and the seconds that the rank waited for them.
 
-    ``read`` are checksums of what the rank read or received, before its kernels converted it; ``window`` is the most
-    bytes in which it received that, beside the parameters. ``changes`` are, of a learner's rank that quantizes, squared
-    Frobenius norms of its boxes and of what that changed in them, by tensor.
+    ``read`` are checksums of what the rank read or received, before its kernels converted it. ``window`` is the most
+    bytes in which it received that, in addition to the parameters. ``changes`` are, of a learner's rank that quantizes,
+    squared Frobenius norms of its boxes and of what that changed in them, by tensor.
     """
 
     rows: Sequence[BoxSum]
@@ -282,14 +282,14 @@ def box_checksums_in(held: Sequence[ParameterBox], params: Mapping[str, Tensor])
 
 
 def fits(one: ParameterBox, tensor: Tensor) -> bool:
-    """Whether the box lies inside the parameter's memory."""
+    """True if the box lies inside the parameter's memory."""
     size, strides, offset = one.view
     last = offset + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
     return last < tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
 
 
 def whole_words(one: ParameterBox, itemsize: int) -> bool:
-    """Whether the box's columns are whole words, `narrowed`, so that checksums of its tensor's boxes add up."""
+    """True if the box's columns, `narrowed`, are whole words, so that checksums of its tensor's boxes add up."""
     return len(one.whole) < 2 or aligned(one.whole, one.box[1], min(itemsize, one.dtype.itemsize))
 
 
@@ -312,7 +312,7 @@ def packed_report(report: ChecksumReport, known: Collection[str]) -> dict[str, o
     }
 
 
-@lru_cache(maxsize=16)  # of two columns of two models, before and after kinds are private
+@lru_cache(maxsize=16)  # two columns of two models, before and after kinds are private
 def digest_of_boxes(column: ReportColumn, places: tuple[PlacedBox, ...]) -> str:
     """256 bits that name the places of a column, as hexadecimal digits."""
     return hashlib.blake2b(json.dumps([column, places]).encode(), digest_size=32).hexdigest()
@@ -338,7 +338,7 @@ class SenderBox:
 
 
 def sender_boxes(layout: Layout, hf: Layout) -> list[list[SenderBox]]:
-    """The boxes that each learner rank checksums: those of which it is the first holder."""
+    """Returns the boxes that each learner rank checksums: a box's first holder checksums it."""
     shapes: Mapping[str, Shape] = hf.local_shapes(0)
     out: list[list[SenderBox]] = [[] for _ in range(layout.dims.world_size)]
     for spec in layout.rows():
@@ -374,15 +374,15 @@ def sent_checksums(
 
 
 def checksums_add_up(sources: Sequence[SenderBox], itemsize: int) -> bool:
-    """Whether all boxes are made of whole words, so that their checksums add up to those of the tensors."""
+    """True if all boxes consist of whole words, so that their checksums add up to those of the tensors."""
     return all(len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize) for one in sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChecksums:
-    """Sums over the boxes of each tensor, a box that several ranks hold once: of checksums, and of elements.
+    """Sums of checksums and of elements over the boxes of each tensor; a box that several ranks hold counts once.
 
-    ``torn`` are tensors of which two ranks hold other bytes in one box.
+    ``torn`` are tensors with a box that has different bytes on two ranks.
     """
 
     checksums: Mapping[str, int]
@@ -390,18 +390,18 @@ class TensorChecksums:
     torn: Collection[str]
 
     def whole(self, name: str, shape: Shape) -> bool:
-        """Whether the boxes, which do not overlap, fill the tensor."""
+        """True if the boxes, which do not overlap, fill the tensor."""
         return self.elements.get(name, 0) == prod(shape)
 
     def equals(self, name: str, sealed: int) -> bool:
-        """Whether all ranks that hold a box of the tensor agree, and its checksum is the sealed one."""
+        """True if all ranks that hold a box of the tensor agree, and its checksum is the sealed one."""
         return name not in self.torn and add(self.checksums.get(name, 0)) == sealed
 
 
 def seal_from_reports(reports: Sequence[ChecksumReport], shapes: Mapping[str, Shape]) -> dict[str, int]:
     """Checksums of whole tensors, from the reports of the learner's ranks on their boxes.
 
-    Raises CorruptionError that names a tensor of which two ranks hold different bytes.
+    Raises CorruptionError that names a tensor with a box that has different bytes on two ranks.
     """
     added = added_up(row[1:] for report in reports for row in report.rows)
     if added.torn:
@@ -430,7 +430,7 @@ def added_up(rows: Iterable[Read]) -> TensorChecksums:
     boxes: dict[tuple[str, Box], int] = {}
     torn = {hf for hf, box, sum_ in rows if boxes.setdefault((hf, box), sum_) != sum_}
     checksums, elements = dict[str, int](), dict[str, int]()
-    volumes = {box: volume(box) for _, box in boxes}  # of the few that differ
+    volumes = {box: volume(box) for _, box in boxes}  # the few different boxes
     for (hf, box), sum_ in boxes.items():
         checksums[hf] = checksums.get(hf, 0) + sum_
         elements[hf] = elements.get(hf, 0) + volumes[box]

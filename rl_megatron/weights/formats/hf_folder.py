@@ -33,10 +33,10 @@ Stored = Mapping[str, tuple[DType, Shape]]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".h5", ".msgpack", ".ot", ".onnx"),
-    *(".onnx_data", ".pkl", ".npz", ".index.json", ".pyc"),  # and what belongs to them
+    *(".onnx_data", ".pkl", ".npz", ".index.json", ".pyc"),  # files that belong to them
 )
-PREFIX = "base_model.model."  # of every tensor in a folder of adapters, by peft
-_OWN_FILES = {"config.json", "metadata.json", "lora.json"}  # which the new folder gets by other ways
+PREFIX = "base_model.model."  # starts every tensor's name in a folder of adapters, by peft
+_OWN_FILES = {"config.json", "metadata.json", "lora.json"}  # the new folder gets these by other ways
 _TEMPLATE = "chat_template.jinja"
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model", "tekken.json"),
@@ -50,7 +50,7 @@ _ANGLES = ".rotary_emb.inv_freq"  # a buffer in folders of old versions of trans
 _CACHE_SCALE = re.compile(r"\.self_attn\.(\w+_proj\.|attn\.)?((k|v|kv|q|prob|prob_output)_scale|output_scale)$")
 _LAYER = re.compile(r"^.*?\blayers\.\d+\.")
 _NAME_BYTES = 255  # the longest file name
-_MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
+_MAX_LINES = 20  # the lines of one error message; a wrong folder lacks thousands of tensors
 
 
 def stored(
@@ -68,10 +68,10 @@ def stored(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headers:
-    """What the headers of a folder's files say of every tensor."""
+    """The contents of the headers of a folder's files, by tensor."""
 
     entries: Mapping[str, tuple[str, Entry]]  # the tensor's file, and where in it the tensor lies
-    quantized: Mapping[str, Quantized]  # by the weight's name
+    quantized: Mapping[str, Quantized]  # key: the weight's name
     parts: Set[str]  # the tensors that belong to these
 
     @property
@@ -83,7 +83,7 @@ class Headers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedHead:
-    """The names of the embedding, and of an output matrix that is stored beside it though both are one."""
+    """The names of the embedding, and of an output matrix that is stored, too, though both are one."""
 
     embedding: str
     head: str
@@ -107,9 +107,9 @@ class _Index(JsonFields):
 def read_headers(folder: Path) -> Headers:
     """Read the headers of all files, which must hold what the index places in them.
 
-    Raises CheckpointError naming every file that is missing, or the first that is torn; WeightError naming every tensor
-    that lies elsewhere or in two files, whose scales do not fit or whose dtype no weight has; ConfigError as
-    `scheme_of`.
+    Raises CheckpointError naming every file that is missing, or the first that is torn, and ConfigError like
+    `scheme_of`. Raises WeightError naming every tensor that lies elsewhere or in two files, has scales that do not fit
+    or has a dtype that no weight has.
     """
     names, placed = weight_files(folder)
     entries, twice = dict[str, tuple[str, Entry]](), list[str]()
@@ -153,7 +153,7 @@ def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name read from a file is a plain file name; no other path may be read."""
+    """True if a name read from a file is a plain file name; no other path may be read."""
     return name == Path(name).name and 0 < len(name.encode(errors="replace")) <= _NAME_BYTES and name.isprintable()
 
 
@@ -198,7 +198,7 @@ def copy_companions(source: Path, folder: Path, variables: Mapping[str, Template
     who applies it does."""
     for path in companions(source):
         relative = path.relative_to(source)
-        for above in reversed(relative.parents[:-1]):  # without ``folder``, which another part may have renamed
+        for above in reversed(relative.parents[:-1]):  # leaves out ``folder``, which another part may have renamed
             (folder / above).mkdir(exist_ok=True)
         write_atomically(folder / relative, path.read_bytes())
     if variables and (template := chat_template(source)) is not None:
@@ -216,7 +216,7 @@ def chat_template(folder: Path) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds the vocabulary of a tokenizer of any kind."""
+    """True if the folder holds the vocabulary of a tokenizer of any kind."""
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
@@ -233,7 +233,7 @@ def config_text(
 
     ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
     weights. Without ``drafts`` it has no draft layers. With ``scores`` it is that of a sequence classifier with one
-    label, which reads a text's last token: its ``pad_token_id``, which it would pass over, is null where that ends
+    label, which reads a text's last token. Its ``pad_token_id``, which it would pass over, is null where that ends
     texts. ``stacked`` are of `STACKED`: a megatron checkpoint's config.json says which experts are one tensor a layer.
     """
     old = (source_folder / "config.json").read_text()
@@ -263,7 +263,7 @@ def config_text(
 
 
 def is_draft(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor of a folder is of its draft layers, which the model of ``shape`` may have, or of a tower."""
+    """True if a folder's tensor belongs to draft layers, which the model of ``shape`` may have, or to a tower."""
     layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
     numbered = (f"model.layers.{layer}." for layer in layers)
     return name.startswith((*shape.beside, "mtp.", *numbered))
@@ -272,11 +272,11 @@ def is_draft(name: str, shape: ModelShape) -> bool:
 def model_tensors(
     folder: Path, stored: Mapping[str, Shape], shape: ModelShape
 ) -> tuple[dict[str, Shape], TiedHead | None]:
-    """Returns the model's tensors among the ``stored`` ones, and the pair whose numbers the caller compares.
+    """Returns the model's tensors among the ``stored`` ones, and the tied pair, which the caller must compare.
 
-    Left aside are draft layers that the model lacks, a draft layer's copy of the embedding or the output matrix,
-    frequencies of rotary angles, scales of a quantized KV cache, and the output matrix of a tied model, which is that
-    pair's. Raises WeightError if its shape is not the embedding's.
+    Leaves out draft layers that the model lacks, a draft layer's copy of the embedding or the output matrix,
+    frequencies of rotary angles and scales of a quantized KV cache. It also leaves out the output matrix of a tied
+    model, which is in the pair. Raises WeightError if its shape is not the embedding's.
     """
     tied = _tied_head(stored, shape)
     if tied is not None and stored[tied.head] != stored[tied.embedding]:

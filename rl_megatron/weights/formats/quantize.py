@@ -13,7 +13,7 @@ from rl_megatron.weights.formats.schemes import BLOCK, Quantized
 
 _E2M1 = torch.tensor([sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 _FP8 = torch.float8_e4m3fn
-LARGEST_FP8, LARGEST_INT8 = torch.finfo(_FP8).max, 127.0  # of either sign
+LARGEST_FP8, LARGEST_INT8 = torch.finfo(_FP8).max, 127.0  # the largest numbers, of either sign
 _LEAST_POWER = 2.0**-126  # smaller floats have no exponent of their own
 
 

@@ -11,7 +11,7 @@
   [expert, row, group], exponents above theirs by 127; the weight is [expert, column, row].
 
 A weight is its numbers times their scales (`quantize.read_quantized`). Every other method is refused by name. Scales of
-activations beside a weight are for engines, and are left out. Sources: transformers
+activations next to a weight are for engines, and are left out. Sources: transformers
 ``integrations/{finegrained_fp8,mxfp4}.py``; compressed-tensors 0.13 ``compressors/quantized_compressors``.
 
 One is written: block-scaled float8, of DeepSeek-V3's checkpoint (arXiv:2412.19437, section 3.3.2), which transformers,
@@ -36,12 +36,12 @@ from rl_megatron.weights.bytes.dtypes import DType
 
 BLOCK = 128  # rows and columns of a written block
 SCALES = "_scale_inv"  # the suffix that a weight's name gets for its scales
-_OF_HEADS = ("weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a")  # which have a row or two a head
+_OF_HEADS = ("weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a")  # these have a row or two a head
 _WHOLE_MODULES = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj", "fc", *_OF_HEADS)
 
 
 def is_quantized(name: str, shape: Shape) -> bool:
-    """Whether the format quantizes this tensor, that is, whether it is a linear layer's weight."""
+    """True if the format quantizes this tensor, that is, if it is a linear layer's weight."""
     return len(shape) == 2 and name.endswith(".weight") and name.split(".")[-2] not in _WHOLE_MODULES
 
 
@@ -80,12 +80,12 @@ _ADVICE = (
 class Scheme:
     """One format, as config.json describes it."""
 
-    dtype: DType  # of the tensors that are not quantized, and of a weight where no other is asked for
-    stored: DType  # of the tensor with the numbers: U8 has two e2m1 a byte, I32 several integers a word
+    dtype: DType  # the tensors' that are not quantized, and a weight's where no other is requested
+    stored: DType  # the dtype of the numbers' tensor: U8 has two e2m1 a byte, I32 several integers a word
     numbers: str = ".weight"  # ends its name
     weight: str = ".weight"  # ends the weight's name
     scales: tuple[str, ...]  # may end the name of the scales
-    bits: int = 8  # of a number
+    bits: int = 8  # the size of a number
     edges: tuple[int, int] | None = None  # rows and columns that share a scale; None: a row's, or all
     beside: tuple[str, ...] = ()  # end the names of tensors that are not needed
 
@@ -95,7 +95,7 @@ class Quantized:
     """A weight that is stored as numbers and their scales."""
 
     scheme: Scheme
-    shape: Shape  # of the weight
+    shape: Shape  # the weight's
     numbers: str  # the name of its tensor
     scales: str
     scales_shape: Shape
@@ -103,7 +103,7 @@ class Quantized:
 
 
 def scheme_of(folder: Path) -> Scheme | None:
-    """How the checkpoint in ``folder`` is quantized; None if it is not. Raises ConfigError naming a format not read."""
+    """Returns the quantization of the checkpoint in ``folder``, if any. Raises ConfigError naming a format not read."""
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -143,14 +143,14 @@ def _fp8(given: Fields, path: Path, dtype: DType) -> Scheme:
     )
 
 
-_COMPRESSED: Mapping[tuple[str, str], tuple[DType, tuple[int, ...]]] = {  # by format and type; num_bits that are read
+_COMPRESSED: Mapping[tuple[str, str], tuple[DType, tuple[int, ...]]] = {  # key: format and type; num_bits that are read
     ("pack-quantized", "int"): (DType.I32, (4, 8)),
     ("float-quantized", "float"): (DType.F8_E4M3, (8,)),
     ("int-quantized", "int"): (DType.I8, (8,)),
     ("naive-quantized", "float"): (DType.F8_E4M3, (8,)),
     ("naive-quantized", "int"): (DType.I8, (8,)),
 }
-_ORDERS = (None, False, "weight", "static")  # of columns when they were quantized; others permute the groups
+_ORDERS = (None, False, "weight", "static")  # orders of columns when they were quantized; others permute the groups
 
 
 def _compressed(given: Fields, path: Path, dtype: DType) -> Scheme:

@@ -39,7 +39,7 @@ class _Name:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What ``function(*arguments)`` gives; and ``state`` set on it, where there is one."""
+    """The result of ``function(*arguments)``, with ``state`` set on it, where there is one."""
 
     function: _Name
     arguments: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What the tensor's bytes are a storage of; torch finds them by this id."""
+    """The storage of a tensor's bytes; torch finds them by this id."""
 
     identity: tuple[Any, ...]
 
@@ -196,7 +196,7 @@ class _Careful(pickle.Unpickler):
         ("builtins", "getattr"): _member,
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("torch", "Size"): tuple,
-        ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),  # where the checkpoint was saved
+        ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),  # the folder where the checkpoint was saved
         ("pathlib._local", "PosixPath"): lambda *parts: "/".join(parts),  # Python 3.13's name of it
         ("torch.serialization", "_get_layout"): str,
         ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, stride, *_: (
@@ -224,7 +224,7 @@ class _Careful(pickle.Unpickler):
         return identity[1]  # the dtype
 
 
-_SLOTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})  # of memory
+_SLOTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})  # opcodes with a slot of the memo
 _FOREIGN = frozenset({"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ"})
 
 

@@ -27,7 +27,7 @@ class Committers(Protocol):
     """The engine servers, which all serve the same version or none."""
 
     def stale(self, name: str) -> bool:
-        """Whether it answers but does not serve."""
+        """True if the server answers but does not serve."""
         ...
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
@@ -52,7 +52,7 @@ class ServedSync(WeightSync, Protocol):
     """A WeightSync into engine servers, which may be restarted."""
 
     async def refit(self, name: str) -> None:
-        """Have a stale server serve what the others serve or last served. Raises SyncError if it is wrong."""
+        """Makes a stale server serve the version that the others serve or served. Raises SyncError if it is wrong."""
         ...
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _TEXTS, _TEXT_TOKENS = 4, 16
 _SAMPLED = 4  # tokens that engines sample after a text that they cannot score
 _TIES = 1  # texts in which two experts may be so close that rounding chooses; seen at a gap of 6e-8
-PROBE_LENGTH = _TEXT_TOKENS + 1  # with the token that a server makes behind a text that it scores
+PROBE_LENGTH = _TEXT_TOKENS + 1  # includes the token that a server makes after a text that it scores
 
 ScoredText = tuple[tuple[int, ...], tuple[int, ...], Sequence[float]]
 """A prompt, the tokens after it, and their log-probs."""
@@ -55,7 +55,7 @@ class Probe:
 
     @classmethod
     def make(cls, *, vocab_size: int, max_length: int, temperature: float, tolerance: float) -> Probe:
-        """Texts that fit into ``max_length`` tokens, each with the token that a server makes behind it."""
+        """Texts that fit into ``max_length`` tokens, each with the token that a server makes after it."""
         chosen = random.Random(0)
         length = min(PROBE_LENGTH, max_length) - 1
         texts = tuple(tuple(chosen.randrange(vocab_size) for _ in range(length)) for _ in range(_TEXTS))
@@ -67,7 +67,7 @@ class Probe:
 
     @property
     def given(self) -> bool:
-        """Whether engines score the texts themselves, instead of tokens that they sample after them."""
+        """True if engines score the texts themselves, instead of tokens that they sample after them."""
         return self.temperature == 1
 
     def requests(self) -> list[GenerationRequest]:
@@ -184,7 +184,7 @@ class PushVerifier:
         self._padding = padding or PaddingSection()
         self._checks = ServerComparisons()
         self._probed: set[str] = set()
-        self._asks = False  # whether the last version was probed, so that the next will be
+        self._asks = False  # the last version was probed, so that the next will be
         self._scoring: asyncio.Future[list[list[float]]] | None = None  # the learner's scores, ahead of the servers'
 
     @property
@@ -193,7 +193,7 @@ class PushVerifier:
         return self._checks.private
 
     def begin(self, version: int) -> None:
-        """Have the learner score while servers load, if the last version was probed, so that this one will be."""
+        """Makes the learner score while servers load, if the last version was probed, so that this one will be."""
         if self._asks and self._probe.given and self._scoring is None:
             self._scoring = asyncio.ensure_future(self._scores(self._probe.one(version)))
 
@@ -289,7 +289,7 @@ class PushVerifier:
         return await self._verified(self._probe, answers)
 
     async def _verified(self, probe: Probe, answers: Answers) -> VerifiedProbe:
-        """One verified server's scores of the probe's texts."""
+        """Returns a verified server's scores of the probe's texts."""
         if not probe.given:
             scored = await self._servers.score_everywhere(probe.texts)
             return VerifiedProbe(probe=probe, logprobs=next(iter(scored.values())))

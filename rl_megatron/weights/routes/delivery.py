@@ -81,7 +81,7 @@ class Delivery(Protocol):
         ...
 
     async def load(self, version: int, name: str) -> Sequence[ChecksumReport]:
-        """Have the restarted server ``name`` load the filled mirror file. Returns its ranks' reports.
+        """Loads the filled mirror file on the restarted server ``name``. Returns its ranks' reports.
 
         Raises SyncError; AllReplicasLost if it died.
         """
@@ -107,7 +107,7 @@ class Loaders(Protocol):
     async def load(
         self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
     ) -> Mapping[str, Sequence[ChecksumReport]]:
-        """Have all servers, or ``only`` one, load the file's weights without serving them. Returns reports by server.
+        """Loads the file's weights on all servers, or on ``only`` one, but serves none. Returns reports by server.
 
         Ranks do not report parameters of ``private`` kinds. Raises SyncError; AllReplicasLost if all servers
         died.
@@ -118,7 +118,7 @@ class Loaders(Protocol):
 class FileDelivery(Delivery):
     """Delivers through the mirror files at ``path``, on each node that has one, which hold one version.
 
-    The seal is beside that of the controller's node. Each server reads the file on each of its ``nodes``.
+    The seal is next to the file of the controller's node. Each server reads the file on each of its ``nodes``.
     """
 
     def __init__(self, *, learner: LearnerWeights, path: Path, servers: Loaders, nodes: int = 1) -> None:
@@ -163,7 +163,7 @@ class FileDelivery(Delivery):
         return mirror.seal_of(self.path, version)
 
     async def fill(self, version: int) -> mirror.VersionSeal:
-        """Have the learner write the file and seal it. Raises SyncError."""
+        """Makes the learner write the file, and seals it. Raises SyncError."""
         await self._learner.push(version)
         return await self._seal(version)
 
@@ -213,7 +213,7 @@ class Receivers(Protocol):
         ...
 
     def stale(self, name: str) -> bool:
-        """Whether it was restarted and has not joined a group yet."""
+        """True if the server was restarted and has not joined a group yet."""
         ...
 
     async def boxes(self, path: Path) -> Mapping[str, Sequence[Boxes]]:
@@ -227,7 +227,7 @@ class Receivers(Protocol):
     async def load(
         self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
     ) -> Mapping[str, Sequence[ChecksumReport]]:
-        """Have the servers in ``straight`` receive what is sent. Returns ranks' reports without ``private`` kinds.
+        """Makes the servers in ``straight`` receive what is sent. Returns ranks' reports without ``private`` kinds.
 
         Raises SyncError.
         """
@@ -266,7 +266,7 @@ class DirectDelivery(Delivery):
     async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> DeliveredVersion:
         names = self._servers.names()
         same = self._met == frozenset(names) and not any(map(self._servers.stale, names))
-        rendezvous, self._rendezvous = self._rendezvous if same else None, None  # until this version has arrived
+        rendezvous, self._rendezvous = self._rendezvous if same else None, None  # unset until this version has arrived
         rendezvous = rendezvous or await self._meet()
         sending = asyncio.ensure_future(self._learner.send(version))
         loading = self._servers.load(self._file.path, version, straight=self._met, private=private)
@@ -289,7 +289,7 @@ class DirectDelivery(Delivery):
 
     @override
     async def filled(self, version: int) -> mirror.VersionSeal:
-        """Has the learner write the file from its present weights."""
+        """Makes the learner write the file from its present weights."""
         return await self._file.fill(version)
 
     @override
@@ -312,7 +312,7 @@ class DirectDelivery(Delivery):
             if not both.done() or both.exception() is not None:
                 self._keeper.cancel(rendezvous, what, str(both.exception()) if both.done() else "a server died")
                 await asyncio.wait((sending, receiving))
-                await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # an error may arrive before the death behind it
+                await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # an error may arrive before the death that caused it
                 failed = sending.exception(), receiving.exception()
                 if any(failed):
                     raise self._cause(rendezvous, what, *failed, died=dead.done())
@@ -332,8 +332,8 @@ class DirectDelivery(Delivery):
     ) -> BaseException:
         """The error of the end whose ranks did not arrive at ``what``, or of the death of a server.
 
-        The other end arrived and was cancelled. If both or neither arrived, the cause is what their ranks do not have
-        alike, the learner's error if it is a refusal, or else the servers' error.
+        The other end arrived and was canceled. If both or neither arrived, the cause is a mismatch of their ranks, the
+        learner's error if it is a refusal, or else the servers' error.
         """
         absent = self._keeper.absent(rendezvous, what)
         if not absent and (why := self._keeper.unlike(rendezvous)):
@@ -351,7 +351,7 @@ class DirectDelivery(Delivery):
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _meet(self) -> Rendezvous:
-        """Have all ranks of the learner and of every server join a new group."""
+        """Makes all ranks of the learner and of every server join a new group."""
         boxes = await self._servers.boxes(self._file.path)
         first: dict[str, int] = {}
         ranks: list[Boxes] = []

@@ -118,7 +118,7 @@ def _split(sizes: Shape, limit: int) -> Iterator[Box]:
 
 
 _WORD = 8  # bytes of a digest
-_DEVICE_PIECE_BYTES = 2**26  # of a GPU's local copy, which an error names
+_DEVICE_PIECE_BYTES = 2**26  # a piece of a GPU's local copy, which an error names
 _MAX_LISTED_PROBLEMS = 10  # problems of a process that an error lists
 
 
@@ -143,7 +143,7 @@ class Dtypes:
         return self.others.get(name) or self.kinds.get(parameter_kind(name))
 
     def to_json(self) -> list[Any]:
-        """What `from_json` reads."""
+        """Returns the value that `from_json` reads."""
         return [{name: dtype_of(dtype) for name, dtype in some.items()} for some in (self.kinds, self.others)]
 
     @classmethod
@@ -154,7 +154,7 @@ class Dtypes:
 
 
 Handshake = tuple[list[str], Dtypes]
-"""What a process sends the others before the first version: its misfits with the plan, and its destination dtypes."""
+"""A process's message to the others before the first version: its misfits with the plan, its destination dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class BoundBucket:
 
 
 class PlanEndpoint:
-    """What a process sends, receives and copies within itself; ``src`` and ``dst`` are its tensors by local name.
+    """A process's sends, receives and copies within itself; ``src`` and ``dst`` are its tensors by local name.
 
     ``exchange`` sends this process's handshake and returns those of all. If any process has a missing, unknown or
     misshapen tensor, all raise WeightError, which names tensor and rank. The sender casts elements to the destination's
@@ -436,7 +436,7 @@ def _misfits(
 
 PIECE_BYTES = 256 * 2**10  # fits a core's second-level cache together with its copy
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_WIDENED = 2**22  # words of a GPU's tensor that are 8 bytes wide at once, three times
+_WIDENED = 2**22  # words of a GPU's tensor that are 8 bytes wide at a time, three times
 _KEY = -7046029254386353131  # odd, 2**64 over the golden ratio
 
 

@@ -126,7 +126,7 @@ class Sender(_End):
 
         Raises SyncError if a rank was lost, or this one has values that cannot be encoded.
 
-        On an error this rank leaves the group, so that ranks that wait for it fail at once. A thread computes
+        On an error this rank leaves the group, so that ranks that wait for it fail immediately. A thread computes
         checksums meanwhile; ``verify_seconds`` is the wait for it.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
@@ -148,7 +148,7 @@ class Sender(_End):
         return replace(update, num_bytes=self._transport.ends.bytes_sent.total(), verify_seconds=waited), report
 
     def _sent(self, one: SenderBox, box: Tensor) -> Tensor:
-        """What engines checksum of a box that they receive."""
+        """Returns the values that engines checksum for a box that they receive."""
         encoded = self._encoder.encoded(one.hf, one.box, box) if self._encoder else None
         if encoded is not None:
             return encoded
@@ -176,8 +176,8 @@ class Receiver(_End):
     ) -> WeightUpdate:
         """Receive the shards once every rank is ready; calls ``whole`` with each box whose parts have all arrived.
 
-        Before, ``coming`` is called with a turn (`LayerOrder`) and boxes of which parts are about to arrive; all of
-        earlier turns have arrived. Raises SyncError if a rank is not ready or was lost, as `send`."""
+        Before, ``coming`` is called with a turn (`LayerOrder`) and boxes with parts that are about to arrive; all of
+        earlier turns have arrived. Raises SyncError if a rank is not ready or was lost, like `send`."""
         self._left = {name: volume(one.box) for name, one in self._held.items()}
         self._coming, self._whole = coming, whole
         try:

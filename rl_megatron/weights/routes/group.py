@@ -1,6 +1,6 @@
 """Executes a plan over one torch.distributed group, gloo and NCCL alike: every process runs the same schedule.
 
-In a round a process sends to one other and receives from one other, so no process has two senders at once. All rounds
+In a round a process sends to one other and receives from one other, so no process has two senders at a time. All rounds
 are gone through in each of the receivers' turns (`LayerOrder`), so each gets its layers one after the other. A pair's
 transfers are packed into flat buckets; while one bucket is in flight the next is packed, so a process has two send and
 two receive buffers, allocated once.
@@ -63,7 +63,7 @@ class ServableEngine(Protocol):
 
 
 class Staging:
-    """The staging of one process's engine behind a transport. A process that only sends has no engine."""
+    """The staging of one process's engine, which a transport fills. A process that only sends has no engine."""
 
     def __init__(self, transport: Transport, engine: ServableEngine | None) -> None:
         self._transport, self._engine = transport, engine
@@ -198,7 +198,7 @@ class Exchange(Transport):
             raise SyncError(_awaited(step, version, self.ends.rank, error)) from error
 
     def arrived(self, parcel: BoundBucket, version: int) -> None:
-        """Take a parcel whose bytes are there."""
+        """Unpacks a parcel after its bytes have arrived."""
         self.ends.unpack(parcel, version)
 
 
@@ -296,7 +296,7 @@ class ProcessGroupTransport(Exchange):
 
 
 def _awaited(step: Step, version: int, rank: int, error: Exception) -> str:
-    """What a process waited for when another was lost."""
+    """Describes what a process waited for when another was lost."""
     waits = []
     for parcel, verb in ((step.receive, "from"), (step.send, "to")):
         if parcel is not None:

@@ -2,8 +2,8 @@
 
 Each pair that maps has a ring of slots. On CPUs (Linux) a ring is an anonymous file, small enough to stay in the
 cores' shared cache, so that main memory is only read at the source and written at the destination. A Unix socket
-carries a byte for each slot filled or emptied; it wakes the other process, orders the accesses, and closes at once when
-a process dies.
+carries a byte for each slot filled or emptied; it wakes the other process, orders the accesses, and closes immediately
+when a process dies.
 Files pass through the socket (memfd_create, SCM_RIGHTS), and sockets have abstract names: none are in the file system,
 and the kernel removes them with their processes. Every user of the node can read these names and connect, and is turned
 away.
@@ -13,9 +13,9 @@ has finished its copies. Upstream: torch ``multiprocessing/reductions.py``, with
 handle holds the sender's number of the GPU, which may differ from the receiver's under another CUDA_VISIBLE_DEVICES, so
 the GPU's UUID is sent too, and the receiver substitutes its own number.
 
-An engine rank that is no member of the process group has a learner rank beside it (`receivers_of`), which hands what
-others send it on, unopened, through the ring that both share: it arrives in the ring's slot. So a learner rank has two
-send buffers, and two slots for each engine rank beside it. What it holds itself it packs into the slot.
+An engine rank that is not a member of the process group has a learner rank as its relay (`receivers_of`). The relay
+passes on, unopened, what others send it, through the ring that both share: it arrives in the ring's slot. So a learner
+rank has two send buffers, and two slots for each engine rank that it relays to. It packs its own boxes into the slot.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
 _CLOSED = "its connection is closed"
 _PAGE = 4096
-_TURN_SECONDS = 0.05  # of waiting for a connection
+_TURN_SECONDS = 0.05  # one wait for a connection
 _HELLO = struct.Struct("=qqq")  # the sender's rank, bytes of a slot, bytes that follow
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid (SO_PEERCRED)
 
@@ -70,14 +70,14 @@ class Link:
 
     @property
     def ready(self) -> bool:
-        """Whether a slot can be filled, or emptied."""
+        """True if a slot can be filled, or emptied."""
         if self.leaving:
             return self.done < len(self.parcels) and self.done < self.told + SLOTS
         return self.done < self.told
 
     @property
     def finished(self) -> bool:
-        """Whether every parcel has been unpacked."""
+        """True if every parcel has been unpacked."""
         return (self.told if self.leaving else self.done) == len(self.parcels)
 
     def step(self, ends: PlanEndpoint, version: int) -> None:
@@ -282,7 +282,7 @@ class Rings:
                 os.close(handle)
 
     def _taken(self, connection: socket.socket) -> Link:
-        """What another process offers."""
+        """Returns the link that another process offers."""
         hello, handles, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
         try:
             if len(hello) < _HELLO.size:
@@ -367,8 +367,8 @@ _RINGS: Mapping[str, type[Rings]] = {"cpu": Rings, "cuda": CudaRings}
 class LearnerEnd(Exchange):
     """A learner rank's end. The constructor is collective over ``member``'s ranks; errors are those of `PlanEndpoint`.
 
-    ``bytes_into`` gives the most bytes of a bucket into an engine rank's process. What others send to an engine rank
-    beside this one arrives here, and is handed on.
+    ``bytes_into`` gives the most bytes of a bucket into an engine rank's process. Parcels from others to the engine
+    ranks that this one relays to arrive here, and are passed on.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class LearnerEnd(Exchange):
 
     @override
     def move(self, version: int) -> WeightUpdate:
-        """Returns when the engine ranks beside this one have unpacked everything."""
+        """Returns when the engine ranks that this one relays to have unpacked everything."""
         self._rings.begin()
         update = super().move(version)
         self._rings.run(version)
@@ -442,7 +442,7 @@ class LearnerEnd(Exchange):
         return out
 
     def _schedule(self, buckets: Mapping[tuple[int, int], list[Bucket]]) -> list[Step]:
-        """The steps of what goes over the group, and of this rank's own boxes for engine ranks beside it."""
+        """The steps of what goes over the group, and of this rank's own boxes for engine ranks that it relays to."""
         sends: dict[Key, tuple[int, Bucket]] = {}
         for (frm, to), parts in buckets.items():
             if self._member.number_of(to) != frm:
@@ -473,7 +473,7 @@ class MemberEnd(Exchange):
 def end_beside(
     moves: Plan, *, dst: Mapping[str, Tensor], member: RendezvousMember, bytes_into: Callable[[int], int]
 ) -> RingTransport:
-    """The end of an engine rank to which a learner rank beside it hands everything; as `LearnerEnd`."""
+    """The end of an engine rank that gets everything from its relay; like `LearnerEnd`."""
     ends = PlanEndpoint(moves, rank=member.rank, src={}, dst=dst, exchange=exchange_handshakes(member), verify=False)
     turns = in_turn({frm: parts for (frm, _), parts in ends.buckets(bytes_into).items()}, ends.rank, member)
 
@@ -491,8 +491,8 @@ def in_turn(
 ) -> list[tuple[Key, int, Bucket]]:
     """The buckets into an engine rank's process, by sender, in the order in which it gets them, with their keys.
 
-    A key is (turn, number, which of its receiver's engine ranks, distance): in each a process of the group sends to the
-    one at that distance, and receives from the one at that distance behind it.
+    A key is (turn, number, which of its receiver's engine ranks, distance). For each, a process of the group sends to
+    the process at that distance after it, and receives from the one at that distance before it.
     """
     receiver, lane, size = member.number_of(to), member.lane_of(to), len(member.grouped)
     turns = [

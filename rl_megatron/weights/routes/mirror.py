@@ -1,13 +1,13 @@
 """The mirror file: all Hugging Face tensors of a model in one mapped file, through which engine servers get weights.
 
 The file is ``model.safetensors`` of a Hugging Face folder, in each node's shared memory or on a shared disk, so that an
-engine's own loader can read it. Beside it ``model.safetensors.json`` holds the version and, once sealed, a checksum of
-each tensor; with several writers each notes its version in a file of its own. Engines import this module: it needs only
+engine's own loader can read it. Next to it ``model.safetensors.json`` holds the version and, once sealed, a checksum of
+each tensor; with several writers each notes its version in its own file. Engines import this module: it needs only
 what any engine's environment has.
 
-Slurm's SIGKILL ends whoever would remove a run's files too, so the next run removes what killed runs left in a node's
-memory. A run's folder has a lock, which the system releases with the process that holds it, however that ends. This is
-done for memory of one node: over a network another node's lock may not be seen.
+Slurm's SIGKILL also ends processes that would remove a run's files, so the next run removes files that killed runs left
+in a node's memory. A run's folder has a lock, which the system releases with the process that holds it, however that
+ends. This is done for memory of one node: over a network another node's lock may not be seen.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which is this user's own. Another's lock on it is replaced."""
     with (folder / _NEW).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / _NEW).rename(folder / _LOCK)  # which was never there without being held
+        (folder / _NEW).rename(folder / _LOCK)  # the name never exists without being held
         yield
 
 
 def wait_until_unlocked(folder: Path) -> None:
-    """Wait until nobody holds the folder's lock, if it is there. Raises SyncError where that takes too long."""
+    """Waits until no process holds the folder's lock, if it is there. Raises SyncError if that takes too long."""
     end = time.monotonic() + _ENDING_SECONDS
     while _is_held(folder / _LOCK):
         if time.monotonic() > end:
@@ -77,7 +77,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def remove_abandoned(beside: Path) -> None:
-    """Remove this user's folders next to ``beside``, with its name up to the last "-", whose lock nobody holds."""
+    """Removes this user's folders next to ``beside``, with its name up to the last "-", if no process locks them."""
     stem = beside.name.rpartition("-")[0]
     for folder in beside.parent.glob(f"{stem}-*"):
         with contextlib.suppress(OSError):  # it has no lock, another holds it, or another removes it
@@ -138,7 +138,7 @@ class Mirror:
         and other users can access it: they can guess its name.
         """
         claim_folder(path.parent)
-        for left in path.parent.glob(f"{path.name}*.json"):  # of a run that was killed
+        for left in path.parent.glob(f"{path.name}*.json"):  # files of a run that was killed
             left.unlink()
         quantization = None if encoding is None else encoding.config(shapes)
         drafts = holds_draft(shapes)
@@ -224,9 +224,9 @@ def _empty_file(path: Path, entries: Stored) -> None:
 
 
 def _take_room(path: Path) -> None:
-    """Have the file system set all of a file aside: it ends a process that writes where it has no room, by SIGBUS.
+    """Makes the file system set all of a file aside: it ends a process that writes where it has no room, by SIGBUS.
 
-    Not where files are made: those of direct transports may never be filled.
+    Not called where files are made: those of direct transports may never be filled.
     """
     with path.open("r+b") as file:
         found, free = os.fstat(file.fileno()), shutil.disk_usage(path.parent).free
@@ -296,7 +296,7 @@ def _sealed(noted: Mapping[str, Any]) -> VersionSeal:
 
 
 def check(path: Path, version: int) -> None:
-    """Raises CorruptionError that names the file's tensors whose bytes do not match the seal."""
+    """Raises CorruptionError that names the file's tensors with bytes that do not match the seal."""
     sealed = seal_of(path, version).checksums
     wrong = [name for name, t in read(path, version).items() if checksum(t, tuple(t.shape)) != sealed.get(name)]
     if wrong:
@@ -314,7 +314,7 @@ def dtypes(path: Path) -> dict[str, torch.dtype]:
 
 
 def _noted(path: Path, version: int) -> dict[str, Any]:
-    """What the first writer noted, with the largest error of all. Raises SyncError if not all noted ``version``."""
+    """Returns the first writer's note, with the largest error of all. Raises SyncError if not all noted ``version``."""
     notes = [_read_note(path, 0)]
     notes += [_read_note(path, writer) for writer in range(1, notes[0].get("writers", 1))]
     wrong = next((note["version"] for note in notes if note["version"] != version), version)

@@ -39,7 +39,7 @@ _MOST_BYTES = 2**30
 
 
 class Peers(Protocol):
-    """Processes that a plan numbers from 0 on, of which this one is ``rank`` of ``size``."""
+    """Processes that a plan numbers from 0 on; this one is ``rank`` of ``size``."""
 
     rank: int
     size: int
@@ -119,9 +119,9 @@ def _checked(length: int) -> int:
 
 JOINING = "joining the group"
 _SAID = "/said"  # the part of joining at which ranks exchange values
-_LOOK_SECONDS, _LOOK_SHARE, _MOST_SECONDS = 0.002, 0.02, 0.1  # between looks: this share of the wait so far
+_LOOK_SECONDS, _LOOK_SHARE, _MOST_SECONDS = 0.002, 0.02, 0.1  # a pause is this share of the wait so far
 _COUNT_BYTES = 1  # the number of further parts, before the first part of a value
-_PART_BYTES = 4 * 2**20  # of a value; torch's store resets the connection of whoever sets more than 8 MiB at once
+_PART_BYTES = 4 * 2**20  # a value's part; torch's store resets a connection that sets more than 8 MiB in one call
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # read by torch when a group is made
 _OTHER_WAY = "or set weights.transport=file"
 
@@ -171,7 +171,7 @@ class RendezvousStore:
     def rendezvous(self, size: int, *, learners: int, backend: str) -> Rendezvous:
         """Make the rendezvous of a new group, under a unique name.
 
-        Removes what is left of others but the last, of which ranks may still look whether it was cancelled.
+        Removes what is left of others but the last, because its ranks may still look whether it was canceled.
         """
         for key in self._store.list_keys():
             if not key.startswith(self._last):
@@ -192,7 +192,7 @@ class RendezvousStore:
         self._store.set(f"{rendezvous.name}/{what}/cancelled", reason)
 
     def forget(self, rendezvous: Rendezvous, what: str) -> None:
-        """Remove what all ranks said at ``what``, which they have left. What they must have alike stays."""
+        """Removes the values that ranks set at ``what``, which they have left. Values that they must share stay."""
         at = f"{rendezvous.name}/{what}{_SAID if what == JOINING else ''}/"
         for key in self._store.list_keys():
             if key.startswith(at):
@@ -203,7 +203,7 @@ class RendezvousStore:
         return [rank for rank in range(rendezvous.size) if not self._store.check([f"{rendezvous.name}/{what}/{rank}"])]
 
     def unlike(self, rendezvous: Rendezvous) -> str:
-        """Why ranks that have all reported ready for `JOINING` cannot be one group; empty if they can."""
+        """Returns why ranks that have all reported ready for `JOINING` cannot be one group; empty if they can."""
         keys = [f"{rendezvous.name}/{JOINING}/{rank}" for rank in range(rendezvous.size)]
         return _describe_mismatch(rendezvous, self._store.multi_get(keys))
 
@@ -266,12 +266,12 @@ class RendezvousMember(Peers):
         return self.grouped.index(self.receivers[process - self.rendezvous.learners])
 
     def lane_of(self, process: int) -> int:
-        """How many engine processes before ``process`` have the same receiver."""
+        """Returns how many engine processes before ``process`` have the same receiver."""
         engine = process - self.rendezvous.learners
         return self.receivers[:engine].count(self.receivers[engine])
 
     def beside(self, rank: int) -> list[int]:
-        """The engine processes to which learner rank ``rank`` hands on what they get."""
+        """Returns the engine processes for which learner rank ``rank`` is the relay."""
         return [self.rendezvous.learners + i for i, receiver in enumerate(self.receivers) if receiver == rank]
 
     def _new_group(self, size: int, limit: timedelta) -> dist.ProcessGroup:
@@ -291,7 +291,7 @@ class RendezvousMember(Peers):
                 timeout=limit,
             )
         distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
-        try:  # of int32, because the programs that meet here may differ in torch's default dtype
+        try:  # int32, because the programs that meet here may differ in torch's default dtype
             dist.all_reduce(torch.zeros((), dtype=torch.int32, device=wire_device(group)), group=group)
         except BaseException:
             self.group = group
@@ -300,10 +300,10 @@ class RendezvousMember(Peers):
         return group
 
     def meet(self, what: str, said: str | bytes = "", part: str = "") -> list[str]:
-        """Wait until every rank is ready for ``what``, or a ``part`` of it; this one says ``said`` with it.
+        """Waits until every rank is ready for ``what``, or a ``part`` of it; this one sets the value ``said`` with it.
 
-        Returns the keys of the store at which each rank said something. Raises SyncError if it is cancelled, or some
-        are not in time, or the store is lost.
+        Returns the keys of the store at which the ranks set their values. Raises SyncError if it is canceled, some
+        ranks are not in time, or the store is lost.
         """
         at, began = f"{self.rendezvous.name}/{what}", time.monotonic()
         keys = [f"{at}{part}/{rank}" for rank in range(self.rendezvous.size)]
@@ -372,14 +372,14 @@ class RendezvousMember(Peers):
         if self.group is not None:
             self.group.abort()  # NCCL would wait for what a lost rank does not send
             dist.destroy_process_group(self.group)
-            self.group = None  # whose connections end with the last reference
+            self.group = None  # its connections end with the last reference
 
 
 @contextmanager
 def _blocking_wait() -> Iterator[None]:
     """While a group is made: ``Work.wait`` of its NCCL returns when the bytes are there, as gloo's does.
 
-    It raises RuntimeError once the group's timeout has passed or a rank is lost. By default it returns at once, the
+    It raises RuntimeError once the group's timeout has passed or a rank is lost. By default it returns immediately, the
     next wait for the GPU never returns, and NCCL's watchdog ends the process, an engine's server too.
     """
     before = os.environ.get(_BLOCKING)
@@ -405,7 +405,7 @@ def _grouped(receivers: Sequence[int], learners: int) -> list[int]:
 
 
 def _describe_mismatch(rendezvous: Rendezvous, said: Sequence[bytes]) -> str:
-    """How ranks, which are all here, differ in what they must have alike; the same text for every rank."""
+    """Describes how ranks, which are all here, differ in values that must be equal; the same text for every rank."""
     if rendezvous.backend != dist.Backend.NCCL:
         return ""
     places, have = zip(*map(_introduced, said), strict=True)
