@@ -312,7 +312,7 @@ class DirectDelivery(Delivery):
             if not both.done() or both.exception() is not None:
                 self._keeper.cancel(rendezvous, what, str(both.exception()) if both.done() else "a server died")
                 await asyncio.wait((sending, receiving))
-                await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # an error may arrive before the death that caused it
+                await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # an error may arrive before its cause, a death
                 failed = sending.exception(), receiving.exception()
                 if any(failed):
                     raise self._cause(rendezvous, what, *failed, died=dead.done())
