@@ -36,7 +36,7 @@ def all_numbers(tensor: Tensor) -> bool:
 
 
 def cast_checked(name: str, values: Tensor, dtype: DType) -> Bits:
-    """The values of the tensor ``name`` in ``dtype``. Raises as `raise_overflow`."""
+    """The values of the tensor ``name`` in ``dtype``. Raises like `raise_overflow`."""
     bits = to_bits(values.to(getattr(torch, dtype)))
     if not dtype.all_numbers(bits):
         raise_overflow(name, values, getattr(torch, dtype))

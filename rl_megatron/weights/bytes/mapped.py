@@ -82,7 +82,7 @@ class MappedFile:
         return change(self.path, self._found, now)
 
     def forget(self) -> None:
-        """Drop touched pages; views stay valid and read them again."""
+        """Drops touched pages; views stay valid and read them again."""
         _LIBC.madvise(self._map.ctypes.data, self.size, mmap.MADV_DONTNEED)
 
 

@@ -13,7 +13,7 @@ _HALF = 1 << 15  # half of the 16 bits of a float32 number that a bfloat16 numbe
 class MovingAverage:
     """A moving average of a model's weights, in 4 bytes a parameter.
 
-    Where the model has bfloat16, the average is a bfloat16 tensor, which passes use, and an int16 tensor, which is
+    Where the model has bfloat16, the average is a bfloat16 tensor, which passes use, and an int16 tensor. That is
     added to its bits as the lower half of a float32 number's.
     """
 
@@ -30,13 +30,13 @@ class MovingAverage:
         """The lower halves, of tensors in bfloat16."""
 
     def restart(self) -> None:
-        """Begin the average with what was written into `tensors`."""
+        """Begins the average with what was written into `tensors`."""
         for rest in self.rest.values():
             rest.zero_()
 
     @torch.no_grad()
     def move(self, leaders: Mapping[str, Tensor], rate: float) -> None:
-        """Make the average (1 - ``rate``) of itself and ``rate`` of the ``leaders``, in float32."""
+        """Makes the average (1 - ``rate``) of itself and ``rate`` of the ``leaders``, in float32."""
         for name, held in self.tensors.items():
             rest = self.rest.get(name)
             if rest is None:

@@ -67,7 +67,7 @@ class PinnedPool:
         return taken
 
     def give(self, extents: Sequence[Extent], after: torch.cuda.Event) -> None:
-        """Take back what `take` gave; others may write there once ``after`` has happened."""
+        """Takes back what `take` gave; others may write there once ``after`` has happened."""
         self._leaving.append((after, extents))
 
     def of(self, extent: Extent) -> Tensor:
@@ -116,7 +116,7 @@ class _Slabs:
         return taken
 
     def clear(self) -> None:
-        """Free all of it."""
+        """Frees all of it."""
         self.at = self.used = 0
 
 
@@ -145,7 +145,7 @@ class OffloadedTensors:
         self._slabs: dict[str, _Slabs] = {}
 
     def leave(self, kind: str, tensors: Iterable[Tensor], *, besides: Iterable[Tensor] = (), kept: bool = True) -> None:
-        """Free the GPU's memory of ``tensors`` until ``back(kind)``, but for storages of ``besides``.
+        """Frees the GPU's memory of ``tensors`` until ``back(kind)``, but for storages of ``besides``.
 
         Their values are undefined after that, unless they are ``kept``, in the host's pinned memory. Tensors stay as
         they are if they have left already, are in the host's memory, or are smaller than the GPU's allocator gives.
@@ -173,7 +173,7 @@ class OffloadedTensors:
             storage.resize_(0)
 
     def back(self, *kinds: str) -> None:
-        """Take the GPU's memory again for what left of ``kinds``, and for every kind if none is named."""
+        """Takes the GPU's memory again for what left of ``kinds``, and for every kind if none is named."""
         for kind in kinds or tuple(self._gone):
             gone = self._gone.pop(kind, {})
             for one in gone.values():
@@ -226,7 +226,7 @@ class StagingPool:
         return sum(block.nbytes for block in self._blocks)
 
     def begin(self) -> None:
-        """Begin a round: all blocks are free again, and what they hold is written over."""
+        """Begins a round: all blocks are free again, and what they hold is written over."""
         self._given = 0
 
     def take(self, num_bytes: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 It needs no model, process group or GPU, and torch, whose import takes as long as a copy of gigabytes, only if numbers
 change. It maps its input and writes its output in blocks of a MiB, so its memory does not grow with the model. It
-writes files under a temporary name, syncs and renames them; after a kill it continues with the missing files, and the
+writes files under a temporary name, syncs and renames them. After a kill it continues with the missing files. The
 result gets its own name only when it is complete.
 """
 
@@ -73,7 +73,7 @@ def hf_to_megatron(
     on_progress: OnProgress = lambda n, total: None,
     share: Share = _ALL,
 ) -> list[int]:
-    """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
+    """Writes the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
     Copies config.json and the `companions`, so that the conversion back needs nothing else. Dequantizes
     block-scaled float8 to ``dtype``, or to config.json's dtype. Tensors that share one of megatron's are cast to the
@@ -138,11 +138,11 @@ def megatron_to_hf(
     share: Share = _ALL,
     variables: Mapping[str, TemplateValue] | None = None,
 ) -> list[int]:
-    """Write a ``torch_dist`` checkpoint, saved in any layout, as a Hugging Face folder.
+    """Writes a ``torch_dist`` checkpoint, saved in any layout, as a Hugging Face folder.
 
     ``config`` is a folder with config.json and tokenizer if the checkpoint has none; ``variables`` are set in its chat
     template as `copy_companions` does. float8_e4m3fn quantizes linear
-    layers to block-scaled float8, and keeps other tensors as they are stored. Raises as `hf_to_megatron`.
+    layers to block-scaled float8, and keeps other tensors as they are stored. Raises like `hf_to_megatron`.
     """
     companion = config or source
     shape = converted_shape(source, config, family)
@@ -186,8 +186,8 @@ def write_hf(
     share: Share,
     variables: Mapping[str, TemplateValue] | None = None,
 ) -> list[int]:
-    """Write ``tensors`` as a Hugging Face folder with ``config`` as its config.json and the tokenizer of ``companion``,
-    with the ``variables`` of its chat template.
+    """Writes ``tensors`` as a Hugging Face folder with ``config`` as its config.json. It gets the tokenizer of
+    ``companion``, with the ``variables`` of its chat template.
 
     ``options`` are the values that the files depend on, besides ``source``. Returns and raises like `write_files`.
     """
@@ -258,7 +258,7 @@ def not_the_decoders(source: Path, shape: ModelShape) -> tuple[list[str], list[s
 def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Copy], Files]:
     """The Hugging Face tensors of a checkpoint of either kind, to read block by block.
 
-    ``config`` is a folder with config.json if ``folder`` has none. Raises as `hf_to_megatron`.
+    ``config`` is a folder with config.json if ``folder`` has none. Raises like `hf_to_megatron`.
     """
     shape = converted_shape(folder, config, family)
     return megatron_copies(folder, shape) if is_megatron(folder) else hf_copies(folder, shape, None)

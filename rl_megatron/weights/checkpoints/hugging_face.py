@@ -104,7 +104,7 @@ def _dequantized(name: str, weight: Quantized, homes: Mapping[str, tuple[Entry, 
 
 
 def write_safetensors(file: IO[bytes], tensors: Sequence[StreamedTensor], on_bytes: OnBytes) -> list[dict[str, object]]:
-    """Write one file. Its notes are empty, because its header says where each tensor lies."""
+    """Writes one file. Its notes are empty, because its header says where each tensor lies."""
     file.write(header_bytes([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]))
     for tensor in tensors:
         for block in numbers(tensor, on_bytes):

@@ -7,8 +7,8 @@ megatron-core 0.16 writes one model in three ways, by ``metadata`` of ``sharded_
 - experts as well, and gate and up of SwiGLU apart (``singleton_local_shards``):
   ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w`` and ``…_v``.
 
-Megatron-LM and Megatron-Bridge save their models by it, under these names, several in one folder; which of the two
-kinds a folder is of, and which of these is meant, is found here too.
+Megatron-LM and Megatron-Bridge save their models by it, under these names, several in one folder. This module also
+finds which of the two kinds a folder is, and which of these checkpoints is meant.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ def _box(chunk: Chunk, home: StoredTensor) -> Box:
 def write_chunks(
     file: IO[bytes], tensors: Sequence[StreamedTensor], on_bytes: OnBytes, *, shape: ModelShape
 ) -> list[dict[str, object]]:
-    """Write one file, and return notes of where each tensor lies in it."""
+    """Writes one file, and returns notes of where each tensor lies in it."""
     notes: list[dict[str, object]] = []
     for tensor in tensors:
         start = file.tell()
@@ -390,7 +390,7 @@ def write_chunks(
 def index_files(
     folder: Path, sinks: Sequence[Sink], notes: Mapping[str, list[dict[str, object]]], shape: ModelShape
 ) -> None:
-    """Write the index of the files of ``sinks``, from the notes of `write_chunks`."""
+    """Writes the index of the files of ``sinks``, from the notes of `write_chunks`."""
     chunks = [
         _noted_chunk(sink.name, tensor, stacked_place(tensor.name, shape), note)
         for sink in sinks

@@ -64,8 +64,8 @@ class TensorSource(Protocol):
 class HFFolder:
     """The tensors of an HF folder, one file or sharded with an index. The constructor reads only the headers.
 
-    Quantized weights read as float32. Raises CheckpointError that names every missing or torn file, WeightError that
-    names every tensor that is not in its file of the index, or whose scales do not fit.
+    Quantized weights read as float32. Raises CheckpointError that names every missing or torn file. Raises WeightError
+    that names every tensor that is not in its file of the index, or has scales that do not fit.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class HFFolder:
 
 
 def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors``, those of ``rank`` in ``layout`` by local name, in place; padding becomes zero.
+    """Fills ``tensors``, those of ``rank`` in ``layout`` by local name, in place; padding becomes zero.
 
     ``hf`` is the layout of ``source`` itself. Values are cast to each tensor's dtype. Raises WeightError naming
     every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then. It names
@@ -176,9 +176,9 @@ def write_folder(
     *,
     variables: Mapping[str, TemplateValue] | None = None,
 ) -> None:
-    """Write ``tensors`` by HF name as the checkpoint ``out``, atomically and durably.
+    """Writes ``tensors`` by HF name as the checkpoint ``out``, atomically and durably.
 
-    config.json and what `copy_companions` takes, with the ``variables``, come from ``source_folder``; the config's
+    config.json and what `copy_companions` takes, with the ``variables``, come from ``source_folder``. The config's
     dtype is set to that of the ``tensors`` of two dimensions and more, if they share one. A file holds at most
     ``max_shard_bytes``, or one tensor. Others can read the files as the umask says. A folder ``out`` that is there
     stays until the new one is written. Raises CheckpointError if ``out`` is a file or a link, or the source has no

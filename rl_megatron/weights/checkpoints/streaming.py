@@ -3,11 +3,11 @@
 Input is memory-mapped. Whole rows are written straight from the map; other pieces are assembled in blocks of a MiB.
 
 One process writes all files, or several write a part each; a kill costs the files in work.
-They are written in a hidden folder next to the output: each under a temporary name, synced, renamed, with its digest
-and its writer's notes in ``.conversion``. A ``.conversion.json`` names source and files; a process that comes later,
+They are written in a hidden folder next to the output. Each has a temporary name until it is synced; its digest and its
+writer's notes are in ``.conversion``. A ``.conversion.json`` names source and files; a process that comes later,
 after a kill or as another part, must find the same there. The one that finds every file written adds the index and
-renames the folder. Several may do so at the same time: each writes the same bytes in its own folder in ``.conversion``
-and moves them from there, so that a rename by another leaves nothing half written. No part waits for another.
+renames the folder. Several may do so at the same time. Each writes the same bytes in its own folder in ``.conversion``
+and moves them from there. So a rename by another leaves nothing half written. No part waits for another.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Files:
         return [line for file in self._files.values() if (line := file.changed())]
 
     def forget(self) -> None:
-        """Drop the pages of all files."""
+        """Drops the pages of all files."""
         for file in self._files.values():
             file.forget()
 
@@ -215,7 +215,7 @@ class Sink:
 
 
 def in_files(tensors: Iterable[T], limit: int, size: Callable[[T], int]) -> list[list[T]]:
-    """Divide tensors of ``size`` bytes, in order, over files of at most ``limit`` bytes or one tensor."""
+    """Divides tensors of ``size`` bytes, in order, over files of at most ``limit`` bytes or one tensor."""
     groups: list[list[T]] = []
     free = 0
     for tensor in tensors:
@@ -359,7 +359,7 @@ def _completed_by_other(out: Path, book: Mapping[str, Any]) -> bool:
 
 
 def _begin(partial: Path, out: Path, book: Mapping[str, Any]) -> None:
-    """Make the folder, or find it begun with the same ``book``. Raises CheckpointError; FileNotFoundError where
+    """Makes the folder, or finds it begun with the same ``book``. Raises CheckpointError; FileNotFoundError where
     another part renames or removes it meanwhile."""
     path = partial / _NOTES / _BOOK
     path.parent.mkdir(parents=True, exist_ok=True)

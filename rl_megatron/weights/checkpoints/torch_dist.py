@@ -54,7 +54,7 @@ class Chunk:
 
 
 def write_tensor(file: IO[bytes], dtype: DType, shape: Shape, blocks: Iterable[Bits]) -> int:
-    """Append a tensor as torch.save would, from contiguous ``blocks`` in order. Returns the bytes written.
+    """Appends a tensor as torch.save would, from contiguous ``blocks`` in order. Returns the bytes written.
 
     Entries have a fixed time, so that equal input gives an equal file.
     """

@@ -58,7 +58,7 @@ class Comparison:
 def compare(
     sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[ChecksumReport], private: frozenset[str]
 ) -> Comparison:
-    """Compare one server's ranks with the sealed checksums, ignoring parameters of ``private`` kinds.
+    """Compares one server's ranks with the sealed checksums, ignoring parameters of ``private`` kinds.
 
     A box that several ranks hold, as replicated norms and heads, must be equal on all, and counts once. A tensor that
     arrived with another checksum than the sealed one differs, whatever the ranks hold.
@@ -160,8 +160,8 @@ class ReportReader:
         return sorted(self._places)
 
     def read(self, text: bytes) -> ChecksumReport:
-        """The report in the JSON ``text``. Raises ValueError that names the first part that is not of this form,
-        where a column has not one checksum for each of its boxes, and where these are unknown."""
+        """The report in the JSON ``text``. Raises ValueError that names the first part that is not of this form. So it
+        does where a column has not one checksum for each of its boxes, and where these are unknown."""
         try:
             said = msgspec.json.decode(text, type=_Said)
         except msgspec.ValidationError as error:

@@ -1,7 +1,7 @@
 """Reads the libraries that one environment gives to a group of ranks, and compares those of several environments.
 
 ``python libraries.py`` prints, in JSON, what its interpreter would load. It needs the standard library alone and takes
-less than a second: it reads torch's files and asks NCCL for its version, which needs no GPU, but does not import torch.
+less than a second. It reads torch's files and asks NCCL for its version, which needs no GPU; it does not import torch.
 """
 
 from __future__ import annotations

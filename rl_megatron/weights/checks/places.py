@@ -51,7 +51,7 @@ def record(
     *,
     partial: bool = False,
 ) -> list[ParameterBox]:
-    """Record where ``load`` copies every tensor of ``shapes`` in ``params``, which stay unchanged.
+    """Records where ``load`` copies every tensor of ``shapes`` in ``params``, which stay unchanged.
 
     Raises WeightError that names a tensor from which the loader computes other values; with ``partial`` such a tensor
     is left out.
@@ -101,7 +101,7 @@ class _Recorder(TorchDispatchMode):
         return target
 
     def _join(self, joined: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> None:
-        """Note the parts of a tensor that is joined from whole sources alone."""
+        """Notes the parts of a tensor that is joined from whole sources alone."""
         start, parts = 0, list[tuple[str, Box]]()
         for tensor in tensors:
             whole, own = self._sources.get(_storage(tensor), (None, ()))

@@ -1,7 +1,7 @@
 """Reports of engine ranks: additive 64-bit checksums of the boxes that they hold, however they stack and cut tensors.
 
 Checksums of the boxes that a tensor is cut into add up to the tensor's own, so those of engine ranks compare with the
-learner's. They detect corruption, not forgery. A tensor is a matrix of words, dim 0 by all others; its checksum is the
+learner's. They detect corruption, not forgery. A tensor is a matrix of words, dim 0 by all others. Its checksum is the
 sum of each word times an odd number of its row times an odd number of its column, modulo 2**64. One wrong word always
 changes it; several, or words that changed places, change it except in about one case in 2**63. It reads memory as fast
 as XXH3, and cached bytes half as fast.
@@ -210,17 +210,17 @@ class BackgroundChecksums:
         self._read: list[Future[Read]] = []
 
     def read(self, name: str, tensor: Tensor) -> None:
-        """Checksum a whole tensor as it was read."""
+        """Checksums a whole tensor as it was read."""
         self._read_box(name, tensor, tuple(tensor.shape), whole_box(tensor.shape))
 
     def sent(self, one: ParameterBox, tensor: Tensor) -> list[Future[Read]]:
-        """Checksum a received box in a parameter that kernels will convert once this is done; nothing covers some."""
+        """Checksums a received box in a parameter that kernels will convert once this is done; nothing covers some."""
         if not whole_words(one, tensor.dtype.itemsize):
             return []
         return [self._read_box(one.hf, narrowed(one.of(tensor), one.dtype), one.whole, one.box)]
 
     def held(self, held: Sequence[ParameterBox], params: Mapping[str, Tensor]) -> None:
-        """Checksum boxes in the parameters that hold them."""
+        """Checksums boxes in the parameters that hold them."""
         ready = _ready(params[held[0].param]) if held else None
 
         def look() -> Sequence[BoxSum]:
@@ -230,7 +230,7 @@ class BackgroundChecksums:
         self._held.append(self._thread.submit(look))
 
     def report(self) -> ChecksumReport:
-        """Wait for all checksums and report them; ``seconds`` is the time of this wait."""
+        """Waits for all checksums and reports them; ``seconds`` is the time of this wait."""
         started = time.perf_counter()
         rows = [row for future in self._held for row in future.result()]
         read = [future.result() for future in self._read]
@@ -426,7 +426,7 @@ def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tupl
 
 
 def added_up(rows: Iterable[Read]) -> TensorChecksums:
-    """Add up the checksums of boxes, by tensor."""
+    """Adds up the checksums of boxes, by tensor."""
     boxes: dict[tuple[str, Box], int] = {}
     torn = {hf for hf, box, sum_ in rows if boxes.setdefault((hf, box), sum_) != sum_}
     checksums, elements = dict[str, int](), dict[str, int]()

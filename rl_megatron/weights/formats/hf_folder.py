@@ -105,7 +105,7 @@ class _Index(JsonFields):
 
 
 def read_headers(folder: Path) -> Headers:
-    """Read the headers of all files, which must hold what the index places in them.
+    """Reads the headers of all files, which must hold what the index places in them.
 
     Raises CheckpointError naming every file that is missing, or the first that is torn, and ConfigError like
     `scheme_of`. Raises WeightError naming every tensor that lies elsewhere or in two files, has scales that do not fit
@@ -194,7 +194,7 @@ def companions(folder: Path) -> set[Path]:
 
 
 def copy_companions(source: Path, folder: Path, variables: Mapping[str, TemplateValue] | None = None) -> None:
-    """Copy the `companions` of ``source``; the chat template, if there is one, sets ``variables`` in the copy, unless
+    """Copies the `companions` of ``source``; the chat template, if there is one, sets ``variables`` in the copy, unless
     who applies it does."""
     for path in companions(source):
         relative = path.relative_to(source)

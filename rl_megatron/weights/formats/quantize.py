@@ -18,12 +18,12 @@ _LEAST_POWER = 2.0**-126  # smaller floats have no exponent of their own
 
 
 def dequantize(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:
-    """Multiply numbers [r, c], a box that begins at ``start`` of a weight, by the weight's ``scales``; float32."""
+    """Multiplies numbers [r, c], a box that begins at ``start`` of a weight, by the weight's ``scales``; float32."""
     return weight.float().mul_(_of_elements(scales, start, weight.shape, edges))
 
 
 def divide(values: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:
-    """Divide values [r, c], such a box, by the weight's ``scales``; float32."""
+    """Divides values [r, c], such a box, by the weight's ``scales``; float32."""
     return values.float() / _of_elements(scales, start, values.shape, edges)
 
 
@@ -79,7 +79,7 @@ def _read_mxfp4(weight: Quantized, box: Box, part: Callable[[str, Box], Tensor])
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [r, c] to float8 [r, c] and its scales; a block's largest number becomes 448."""
+    """Quantizes [r, c] to float8 [r, c] and its scales; a block's largest number becomes 448."""
     scales = block_scales(values)
     return to_float8(divide(values, scales, (0, 0), (BLOCK, BLOCK))), scales
 
@@ -121,10 +121,10 @@ def powers_of_two(scales: Tensor) -> Tensor:
 
 
 def to_float8(values: Tensor) -> Tensor:
-    """Round float32 values in place and to e4m3, which has no infinity: beyond 448 is NaN."""
+    """Rounds float32 values in place and to e4m3, which has no infinity: beyond 448 is NaN."""
     return values.clamp_(-LARGEST_FP8, LARGEST_FP8).to(_FP8)
 
 
 def to_int8(values: Tensor) -> Tensor:
-    """Round float32 values in place and to -127 … 127."""
+    """Rounds float32 values in place and to -127 … 127."""
     return values.round_().clamp_(-LARGEST_INT8, LARGEST_INT8).to(torch.int8)

@@ -91,7 +91,7 @@ def find_family(shape: ModelShape) -> Family:
 
 
 def layout_table(shape: ModelShape, layout: str) -> Sequence[ParamSpec]:
-    """The rows of a layout. Raises as `find_family`, and ConfigError for a shape of another family's experts."""
+    """The rows of a layout. Raises like `find_family`, and ConfigError for a shape of another family's experts."""
     family = find_family(shape)
     found = family.stacked if shape.stacked_experts else family.tables
     if found is None:

@@ -1,7 +1,7 @@
 """Layouts: which rank holds every row of every Hugging Face tensor. Plain integers, no torch.
 
 Hugging Face names and shapes are the hub. A `Layout` is one table (a row per parameter), one model and one set of
-parallel degrees; it maps boxes of HF tensors to ranks, and to boxes of the ranks' local tensors.
+parallel degrees. It maps boxes of HF tensors to ranks, and to boxes of the ranks' local tensors.
 A checkpoint on disk, the learner's ranks and the engines are all layouts; `plan.py` moves weights between any two.
 Local names carry **global** layer and expert numbers. A `Family` of models has a table for each kind of layout.
 """
@@ -336,10 +336,10 @@ class Family:
     """Everything about a family. It is defined next to the rows, because models import no weights.
 
     ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
-    ``megatron`` and, if plans support engines with it, ``engine``; ``stacked`` has them for files with one tensor
+    ``megatron`` and, if plans support engines with it, ``engine``. ``stacked`` has them for files with one tensor
     for all experts of a layer, as `shape_as_stored` finds them, if there are any. ``serves``: the in-process engine
-    ``rollout.local`` can sample from it, because the parts of its layers are among those of `DecoderModel`, under the
-    same names but for experts', which are ``names``, and what ``decoder`` says. Raises ConfigError if a table is
+    ``rollout.local`` can sample from it, because the parts of its layers are among those of `DecoderModel`. They have
+    the same names, except experts', which are ``names``, and what ``decoder`` says. Raises ConfigError if a table is
     missing.
     """
 

@@ -30,7 +30,7 @@ def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
 
 
 def role_layout(config: RunConfig, shape: ModelShape, role: str) -> Layout:
-    """The layout of the model of ``role`` over its ranks, where the policy has ``shape``. Raises as `role_shape`."""
+    """The layout of the model of ``role`` over its ranks, where the policy has ``shape``. Raises like `role_shape`."""
     try:
         return learner_layout(config.of_role(role), role_shape(config, shape, role))
     except ConfigError as error:
@@ -121,7 +121,7 @@ class Rank:
     """The work of a rank of pipeline stage ``stage``, before any feature acts.
 
     It holds ``parameters`` and trains ``trained`` of them; ``matrices`` of these are in matrices of layers. It
-    computes ``tokens`` of a micro-batch, in sequences of at most ``longest``, in ``layers``; ``inputs`` has the
+    computes ``tokens`` of a micro-batch, in sequences of at most ``longest``, in ``layers``. ``inputs`` has the
     elements of each layer's input, and ``largest`` those of the largest parameter.
     """
 

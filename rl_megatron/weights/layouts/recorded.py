@@ -1,6 +1,6 @@
 """Builds an engine's layout, which plans read, from the boxes that its ranks' own loaders recorded. No torch.
 
-Here a rank's box of a Hugging Face tensor counts as a tensor under the Hugging Face name; only the worker knows where
+Here a rank's box of a Hugging Face tensor counts as a tensor under the Hugging Face name. Only the worker knows where
 it is inside a stacked parameter (`places.ParameterBox`).
 """
 

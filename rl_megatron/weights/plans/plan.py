@@ -1,7 +1,7 @@
 """Plans which rank sends each box to which: integer arithmetic over two layouts, no torch, equal on every process.
 
 A plan is symbolic. One `TransferSpan` stands for all layers and experts of a table's row that have the same holders and
-the same destinations; a process expands only what it sends and receives itself. Plans go into other layouts and into
+the same destinations. A process expands only what it sends and receives itself. Plans go into other layouts and into
 whole copies of a model, one for each node, which the node's processes write together. They also go into engine ranks,
 which are members of the learner's group or have a learner rank as their relay."""
 
@@ -44,7 +44,7 @@ class TransferSpan:
     """``box`` of each listed layer and expert, from one of ``holders`` into each of the destinations.
 
     ``local`` destinations hold it themselves. The transfers into the others are in order of layer, expert and
-    destination; holder i sends those from ``bounds[i]`` up to ``bounds[i + 1]``, so that each destination gets about
+    destination. Holder i sends those from ``bounds[i]`` up to ``bounds[i + 1]``, so that each destination gets about
     the same number from it.
     """
 
@@ -359,8 +359,8 @@ def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None
 
     Rank r of ``src`` is process r; rank r of ``dst`` lives in process ``placement[r]`` (None: in process r); ranks
     left out receive nothing. R engines with full HF weights are an HF layout with ``dp=R``. A process copies a box that
-    it holds itself; else the replica with the fewest elements to send so far sends it; boxes too large to balance are
-    cut. Raises WeightError naming the tensor if ``src`` lacks elements or holds overlapping boxes.
+    it holds itself. Otherwise the replica with the fewest elements to send so far sends it. Boxes too large to balance
+    are cut. Raises WeightError naming the tensor if ``src`` lacks elements or holds overlapping boxes.
     """
     where = placement if placement is not None else {rank: rank for rank in range(dst.dims.world_size)}
     if len(set(where.values())) != len(where):

@@ -31,11 +31,11 @@ class Committers(Protocol):
         ...
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
-        """Serve the loaded weights, on all or on ``only``. Raises SyncError; AllReplicasLost if all servers died."""
+        """Serves the loaded weights, on all or on ``only``. Raises SyncError; AllReplicasLost if all servers died."""
         ...
 
     def refuse(self) -> None:
-        """Serve nothing until other weights are loaded and committed."""
+        """Serves nothing until other weights are loaded and committed."""
         ...
 
 
@@ -82,7 +82,7 @@ class ServedWeights(ServedSync):
         return replace(update, seconds=time.perf_counter() - started)
 
     async def _serve(self, version: int) -> tuple[WeightUpdate, ServedVersion]:
-        """Deliver, verify and commit; try again if all servers died meanwhile."""
+        """Delivers, verifies and commits; tries again if all servers died meanwhile."""
         try:
             async with self._delivery.sending(version) as deliver:
                 while True:

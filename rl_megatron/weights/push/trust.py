@@ -92,7 +92,7 @@ class Probe:
         return [(t[:1], t[1:], said) for t, said in zip(self.texts, logprobs, strict=True)]
 
     def judge(self, engine: Sequence[ScoredText], other: Sequence[Sequence[float]], whose: str) -> tuple[str, bool]:
-        """Compare two sets of log-probs. Returns a message, empty within the tolerance, and whether to refuse."""
+        """Compares two sets of log-probs. Returns a message, empty within the tolerance, and whether to refuse."""
         gaps = [
             max((abs(a - b) for a, b in zip(said, theirs, strict=True)), key=lambda gap: (math.isnan(gap), gap))
             for (_, _, said), theirs in zip(engine, other, strict=True)
@@ -198,7 +198,7 @@ class PushVerifier:
             self._scoring = asyncio.ensure_future(self._scores(self._probe.one(version)))
 
     async def end(self) -> None:
-        """Wait for the learner's scores of `begin`; `verify` has raised their error."""
+        """Waits for the learner's scores of `begin`; `verify` has raised their error."""
         if self._scoring is not None:
             await asyncio.gather(self._scoring, return_exceptions=True)
         self._scoring = None
@@ -206,7 +206,7 @@ class PushVerifier:
     async def verify(
         self, version: int, reports: Mapping[str, Sequence[ChecksumReport]], checksums: Mapping[str, int]
     ) -> VerifiedProbe | None:
-        """Compare the reports of each server's ranks with the learner's checksums, and probe if needed.
+        """Compares the reports of each server's ranks with the learner's checksums, and probes if needed.
 
         None if checksums alone sufficed. Raises CorruptionError that names tensors that differ, SyncError if a
         server's log-probs differ from the learner's.
@@ -229,9 +229,9 @@ class PushVerifier:
         checksums: Mapping[str, int],
         verified: VerifiedProbe | None,
     ) -> None:
-        """Compare the restarted server ``name`` with the learner's checksums and a ``verified`` server's scores.
+        """Compares the restarted server ``name`` with the learner's checksums and a ``verified`` server's scores.
 
-        The learner is not asked, as it may have trained on. Raises as `verify`, and SyncError if neither covers some
+        The learner is not asked, as it may have trained on. Raises like `verify`, and SyncError if neither covers some
         tensor.
         """
         unseen = await self._compare(name, reports, checksums)
@@ -265,7 +265,7 @@ class PushVerifier:
         return found.verified(name, "that the learner wrote")
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> VerifiedProbe:
-        """Probe the servers. Raises SyncError if a server's log-probs differ from the learner's."""
+        """Probes the servers. Raises SyncError if a server's log-probs differ from the learner's."""
         one, wrong = self._probe.one(version), []
         if not everything:
             answers = await self._answers(one, self._scoring)

@@ -70,11 +70,11 @@ class Delivery(Protocol):
     """Delivers versions, one after the other. Controller process."""
 
     def sending(self, version: int) -> AbstractAsyncContextManager[Deliver]:
-        """Yield a `Deliver` of ``version``, valid while the learner holds it. Raises SyncError."""
+        """Yields a `Deliver` of ``version``, valid while the learner holds it. Raises SyncError."""
         ...
 
     async def filled(self, version: int) -> VersionSeal:
-        """Ensure that the mirror file holds the delivered ``version``, from the learner's present weights.
+        """Ensures that the mirror file holds the delivered ``version``, from the learner's present weights.
 
         Raises SyncError.
         """
@@ -93,7 +93,7 @@ class LearnerWeights(Protocol):
     """The weights of the learner's ranks, or of a folder."""
 
     async def push(self, version: int) -> WeightUpdate:
-        """Write all weights into the mirror files, as ``version``."""
+        """Writes all weights into the mirror files, as ``version``."""
         ...
 
     async def sums(self) -> Sequence[ChecksumReport]:
@@ -176,7 +176,7 @@ class FileDelivery(Delivery):
         return seal_from_reports(reports, self._shapes)
 
     async def _seal(self, version: int) -> mirror.VersionSeal:
-        """Seal with checksums of the learner's own tensors, not of what arrived in the file."""
+        """Seals with checksums of the learner's own tensors, not of what arrived in the file."""
         checksums = await asyncio.to_thread(self.checksums, await self._learner.sums())
         return mirror.seal(self.path, version, checksums)
 
@@ -194,14 +194,14 @@ class LearnerRanks(Protocol):
     """The learner's ranks, which send their shards."""
 
     async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
-        """Join the group at the rendezvous with engine ranks that hold ``ranks`` and follow the learner's in number.
+        """Joins the group at the rendezvous with engine ranks that hold ``ranks`` and follow the learner's in number.
 
         Collective with these.
         """
         ...
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[ChecksumReport]]:
-        """Send all shards. Returns each rank's checksums of its boxes. Raises SyncError."""
+        """Sends all shards. Returns each rank's checksums of its boxes. Raises SyncError."""
         ...
 
 
@@ -221,7 +221,7 @@ class Receivers(Protocol):
         ...
 
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
-        """Join each server's ranks to the group at ``rendezvous``, numbered from its ``first`` on."""
+        """Joins each server's ranks to the group at ``rendezvous``, numbered from its ``first`` on."""
         ...
 
     async def load(
@@ -301,7 +301,7 @@ class DirectDelivery(Delivery):
     async def _both(
         self, rendezvous: Rendezvous, what: str, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
     ) -> None:
-        """Wait for both ends. If one fails, or a server dies, cancel the other.
+        """Waits for both ends. If one fails, or a server dies, cancels the other.
 
         Raises the error of one end, or AllReplicasLost if a server died: the others can rendezvous again.
         """

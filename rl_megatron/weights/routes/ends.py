@@ -5,7 +5,7 @@ trailer: the version, then a 64-bit digest of each part as packed. After unpacki
 digest again from the tensor that holds it, strided or not, so it compares what will be served. On a CPU every part is
 small enough to be still in the cache when its digest is computed.
 
-Digests are XXH3 of bytes in CPU memory, and a sum in torch of bytes on a GPU; both ends of a move use one kind. They
+Digests are XXH3 of bytes in CPU memory, and a sum in torch of bytes on a GPU. Both ends of a move use one kind. They
 detect corruption, not forgery. XXH3 (Cyan4973/xxHash) reads cached bytes several times as fast as memory delivers
 them, so a piece of at most `PIECE_BYTES` is hashed right after it was copied.
 """
@@ -284,7 +284,7 @@ class PlanEndpoint:
         )
 
     def begin(self) -> None:
-        """Forget the failures of the last version, and do the local copies."""
+        """Forgets the failures of the last version, and does the local copies."""
         self._failures, self._verify_seconds = [], 0.0
         if not self.verify:
             if self._local:
@@ -302,7 +302,7 @@ class PlanEndpoint:
                 self._failures.append(self._difference(part, self.rank))
 
     def _copy_on_device(self) -> None:
-        """Do the local copies, and wait once for all of their digests."""
+        """Does the local copies, and waits once for all of their digests."""
         if not self._local:
             return
         torch._foreach_copy_(self._local_dst, self._local_src)
@@ -317,7 +317,7 @@ class PlanEndpoint:
         self._failures += (self._difference(self._local[i], self.rank) for i in wrong)
 
     def pack(self, parcel: BoundBucket, version: int) -> None:
-        """Fill the parcel's buffer."""
+        """Fills the parcel's buffer."""
         if self.encoder is not None:
             for part, to, frm in zip(parcel.bucket.parts, parcel.views, parcel.tensors, strict=True):
                 if not self.encoder.pack(part.dst_param, part.src_param, part.src_box, to):
@@ -333,7 +333,7 @@ class PlanEndpoint:
             parcel.trailer[1:] = tensor_digests(parcel.views)
 
     def unpack(self, parcel: BoundBucket, version: int) -> None:
-        """Write the parcel's tensors, and record those that differ from what was sent, for `finish`."""
+        """Writes the parcel's tensors, and records those that differ from what was sent, for `finish`."""
         self.arriving(parcel.bucket)
         self._unpack(parcel, version)
         self.arrived(parcel.bucket)
@@ -359,7 +359,7 @@ class PlanEndpoint:
         self._failures += (self._difference(parts[i], parcel.peer) for i in wrong)
 
     def settle(self) -> None:
-        """Wait until packing and unpacking are done, which on a GPU are asynchronous."""
+        """Waits until packing and unpacking are done, which on a GPU are asynchronous."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -375,7 +375,7 @@ class PlanEndpoint:
         return self._verify_seconds
 
     def _copy(self, to: list[Tensor], frm: list[Tensor], written: list[memoryview | None]) -> list[int]:
-        """Copy CPU tensors, and return the digest of each, computed while it is still in the cache."""
+        """Copies CPU tensors, and returns the digest of each, computed while it is still in the cache."""
         out, spent, clock = [], 0.0, time.perf_counter
         for target, source, data in zip(to, frm, written, strict=True):
             target.copy_(source)
@@ -473,7 +473,7 @@ def _sum_of_words(data: Tensor) -> Tensor:
 
 
 def _mix(numbers: Tensor, shift: int) -> Tensor:
-    """Mix bits in place, one to one. Otherwise differences in the high bits alone, as of two signs, could cancel in the
-    sum."""
+    """Mixes bits in place, one to one. Otherwise differences in the high bits alone, as of two signs, could cancel in
+    the sum."""
     numbers.mul_(_KEY)
     return numbers.bitwise_xor_(numbers >> shift)

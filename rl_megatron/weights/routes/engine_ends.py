@@ -73,7 +73,7 @@ class _End:
         return _BUCKET_BYTES if on_gpu or process in self._member.grouped else _SLOT_BYTES
 
     def close(self) -> None:
-        """Close the transport, then leave the group: ranks that wait for this one see its connection close."""
+        """Closes the transport, then leaves the group: ranks that wait for this one see its connection close."""
         self._transport.close()
         self._member.close()
 
@@ -90,7 +90,7 @@ def one_thread() -> Iterator[None]:
 
 
 def all_reduce_max(tensor: Tensor) -> None:
-    """Make a tensor the elementwise maximum over the default process group's ranks, in place. Collective."""
+    """Makes a tensor the elementwise maximum over the default process group's ranks, in place. Collective."""
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
 
@@ -122,7 +122,7 @@ class Sender(_End):
             self._transport.ends.encoder = encoder
 
     def send(self, version: int) -> tuple[WeightUpdate, ChecksumReport]:
-        """Send the shards once every rank is ready. Returns their checksums too.
+        """Sends the shards once every rank is ready. Returns their checksums too.
 
         Raises SyncError if a rank was lost, or this one has values that cannot be encoded.
 
@@ -174,7 +174,7 @@ class Receiver(_End):
         whole: Callable[[ParameterBox], None],
         coming: Callable[[int, Sequence[ParameterBox]], None] = lambda turn, held: None,
     ) -> WeightUpdate:
-        """Receive the shards once every rank is ready; calls ``whole`` with each box whose parts have all arrived.
+        """Receives the shards once every rank is ready; calls ``whole`` with each box whose parts have all arrived.
 
         Before, ``coming`` is called with a turn (`LayerOrder`) and boxes with parts that are about to arrive; all of
         earlier turns have arrived. Raises SyncError if a rank is not ready or was lost, like `send`."""

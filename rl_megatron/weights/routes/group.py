@@ -2,7 +2,7 @@
 
 In a round a process sends to one other and receives from one other, so no process has two senders at a time. All rounds
 are gone through in each of the receivers' turns (`LayerOrder`), so each gets its layers one after the other. A pair's
-transfers are packed into flat buckets; while one bucket is in flight the next is packed, so a process has two send and
+transfers are packed into flat buckets. While one bucket is in flight the next is packed, so a process has two send and
 two receive buffers, allocated once.
 
 A version is committed in two phases: it is staged in place, and served once every process has staged it. Staging
@@ -38,15 +38,15 @@ class Transport(Protocol):
     """Executes a plan. Every process of the plan has one, with its own ends of it."""
 
     def move(self, version: int) -> WeightUpdate:
-        """Write this process's destination tensors in place and verify them. All processes call it together.
+        """Writes this process's destination tensors in place and verifies them. All processes call it together.
 
-        Raises CorruptionError, after moving everything, if a box is not what was sent, and SyncError if a process was
-        lost; either way the destination is partly written.
+        Raises CorruptionError, after moving everything, if a box is not what was sent. Raises SyncError if a process
+        was lost. Either way the destination is partly written.
         """
         ...
 
     def close(self) -> None:
-        """Release buffers and connections. Not collective."""
+        """Releases buffers and connections. Not collective."""
         ...
 
 
@@ -54,11 +54,11 @@ class ServableEngine(Protocol):
     """An engine that serves a version of the weights, or none."""
 
     def withdraw(self) -> None:
-        """Serve nothing until `serve`."""
+        """Serves nothing until `serve`."""
         ...
 
     def serve(self, version: int) -> None:
-        """Serve the weights now in place as ``version``."""
+        """Serves the weights now in place as ``version``."""
         ...
 
 
@@ -70,7 +70,7 @@ class Staging:
         self._staged: int | None = None
 
     def stage(self, version: int) -> WeightUpdate:
-        """Phase one: withdraw the engine, move and verify. Collective; raises as `Transport.move` does."""
+        """Phase one: withdraws the engine, moves and verifies. Collective; raises like `Transport.move`."""
         self._staged = None
         if self._engine is not None:
             self._engine.withdraw()
@@ -79,7 +79,7 @@ class Staging:
         return update
 
     def commit(self, version: int) -> None:
-        """Phase two: serve the staged version. Raises SyncError for any other version."""
+        """Phase two: serves the staged version. Raises SyncError for any other version."""
         if self._staged != version:
             raise SyncError(
                 f"version {version} cannot be committed, because what is staged here is "
@@ -90,7 +90,7 @@ class Staging:
             self._engine.serve(version)
 
     def close(self) -> None:
-        """Close the transport."""
+        """Closes the transport."""
         self._transport.close()
 
 
@@ -163,7 +163,7 @@ class Exchange(Transport):
         return [torch.empty(largest, dtype=torch.uint8, device=self.ends.device) for _ in range(2)]
 
     def post(self, step: Step, version: int) -> Step:
-        """Start a step's parcels."""
+        """Starts a step's parcels."""
         ops: list[Operation] = []
         if step.receive is not None:
             ops.append((dist.irecv, step.receive.buffer, step.receive.peer))
@@ -173,7 +173,7 @@ class Exchange(Transport):
         return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
 
     def start(self, ops: Sequence[Operation], version: int) -> list[dist.Work]:
-        """Start sends and receives together. Raises SyncError for a lost process."""
+        """Starts sends and receives together. Raises SyncError for a lost process."""
         made = [dist.P2POp(op, buffer, group=self.group, group_peer=peer) for op, buffer, peer in ops]
         try:
             return list(dist.batch_isend_irecv(made)) if made else []
@@ -190,7 +190,7 @@ class Exchange(Transport):
             self.arrived(step.receive, version)
 
     def wait(self, step: Step, version: int) -> None:
-        """Wait for a step's parcels. Raises SyncError for a lost process."""
+        """Waits for a step's parcels. Raises SyncError for a lost process."""
         try:
             for work in step.works:
                 work.wait()

@@ -2,7 +2,7 @@
 
 Each pair that maps has a ring of slots. On CPUs (Linux) a ring is an anonymous file, small enough to stay in the
 cores' shared cache, so that main memory is only read at the source and written at the destination. A Unix socket
-carries a byte for each slot filled or emptied; it wakes the other process, orders the accesses, and closes immediately
+carries a byte for each slot filled or emptied. It wakes the other process, orders the accesses, and closes immediately
 when a process dies.
 Files pass through the socket (memfd_create, SCM_RIGHTS), and sockets have abstract names: none are in the file system,
 and the kernel removes them with their processes. Every user of the node can read these names and connect, and is turned
@@ -81,19 +81,19 @@ class Link:
         return (self.told if self.leaving else self.done) == len(self.parcels)
 
     def step(self, ends: PlanEndpoint, version: int) -> None:
-        """Fill or empty one slot, and notify the other end."""
+        """Fills or empties one slot, and notifies the other end."""
         (ends.pack if self.leaving else ends.unpack)(self.parcels[self.done], version)
         self.announce(ends)
 
     def announce(self, ends: PlanEndpoint) -> None:
-        """Notify the other end of the slot that was filled or emptied."""
+        """Notifies the other end of the slot that was filled or emptied."""
         ends.settle()
         self.done += 1
         with contextlib.suppress(OSError):  # gone: `listen` says so
             self.connection.send(_STEP)  # there is room: fewer are on the way than there are slots
 
     def listen(self) -> None:
-        """Read the other end's notifications. Raises _LostError if it is gone, or gave up because another is."""
+        """Reads the other end's notifications. Raises _LostError if it is gone, or gave up because another is."""
         try:
             said = self.connection.recv(_PAGE)
         except OSError as error:
@@ -106,7 +106,7 @@ class Link:
         self.told += len(steps)
 
     def give_up(self, lost: int) -> None:
-        """Send the lost rank to the other end, if that still runs, and close."""
+        """Sends the lost rank to the other end, if that still runs, and closes."""
         with contextlib.suppress(OSError):
             self.connection.send(_GAVE_UP + str(lost).encode())
         self.connection.close()
@@ -137,12 +137,12 @@ class Rings:
         self.links = self._connect(slots, peers)
 
     def begin(self) -> None:
-        """Start a new version: every slot is empty."""
+        """Starts a new version: every slot is empty."""
         for link in self.links:
             link.done = link.told = 0
 
     def run(self, version: int) -> None:
-        """Fill and empty slots until every parcel has been unpacked. Raises SyncError."""
+        """Fills and empties slots until every parcel has been unpacked. Raises SyncError."""
         try:
             unfinished = [link for link in self.links if not link.finished]
             while unfinished:
@@ -155,7 +155,7 @@ class Rings:
             raise self._failed(version, error) from error
 
     def wait_for_slot(self, link: Link, number: int, version: int) -> None:
-        """Wait until the parcel before the last in the slot of parcel ``number`` is unpacked. Raises SyncError."""
+        """Waits until the parcel before the last in the slot of parcel ``number`` is unpacked. Raises SyncError."""
         try:
             while number >= link.told + SLOTS:
                 self._hear([link], wait=True)
@@ -163,13 +163,13 @@ class Rings:
             raise self._failed(version, error) from error
 
     def close(self) -> None:
-        """Close the connections, which the other ends see."""
+        """Closes the connections, which the other ends see."""
         for link in self.links:
             link.connection.close()
         self.links = []
 
     def _hear(self, links: list[Link], *, wait: bool) -> None:
-        """Read all notifications; if there is nothing to do, sleep until one arrives."""
+        """Reads all notifications; if there is nothing to do, sleeps until one arrives."""
         poll = select.poll()
         waiting = {link.connection.fileno(): link for link in links}
         for descriptor in waiting:
@@ -181,7 +181,7 @@ class Rings:
             waiting[descriptor].listen()
 
     def _failed(self, version: int, error: _LostError) -> SyncError:
-        """Give up on every link, so that no process waits for this one."""
+        """Gives up on every link, so that no process waits for this one."""
         waits = [link for link in self.links if not link.finished and not link.ready]
         told = []
         for link in sorted(waits, key=lambda link: link.peer != error.rank)[:3]:
@@ -259,7 +259,7 @@ class Rings:
             self._admit(listener, arrived)
 
     def _admit(self, listener: socket.socket, arrived: list[socket.socket]) -> None:
-        """Accept a connection, if there is one soon; nothing is read from another user's."""
+        """Accepts a connection, if there is one soon; nothing is read from another user's."""
         try:
             connection, _ = listener.accept()
         except TimeoutError:
@@ -330,7 +330,7 @@ class RingTransport(Transport):
 
     @override
     def close(self) -> None:
-        """Close the connections, which the other ends see."""
+        """Closes the connections, which the other ends see."""
         self._rings.close()
 
 
@@ -406,7 +406,7 @@ class LearnerEnd(Exchange):
 
     @override
     def post(self, step: Step, version: int) -> Step:
-        """Start a step's parcels, or pack what is this rank's own, once the slot is empty."""
+        """Starts a step's parcels, or packs this rank's own, once the slot is empty."""
         ops: list[Operation] = []
         if (into := step.receive) is not None:
             link, number = self._slots[id(into)]
@@ -422,7 +422,7 @@ class LearnerEnd(Exchange):
 
     @override
     def arrived(self, parcel: BoundBucket, version: int) -> None:
-        """Hand a parcel on."""
+        """Hands a parcel on."""
         link, _ = self._slots[id(parcel)]
         link.announce(self.ends)
 

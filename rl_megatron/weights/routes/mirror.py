@@ -2,7 +2,7 @@
 
 The file is ``model.safetensors`` of a Hugging Face folder, in each node's shared memory or on a shared disk, so that an
 engine's own loader can read it. Next to it ``model.safetensors.json`` holds the version and, once sealed, a checksum of
-each tensor; with several writers each notes its version in its own file. Engines import this module: it needs only
+each tensor. With several writers each notes its version in its own file. Engines import this module: it needs only
 what any engine's environment has.
 
 Slurm's SIGKILL also ends processes that would remove a run's files, so the next run removes files that killed runs left
@@ -47,7 +47,7 @@ _ENDING_SECONDS = 20.0  # time for an earlier start of the run to end
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which is this user's own. Another's lock on it is replaced."""
+    """Holds the lock of a folder, which is this user's own. Another's lock on it is replaced."""
     with (folder / _NEW).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / _NEW).rename(folder / _LOCK)  # the name never exists without being held
@@ -132,7 +132,7 @@ class Mirror:
         float32: Collection[str] = frozenset(),
         writers: int = 1,
     ) -> None:
-        """Make the file, for this user alone. ``config`` becomes the folder's config.json, except for its quantization.
+        """Makes the file, for this user alone. ``config`` becomes the folder's config.json, but for its quantization.
 
         Called by one process of a node, before any opens it. Raises SyncError if the folder of ``path`` already exists
         and other users can access it: they can guess its name.
@@ -149,7 +149,7 @@ class Mirror:
             _empty_file(_plain(path), stored(shapes, dtype_of(dtype), None, float32))
 
     def withdraw(self) -> None:
-        """Mark the tensors as changing: readers refuse the file until every writer calls ``serve``.
+        """Marks the tensors as changing: readers refuse the file until every writer calls ``serve``.
 
         The first time it takes all of the file's memory. Raises SyncError where there is no room for it, or the file is
         gone.
@@ -161,7 +161,7 @@ class Mirror:
         self._sparse = []
 
     def serve(self, version: int) -> None:
-        """Mark what this writer wrote as ``version``'s, once all have written. Raises SyncError that names a tensor
+        """Marks what this writer wrote as ``version``'s, once all have written. Raises SyncError that names a tensor
         that cannot be encoded, or where the file is gone."""
         self._look()
         note: dict[str, object] = {"version": version, "writers": self._writers}
@@ -190,7 +190,7 @@ class Mirror:
         return list(tensors)[self._writer :: self._writers]
 
     def _encode(self, encoding: Encoding) -> tuple[float, str]:
-        """Fill the file. Returns the largest error of a tensor, and its name."""
+        """Fills the file. Returns the largest error of a tensor, and its name."""
         written = {name: encoding.write(name, self.tensors[name], self._stored) for name in self._share(self.tensors)}
         changes = {name: change for name, change in written.items() if change is not None}
         return largest_change([changes]) or (0.0, "")
@@ -201,7 +201,7 @@ def _head(entries: Stored) -> bytes:
 
 
 def claim_folder(folder: Path) -> None:
-    """Make a folder for weights, for this user alone: others can foretell its name. Raises SyncError if one is there
+    """Makes a folder for weights, for this user alone: others can foretell its name. Raises SyncError if one is there
     that others can access."""
     try:
         private_folder(folder)
@@ -213,7 +213,7 @@ def claim_folder(folder: Path) -> None:
 
 
 def _empty_file(path: Path, entries: Stored) -> None:
-    """Make a file of zeros, which take no memory before `_take_room`; who maps a file of this name keeps that one."""
+    """Makes a file of zeros, which take no memory before `_take_room`; who maps a file of this name keeps that one."""
     head, size = _head(entries), sum(prod(shape) * given.itemsize for given, shape in entries.values())
     work = path.with_name(f".{path.name}.partial")
     work.unlink(missing_ok=True)
@@ -276,7 +276,7 @@ class VersionSeal:
 
 
 def seal(path: Path, version: int, checksums: Mapping[str, int]) -> VersionSeal:
-    """Write the checksums that readers of ``version`` must find. Raises SyncError if the file holds another version."""
+    """Writes the checksums that readers of ``version`` must find. Raises SyncError if it holds another version."""
     noted = _noted(path, version) | {"checksums": checksums}
     write_atomically(_note(path), json.dumps(noted).encode())
     return _sealed(noted)

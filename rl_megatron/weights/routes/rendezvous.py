@@ -1,7 +1,7 @@
 """The rendezvous of learner and engine ranks, before each version too, and the process group of some of them.
 
 The controller keeps the store of the rendezvous. Before ranks join, and before each version moves, every rank reports
-there that it is ready; if one cannot take part, the controller cancels the rendezvous for all. So no rank blocks in a
+there that it is ready. If one cannot take part, the controller cancels the rendezvous for all. So no rank blocks in a
 send to a server that refuses.
 
 Ranks exchange JSON. Nothing from a network is unpickled: gloo and NCCL accept any process that reaches them
@@ -80,7 +80,7 @@ def gather_json(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
 
 @contextmanager
 def _lost() -> Iterator[None]:
-    """Turn the broken connections of a lost process into a SyncError, which fails the push but not this process."""
+    """Turns the broken connections of a lost process into a SyncError, which fails the push but not this process."""
     try:
         yield
     except RuntimeError as error:
@@ -169,7 +169,7 @@ class RendezvousStore:
         )
 
     def rendezvous(self, size: int, *, learners: int, backend: str) -> Rendezvous:
-        """Make the rendezvous of a new group, under a unique name.
+        """Makes the rendezvous of a new group, under a unique name.
 
         Removes what is left of others but the last, because its ranks may still look whether it was canceled.
         """
@@ -188,7 +188,7 @@ class RendezvousStore:
         )
 
     def cancel(self, rendezvous: Rendezvous, what: str, reason: str) -> None:
-        """Cancel ``what`` for all ranks that wait for the others."""
+        """Cancels ``what`` for all ranks that wait for the others."""
         self._store.set(f"{rendezvous.name}/{what}/cancelled", reason)
 
     def forget(self, rendezvous: Rendezvous, what: str) -> None:
@@ -327,11 +327,11 @@ class RendezvousMember(Peers):
 
     @override
     def gather(self, mine: object) -> list[Any]:
-        """Each rank's value, which is JSON, by rank. Collective, while ranks join; raises as `meet`."""
+        """Each rank's value, which is JSON, by rank. Collective, while ranks join; raises like `meet`."""
         return self._heard(self._meet_again(deflated(mine)))
 
     def tell(self, said: object) -> Any:
-        """Rank 0's value, on every rank. Collective, while ranks join; raises as `meet`."""
+        """Rank 0's value, on every rank. Collective, while ranks join; raises like `meet`."""
         keys = self._meet_again(deflated(said) if self.rank == 0 else b"")
         return said if self.rank == 0 else self._heard(keys[:1])[0]
 
@@ -358,7 +358,7 @@ class RendezvousMember(Peers):
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Turn a failure of the store, which the controller keeps, into a SyncError."""
+        """Turns a failure of the store, which the controller keeps, into a SyncError."""
         try:
             yield
         except RuntimeError as error:
@@ -368,7 +368,7 @@ class RendezvousMember(Peers):
             ) from error
 
     def close(self) -> None:
-        """Leave the group, if still in it: ranks that wait for this one see its connection close. Not collective."""
+        """Leaves the group, if still in it: ranks that wait for this one see its connection close. Not collective."""
         if self.group is not None:
             self.group.abort()  # NCCL would wait for what a lost rank does not send
             dist.destroy_process_group(self.group)

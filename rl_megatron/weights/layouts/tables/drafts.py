@@ -64,8 +64,8 @@ def with_drafts(
 ) -> dict[str, tuple[ParamSpec, ...]]:
     """The tables of a family whose files may hold draft layers, with rows for shapes that have them; it has experts.
 
-    Rows of the layers ``without`` are none of a draft layer's. ``apart`` are the same family's tables with experts one
-    by one, where those of ``tables`` are one tensor a layer: a draft layer then has either, whatever the decoder has.
+    A draft layer has no rows of the layers ``without``. ``apart`` are the same family's tables with experts one
+    by one, where those of ``tables`` are one tensor a layer. A draft layer then has either, whatever the decoder has.
     """
     out = {}
     for layout, rows in tables.items():
