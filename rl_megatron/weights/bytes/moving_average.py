@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_HALF = 1 << 15  # half of the 16 bits of a float32 number that a bfloat16 number lacks, to round
+_HALF = 1 << 15  # half a unit in a bfloat16 number's last place, in a float32 number's bits
 
 
 class MovingAverage:

@@ -266,7 +266,7 @@ def write_files(
 
     Returns the indices of the shares that lack files; none if ``out`` is complete. Files that an earlier process wrote
     are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is full, or an earlier
-    process began with another source or other ``options``. So it does if one of ``files`` changed since it was mapped,
+    process began with another source or other ``options``. The same if one of ``files`` changed since it was mapped,
     or config.json or one of the `companions` of ``companion`` since the call. Raises WeightError like `numbers`.
     """
     beside = _beside(companion)

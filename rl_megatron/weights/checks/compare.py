@@ -160,8 +160,8 @@ class ReportReader:
         return sorted(self._places)
 
     def read(self, text: bytes) -> ChecksumReport:
-        """The report in the JSON ``text``. Raises ValueError that names the first part that is not of this form. So it
-        does where a column has not one checksum for each of its boxes, and where these are unknown."""
+        """The report in the JSON ``text``. Raises ValueError that names the first part that is not of this form. Also
+        where a column has not one checksum for each of its boxes, and where these are unknown."""
         try:
             said = msgspec.json.decode(text, type=_Said)
         except msgspec.ValidationError as error:

@@ -80,7 +80,7 @@ _ADVICE = (
 class Scheme:
     """One format, as config.json describes it."""
 
-    dtype: DType  # the tensors' that are not quantized, and a weight's where no other is requested
+    dtype: DType  # the dtype of unquantized tensors, and of a weight where no other is requested
     stored: DType  # the dtype of the numbers' tensor: U8 has two e2m1 a byte, I32 several integers a word
     numbers: str = ".weight"  # ends its name
     weight: str = ".weight"  # ends the weight's name
@@ -95,7 +95,7 @@ class Quantized:
     """A weight that is stored as numbers and their scales."""
 
     scheme: Scheme
-    shape: Shape  # the weight's
+    shape: Shape  # the shape of the weight
     numbers: str  # the name of its tensor
     scales: str
     scales_shape: Shape

@@ -533,7 +533,7 @@ def receivers_of(places: Sequence[Place], learners: int) -> list[int]:
 
 
 def plan_into(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
-    """Plans like `plan`; rank r of ``dst`` is a process after those of ``src``, and gets all from process receivers[r].
+    """Plans like `plan`; rank r of ``dst`` is a process after ``src``'s, and gets all through process receivers[r].
 
     A relay sends what it holds itself; so the fewest elements go from another process to it.
     """

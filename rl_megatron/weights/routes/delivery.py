@@ -107,7 +107,7 @@ class Loaders(Protocol):
     async def load(
         self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
     ) -> Mapping[str, Sequence[ChecksumReport]]:
-        """Loads the file's weights on all servers, or on ``only`` one, but serves none. Returns reports by server.
+        """Loads the file's weights on all servers or ``only`` one, without serving them. Returns reports by server.
 
         Ranks do not report parameters of ``private`` kinds. Raises SyncError; AllReplicasLost if all servers
         died.
