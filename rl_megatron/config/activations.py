@@ -1,16 +1,16 @@
-"""Whose kernels compute a decoder layer, TransformerEngine's or torch's, and how many bytes of each token it keeps.
+"""The kernels of a decoder layer, TransformerEngine's or torch's, and the bytes that the layer keeps of each token.
 
-What it keeps is for its backward pass; recomputing parts of it frees some.
+A layer keeps activations for its backward pass; recomputing parts of the layer frees some of them.
 
-Of torch's layers it is what tests/distributed/test_kept.py counts on real ones; of TransformerEngine's it follows from
-its source and megatron-core's: in float8 linears keep their inputs so, but those that others keep in bfloat16
-anyway (megatron-core's ``set_save_original_input``), and no scales are counted. Attention keeps no
-scores (FlashAttention), and experts are evenly loaded. Not counted are rotary angles (once a micro-batch), the
+tests/distributed/test_kept.py counts the bytes of torch's layers on real ones. The bytes of TransformerEngine's layers
+follow from its source and megatron-core's. In float8 linears keep their inputs in float8, except inputs that other
+modules keep in bfloat16 anyway (megatron-core's ``set_save_original_input``). Scales are not counted. Attention keeps
+no scores (FlashAttention), and experts are evenly loaded. Not counted are rotary angles (once a micro-batch), the
 padding of sequences to a common length, and the masks that torch's attention needs for windows, sinks and cp > 1.
 
-But torch's attention has no fused kernel on GPUs for grouped queries with such a mask, or in float32: it computes in
-float32 then, with keys and values repeated for all heads, and keeps a probability for each query, head and key
-(`_plain`; read in ATen's sdp_utils.cpp; in half precision cuDNN may have one, which is not counted on).
+But torch's attention has no fused kernel on GPUs for grouped queries with such a mask, or in float32. It then computes
+in float32, with keys and values repeated for all heads, and keeps a probability for each query, head and key
+(`_plain`; read in ATen's sdp_utils.cpp). In half precision cuDNN may have a fused kernel, which is not counted on.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 TORCH_ONLY = On("torch_only", SET, TEXT)
 """A test of `torch_only`, for rows of the learner with ``where="shape"``."""
 GROUPED_COLUMNS = 8
-"""Of what columns grouped products take multiples: rows must be aligned to 16 bytes, and elements are bfloat16."""
+"""Grouped products take multiples of this many columns: rows must be aligned to 16 bytes, and elements are bfloat16."""
 _FLOAT = 4  # bytes: norms' scales, softmax's sums and router's probabilities are float32
-_GRADIENTS = 1.25  # what a delta net holds in its backward pass over what its forward pass leaves: 1.15 to 1.32
+_GRADIENTS = 1.25  # ratio of a delta net's bytes in the backward pass to those after the forward pass: 1.15 to 1.32
 _SINK = 8  # columns that a sink adds to queries, keys, values and the output
 
 
 def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
-    """Whether to use TransformerEngine's layers. Raises ConfigError if they are requested, but missing."""
+    """True if the run uses TransformerEngine's layers. Raises ConfigError if they are requested, but cannot run."""
     there = importlib.util.find_spec("transformer_engine") is not None
     if learner.layers == "transformer_engine" and not (there and learner.device == "cuda"):
         raise ConfigError(
@@ -55,15 +55,15 @@ def require_transformer_engine(key: str, learner: LearnerSection, shape: ModelSh
 
 
 def wants_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
-    """Whether to use TransformerEngine's layers where it is installed: for plans, which a login node makes."""
+    """True if TransformerEngine's layers are used where it is installed. A login node's plans assume that it is."""
     wanted = learner.device == "cuda" and learner.layers in ("auto", "transformer_engine")
     lacking = learner.cp > 1 and learner.dtype == "float32"  # attention: 2.11's unfused one has no cp, others are half
     return wanted and torch_only(shape) is None and not lacking
 
 
 def uses_grouped_gemm(learner: LearnerSection, shape: ModelShape) -> bool:
-    """Whether torch's layers multiply by all experts of a rank in one call (`learner.model.kernels.grouped`), and hold
-    the results of all; else by one after the other. Plans take GPUs for those of Hopper or Blackwell."""
+    """True if torch's layers multiply by all experts of a rank in one call (`learner.model.kernels.grouped`) and hold
+    all results. Otherwise they multiply by one expert after the other. Plans assume Hopper or Blackwell GPUs."""
     d = learner.dims
     cut = 1 if shape.expert_bias or shape.stacked_experts else d.etp
     sizes = (shape.hidden_size, shape.expert_width // cut)
@@ -89,7 +89,7 @@ def torch_only(shape: ModelShape) -> str | None:
 
 
 def _has_latent(shape: ModelShape) -> bool:
-    """Whether megatron-core's own latent attention over TransformerEngine supports ``shape``."""
+    """True if megatron-core's own latent attention over TransformerEngine supports ``shape``."""
     rope, latent = shape.rope, shape.latent
     if latent is None:
         return True
@@ -111,9 +111,9 @@ def halves(learner: LearnerSection, shape: ModelShape, layer: int, longest: floa
     fused = wants_transformer_engine(learner, shape)
     size, given, moe = BYTES[learner.dtype], _given(learner, fused), layer in shape.moe_layers
     hidden = shape.hidden_size
-    norm = float(hidden * size + _FLOAT)  # what comes in, and the scale; then what goes out
+    norm = float(hidden * size + _FLOAT)  # the input and the scale; the lines below add the output
     attention = norm + hidden * (given if shape.latent is None else size)
-    if shape.delta is not None and layer in shape.delta_layers:  # what its linears give and take; it keeps no more
+    if shape.delta is not None and layer in shape.delta_layers:  # inputs and outputs of its linears, nothing else
         attention += (shape.delta.inputs + shape.delta.outputs) * size
     else:
         attention += _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
@@ -132,15 +132,15 @@ def offloaded(learner: LearnerSection, shape: ModelShape, layer: int, longest: f
 
 
 def probabilities(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> float:
-    """Bytes of the probabilities among what `activation_bytes` counts."""
+    """Bytes of the probabilities that `activation_bytes` includes."""
     return shape.num_heads * longest * _FLOAT / learner.tp if _is_plain(learner, shape, layer, longest) else 0.0
 
 
 def delta_bytes(learner: LearnerSection, shape: ModelShape, layer: int) -> float:
-    """Bytes of each token that a delta net of ``layer`` holds while it computes, and keeps none of; else 0.
+    """Bytes of each token that a delta net of ``layer`` holds while it computes, and then frees; 0 for other layers.
 
-    Its queries, keys and values before and after the convolution, and in float32 what its chunks need of each other:
-    tests/unit/options/test_bytes.py measures it.
+    These are queries, keys and values before and after the convolution, and the float32 values that its chunks need of
+    each other. tests/unit/options/test_bytes.py measures them.
     """
     m = shape.delta
     if m is None or layer not in shape.delta_layers:
@@ -157,8 +157,8 @@ def _given(learner: LearnerSection, fused: bool) -> int:
 
 
 def freed(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> Mapping[str, float]:
-    """How many of the bytes of `activation_bytes` each of megatron-core's ``recompute_modules`` frees; ``moe`` has its
-    parts'."""
+    """Returns the bytes of `activation_bytes` that each of megatron-core's ``recompute_modules`` frees; ``moe``
+    includes its parts."""
     fused, size = wants_transformer_engine(learner, shape), BYTES[learner.dtype]
     hidden = shape.hidden_size * size
     out = {"core_attn": 0.0, "mla_up_proj": 0.0, "layernorm": 0.0}
@@ -173,7 +173,7 @@ def freed(learner: LearnerSection, shape: ModelShape, layer: int, longest: float
     else:
         own = shape.hidden_size * _given(learner, fused) + _FLOAT  # the norm is a part of it
         out["mlp"] = own + _gated(shape.dense_width, learner, fused)
-    if fused:  # of the norms, those that are no part of a linear
+    if fused:  # norms that are not part of a linear
         out["layernorm"] = hidden * ((shape.latent is not None) + (layer in shape.moe_layers))
     return {module: count / learner.tp for module, count in out.items()}
 
@@ -184,19 +184,19 @@ def _grouped(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     if fused:
         norms = _head_norms(learner, shape, copies=True, projected=False)
         return 3 * (heads + groups) * d * size + heads * _FLOAT + norms
-    gate = 2 * size + _FLOAT if shape.output_gate else 0  # as projected, as a factor, and what it multiplies
+    gate = 2 * size + _FLOAT if shape.output_gate else 0  # the gate as projected and as a factor, and its multiplicand
     return _attended(learner, shape) + heads * d * (size + gate) + _norms(learner, shape)
 
 
 def _attended(learner: LearnerSection, shape: ModelShape) -> float:
-    """What torch's attention keeps: sequences are laid out one to a row, with the keys and values of all cp ranks."""
+    """Bytes that torch's attention keeps, with one sequence in a row, and the keys and values of all cp ranks."""
     heads, groups = shape.num_heads, shape.num_kv_heads
     wide = shape.head_dim + (_SINK if shape.sinks else 0)
     return (2 * heads + 2 * groups * learner.cp) * wide * BYTES[learner.dtype] + heads * _FLOAT
 
 
 def _is_plain(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> bool:
-    """Whether torch has no fused kernel for the attention of ``layer`` on a GPU."""
+    """True if torch has no fused kernel for the attention of ``layer`` on a GPU."""
     if layer in shape.delta_layers:
         return False
     if wants_transformer_engine(learner, shape) or learner.device != "cuda" or shape.latent is not None or not longest:
@@ -208,7 +208,7 @@ def _is_plain(learner: LearnerSection, shape: ModelShape, layer: int, longest: f
 
 
 def _plain(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> float:
-    """What plain attention keeps above `_attended`: probabilities, and all heads' queries, keys and values."""
+    """Bytes that plain attention keeps above `_attended`: probabilities, and all heads' queries, keys and values."""
     if not _is_plain(learner, shape, layer, longest):
         return 0.0
     wide = shape.head_dim + (_SINK if shape.sinks else 0)
@@ -217,7 +217,7 @@ def _plain(learner: LearnerSection, shape: ModelShape, layer: int, longest: floa
 
 
 def _attention_inputs(learner: LearnerSection, shape: ModelShape) -> float:
-    """What torch's attention needs to be recomputed, and its norms do not keep: queries, keys, and the projection."""
+    """Bytes that recomputing torch's attention needs, and its norms do not keep: queries, keys, and the projection."""
     size, heads, groups = BYTES[learner.dtype], shape.num_heads, shape.num_kv_heads
     copies = shape.qk_norm is not None or groups > learner.tp
     projected = shape.qk_norm is None or (shape.qk_norm == "all" and size < _FLOAT)
@@ -251,7 +251,7 @@ def _latent(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     m, heads = shape.latent, shape.num_heads
     assert m is not None
     rank = (m.query_rank or 0) + m.kv_rank
-    latents = (rank + m.rope_dim) * BYTES[learner.dtype] + rank * _given(learner, fused)  # before norms, and after
+    latents = (rank + m.rope_dim) * BYTES[learner.dtype] + rank * _given(learner, fused)  # norms' inputs and outputs
     head, value, ranks = m.nope_dim + m.rope_dim, m.value_dim, 1 if fused else learner.cp
     attended = head + ranks * (head + value) + value
     rows = 0 if fused else value  # the output, laid out as it was before attention
@@ -297,15 +297,15 @@ def _experts(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
 
 
 def _activated(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
-    """What experts keep besides their rows: TransformerEngine's keep gate and up even where they are recomputed."""
+    """Bytes that ``moe_act`` frees. TransformerEngine's experts keep gate and up even if they are recomputed."""
     width = shape.expert_width * (_given(learner, fused) if fused else 2 * BYTES[learner.dtype])
     own = _biased(learner, shape) * BYTES[learner.dtype]
     return shape.experts_per_token * (own if shape.expert_bias else width)
 
 
 def _biased(learner: LearnerSection, shape: ModelShape) -> float:
-    """Elements of a row that experts with biases keep besides it: all at once, which expert is its own, twice; one
-    after the other, the output too."""
+    """Elements that experts with biases keep of a row, besides the row. One call for all experts keeps twice which
+    expert the row belongs to; one expert after the other keeps the output."""
     if uses_grouped_gemm(learner, shape):
         return 8 * shape.expert_width + 2 * shape.num_experts / learner.ep
     return shape.hidden_size + 7 * shape.expert_width

@@ -1,4 +1,4 @@
-"""What runs beside the learner's ranks: teachers, reward models, and roles with ranks of their own."""
+"""The models besides the policy: teachers, reward models, and roles with separate ranks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def longest_scored_row(c: RunConfig, role: str) -> tuple[str, int]:
             if not one.reads_another:
                 return before + behind, one.max_prompt_tokens + c.most_sampled
             longest = one.max_prompt_tokens + 2 * c.most_sampled
-            if longest > c.longest_sequence:  # which it reads where there is no other completion to show
+            if longest > c.longest_sequence:  # the teacher reads the latter if no other completion can be shown
                 return before + 2 * behind, longest
     return c.named_longest, c.longest_sequence
 
 
 def scoring_roles(c: RunConfig) -> list[str]:
-    """The roles of models that rewards ask for scores of texts."""
+    """The roles of models that score texts for rewards."""
     return [role for role, one in role_models(c).items() if one.scores]
 
 
@@ -53,14 +53,14 @@ def separate(c: RunConfig) -> tuple[str, ...]:
 
 
 def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
-    """By the role of each frozen model that ranks hold: its Hugging Face folder, None for the model that training
-    starts from, and the folder's key."""
+    """Returns, by role, the Hugging Face folder of each frozen model that ranks hold, and the folder's key. The folder
+    is None for the model that training starts from."""
     own: dict[str, tuple[Path | None, str]] = {role: (one.folder, one.key) for role, one in role_models(c).items()}
     return {"reference": (c.reference, "algorithm.kl.reference"), **own} if c.needs_reference else own
 
 
 def with_role_keys(c: RunConfig, role: str, text: str) -> str:
-    """``text``, which names keys of the learner's layout, with the keys of the role's own where it has one."""
+    """Replaces keys of the learner's layout in ``text`` by those of the role's own layout, if it has one."""
     if role not in c.roles.layouts:
         return text
     keys = "|".join(RoleLayoutSection.model_fields)
@@ -75,8 +75,8 @@ def num_role_nodes(c: RunConfig, role: str) -> int:
 
 
 def begun_by_messages(c: RunConfig) -> set[str]:
-    """The keys of the data of sources and sets whose prompts may be lists of messages, with which an environment that
-    renders a conversation begins."""
+    """The keys of the data of sources and sets in which prompts may be lists of messages: an environment that renders a
+    conversation begins with them."""
     chats = {key for key, one in c.environments.items() if one.template == "chat"}
 
     def leads(key: str) -> bool:

@@ -22,7 +22,7 @@ _RENDERED = "an environment's messages are rendered as a conversation, and a tas
 
 
 def problems_of_options(c: RunConfig) -> Iterator[str]:
-    """What the learner's options refuse."""
+    """Yields the problems of the learner's options."""
     yield from option_problems(c.learner)
 
 
@@ -83,8 +83,8 @@ def problems_of_groups(c: RunConfig) -> Iterator[str]:
         over_batch.append("algorithm.whiten=true")
     if a.credit == "optimal":
         over_group.append("algorithm.credit=optimal")
-    of_turns = a.credit == "turn" and a.turn_baseline != "index"  # which one trajectory may have several of
-    compares = not (a.needs_top and a.kl.has_teacher)  # else that trains every token
+    of_turns = a.credit == "turn" and a.turn_baseline != "index"  # one trajectory may have several turns to compare
+    compares = not (a.needs_top and a.kl.has_teacher)  # otherwise a teacher trains every token
     if compares and size == 1 and over_group and not a.pairs and not of_turns:
         yield (
             f"rollout.group_size=1 with {', '.join(over_group)}: a group has no second completion to compare with, so "
@@ -114,7 +114,7 @@ def check_separate_roles(c: RunConfig) -> Iterator[str]:
 
 
 def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
-    """What the layout of a role's own ranks breaks, and the learner's does not."""
+    """Yields the problems of a role's own layout that the learner's layout does not have."""
     if role not in separate(c) and role not in ("critic", "reference"):
         yield (
             f"roles.layouts.{role}: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "

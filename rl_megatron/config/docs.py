@@ -115,7 +115,7 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """What stands under the keys of a section and of its bases; a key that is declared again has its last one's."""
+    """Returns the text under each key of a section and of its bases; the last declaration of a key counts."""
     found: dict[str, str] = {}
     for one in (one for one in reversed(section.__mro__) if issubclass(one, Section) and one is not Section):
         (written,) = ast.parse(inspect.getsource(one)).body
@@ -142,7 +142,7 @@ def _row(key: str, field: Schema, *, required: bool) -> Cells:
 
 
 def _rules_of(key: str) -> Iterator[str]:
-    """What rows of the table of rules say of a key alone: what it needs, goes with or is read with, by its value."""
+    """Yields sentences from the table of rules on one key: what each value needs, excludes or is read with."""
     said = dict[str, dict[str, None]]()
     for rule in (*RULES, *feature_rules()):
         sides = list[tuple[Condition, Condition, str]]()
@@ -167,7 +167,7 @@ def _conditions(condition: Condition) -> tuple[On, ...]:
 
 
 def _is_of_key(condition: On) -> bool:
-    """True for a condition of a key's value, not of what follows from several."""
+    """True for a condition on the value of one key, not on a property that follows from several."""
     return condition.shown in (None, TEXT) and _key(condition) in every_key()
 
 
@@ -195,12 +195,12 @@ def _condition(condition: On) -> str:
 
 
 def _meaning(described: Schema) -> str:
-    """What stands under a key or a section, in one line."""
+    """Returns the text under a key or a section on one line."""
     return " ".join(described.get("description", "").split()).replace("``", "`")
 
 
 def _kind(field: Schema) -> str:
-    """What a value may be, in words."""
+    """Returns the allowed values of a key in words."""
     if "anyOf" in field:
         return " or ".join(_kind(choice) for choice in field["anyOf"])
     if "$ref" in field:

@@ -17,10 +17,10 @@ from rl_megatron.errors import quote_start, truncate
 from rl_megatron.section import Section
 
 _MOST_KEY = 80  # characters of a key
-_NAME = "<name>"  # of the user's own, in a key of a mapping's section
-_MOST_KEYS = 10  # of a section; else the nearest of them
+_NAME = "<name>"  # the part of a key that stands for the user's names of a mapping's entries
+_MOST_KEYS = 10  # keys of a section that are all listed; otherwise only the nearest
 _ELSEWHERE = {"job": "algorithms, distillation too, are of job=rl, as algorithm=gkd (docs/sft.md)"}
-"""By its key, where to find what is no value of it."""
+"""For each key, where to find choices that are not its values."""
 
 
 class _Tree(dict[str, "_Tree"]):
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
-    """One line for each bad key and for each broken rule between keys."""
+    """Returns one line for each bad key and for each broken rule between keys."""
     lines: list[str] = []
     allowed: dict[str, list[str]] = {}  # key=value -> what each alternative of the key's type allows
     for error in errors:
@@ -51,7 +51,7 @@ def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
             lines += str(error["ctx"]["error"]).splitlines()
         elif (line := _structural(error, place)) is not None:
             lines.append(line)
-        elif isinstance(error["input"], Mapping) and error["msg"][0].islower():  # of a rule within a section
+        elif isinstance(error["input"], Mapping) and error["msg"][0].islower():  # a rule within a section
             lines.append(f"{place.shown}.{error['msg']}")
         elif text := instead_of(place.key, error["input"]):
             allowed[f"{place.shown}={quote_start(error['input'])}"] = [text]
@@ -72,7 +72,7 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 
 def is_removed_key(key: str) -> bool:
-    """Whether no section has the key; of entries of a mapping of single values, as options are, none has."""
+    """True if no section has the key. Entries of a mapping of single values, such as options, are never removed."""
     if removed_key(key) is not None:
         return True
     below = _tree()
@@ -89,7 +89,7 @@ def is_removed_key(key: str) -> bool:
 def section_expected(key: str, value: object) -> str:
     """The line for a single value where a section with keys of its own belongs."""
     place, shown = _locate(key.split(".")), truncate(key, _MOST_KEY)
-    keys = _keys_of(place, "") if place.key == key else ""  # else within a section whose tag is not in the key
+    keys = _keys_of(place, "") if place.key == key else ""  # otherwise inside a section with a tag that ``key`` lacks
     return f"{shown}={quote_start(value)}: a section, not one value; set {shown}.<key>=<value>{keys}"
 
 
@@ -102,7 +102,7 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
                 return f"{given}: no such key; {row.advice}"
             keys = _keys_of(place, name)
             return _key_of_other_variant(place, given) or f"{given}: no such key{_near_key(place)}{keys}"
-        case "literal_error" if error["loc"][-1] == "[key]":  # of a mapping of names of ours
+        case "literal_error" if error["loc"][-1] == "[key]":  # a mapping with names that the package declares
             names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
             return f"{place.shown}: no such key{closest_key(error['input'], names)}; keys: {', '.join(names)}"
         case "missing":
@@ -166,11 +166,11 @@ def _key_of_other_variant(place: _Place, given: str) -> str | None:
 
 
 def _near_key(place: _Place) -> str:
-    """Suggestions for an unknown key: its name in other sections, else near names in its own section, else in any."""
+    """Suggestions for an unknown key: its name in other sections, or near names in its own section, or in any."""
     section, dot, name = place.key.rpartition(".")
     everywhere: dict[str, list[str]] = {}  # last part -> whole keys
     for key in every_key():
-        if key != place.key:  # as where another variant of the section has it
+        if key != place.key:  # another variant of the section may have it
             everywhere.setdefault(key.rpartition(".")[2], []).append(key)
     if name not in everywhere and place.section:
         beside = difflib.get_close_matches(name, place.section.model_fields, n=1)
@@ -194,7 +194,7 @@ def _keys_of(place: _Place, name: str) -> str:
 
 @functools.cache
 def every_key() -> Sequence[str]:
-    """Every dotted key and section, those of mappings' entries under ``<name>``."""
+    """Every dotted key and section; entries of mappings are under ``<name>``."""
     return tuple(dict.fromkeys(_dotted(RunConfig)))
 
 
@@ -225,7 +225,7 @@ def _locate(loc: Iterable[int | str]) -> _Place:
     section: type[Section] | None = RunConfig
     variants: Mapping[str, type[Section]] = {}
     others: Mapping[str, type[Section]] = {}
-    is_name = False  # of an entry of a mapping
+    is_name = False  # ``part`` is the name of a mapping's entry
     for part in map(str, loc):
         if is_name:
             keys.append(part)
@@ -236,7 +236,7 @@ def _locate(loc: Iterable[int | str]) -> _Place:
             continue
         if section is None:
             break  # an alternative of a union of single values
-        if part != "[key]":  # of a mapping, which stands before it
+        if part != "[key]":  # "[key]" follows the mapping that it belongs to
             keys.append(part)
         if part in section.model_fields:
             field = section.model_fields[part]

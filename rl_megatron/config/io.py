@@ -25,19 +25,19 @@ from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
 from rl_megatron.errors import ConfigError, quote_start
 from rl_megatron.files import shipped, write_atomically
 
-_MAX_FILES = 100  # that defaults may lead to
-_MAX_LINES = 30  # of an error
+_MAX_FILES = 100  # files that defaults may lead to
+_MAX_LINES = 30  # lines of an error
 _MAX_LINE = 1000  # characters of a line
 
 
 def load_config(
     name: str, overrides: Sequence[str], root: Path | None = None, *, otherwise: Mapping[str, object] | None = None
 ) -> RunConfig:
-    """The config ``<root>/<name>.yaml``, or the YAML file ``name``, changed by ``key=value`` overrides; ``otherwise``
-    has values of keys that are then null.
+    """Returns the config ``<root>/<name>.yaml``, or the YAML file ``name``, changed by ``key=value`` overrides;
+    ``otherwise`` has values of keys that are then null.
 
-    ``root`` (default: the shipped conf/) also holds the groups. Raises one ConfigError for all that
-    is wrong in files, YAML, overrides, keys and values; it checks rules between keys once each value is valid.
+    ``root`` (default: the shipped conf/) also holds the groups. Raises one ConfigError for all problems of files, YAML,
+    overrides, keys and values. Rules between keys are checked once each value is valid.
     """
     root = root or shipped("conf")
     if problem := yaml_text.text_problem(name):
@@ -79,7 +79,7 @@ def load_config(
 
 
 def save_resolved(config: RunConfig, path: Path) -> None:
-    """Write every key, defaults too, so that ``load(str(path), [])`` gives an equal config. Atomic.
+    """Writes every key, defaults too, so that ``load(str(path), [])`` gives an equal config. Atomic.
 
     Other users cannot read the file if it has environment variables of a job, which may be secrets.
     """
@@ -87,7 +87,7 @@ def save_resolved(config: RunConfig, path: Path) -> None:
 
 
 def resolved(config: RunConfig) -> bytes:
-    """What `save_resolved` writes."""
+    """Returns the bytes that `save_resolved` writes."""
     return yaml_text.write(config.model_dump(mode="json")).encode()
 
 
@@ -98,15 +98,15 @@ class _Composer:
         self.problems: list[str] = []
         self.groups = {folder.name: folder for folder in sorted({path.parent for path in root.glob("*/*.yaml")})}
         self._root = root
-        self._files = 0  # that were asked for
-        self._unread: set[str] = set()  # sections whose file could not be read
-        self._beside: dict[str, Any] = {}  # what groups' files have set in other sections
+        self._files = 0  # number of files requested
+        self._unread: set[str] = set()  # sections of files that could not be read
+        self._beside: dict[str, Any] = {}  # values that groups' files have set in other sections
 
     def compose(
         self, path: Path, above: tuple[Path, ...] = (), asked: str = "", section: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The file's values over those of its ``defaults``. ``above``: the files whose defaults led to this one;
-        ``asked``: the choice, for messages; ``section``: the section before the choice, for ``_section_``.
+        """Returns the file's values over those of its ``defaults``. ``above``: the files with defaults that led to this
+        one; ``asked``: the choice, for messages; ``section``: the section before the choice, for ``_section_``.
         """
         tree = self._read(path, above, asked)
         entries = tree.pop("defaults", [])
@@ -130,10 +130,10 @@ class _Composer:
         return _merged(_cleared(_merged(base, others), given), tree)
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> dict[str, Any]:
-        """Replace the section by <group>/<choice>.yaml, or merge the file into it if it has ``_section_``. Keys that
+        """Replaces the section by <group>/<choice>.yaml, or merges the file into it if it has ``_section_``. Keys that
         another group's ``beside`` has set in it stay as they are, unless the file has them.
 
-        Returns what its ``beside`` sets in other sections.
+        Returns the values that its ``beside`` sets in other sections.
         """
         path, before = self._root / group / f"{choice}.yaml", tree.get(group)
         kept = before if isinstance(before, dict) else {}
@@ -149,7 +149,7 @@ class _Composer:
         return dict(beside)
 
     def put(self, tree: dict[str, Any], key: str, value: object) -> None:
-        """Set one value at a dotted key."""
+        """Sets one value at a dotted key."""
         *sections, leaf = key.split(".")
         for depth, section in enumerate(sections, 1):
             inner = tree.setdefault(section, {})
@@ -166,7 +166,7 @@ class _Composer:
             tree[leaf] = value
 
     def hint(self, item: str) -> str:
-        """What the user may have meant by an argument that is no override."""
+        """Suggests what the user may have meant by an argument that is not an override."""
         meant = [f"{group}={item}" for group, folder in self.groups.items() if _is_file(folder / f"{item}.yaml")]
         if _is_file(self._root / f"{item}.yaml"):
             meant.append(f"--config {item}")
@@ -175,7 +175,7 @@ class _Composer:
         )
 
     def is_consequence(self, error: ErrorDetails) -> bool:
-        """Whether the schema's error follows from a file that could not be read."""
+        """True if the schema's error follows from a file that could not be read."""
         if error["type"] == "value_error":
             return bool(self.problems)
         in_unread = bool(self._unread.intersection(error["loc"][:1]))
@@ -218,7 +218,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of ``tree`` at those ``keys``, of sections in sections, that it has."""
+    """The values of ``tree`` at those of the nested ``keys`` that it has."""
     out: dict[str, Any] = {}
     for key in (key for key in keys if key in tree):
         both = isinstance(tree[key], dict) and isinstance(keys[key], dict)
@@ -232,8 +232,8 @@ def _named(name: str, section: object) -> list[tuple[str, object]]:
 
 
 def _cleared(base: dict[str, Any], given: Mapping[str, object]) -> dict[str, Any]:
-    """Without what ``given``, a file above or a later override, leaves without effect: the sizes of a tiny model where
-    it gives a model, the keys of a warm start where it makes none, and a number of steps where it gives one of epochs.
+    """Returns ``base`` without keys that ``given``, a file above or a later override, leaves without effect. A model
+    unsets the sizes of a tiny one, a warm start of 0 steps its other keys, and a number of epochs that of steps.
     """
     gone: dict[str, tuple[str, ...]] = {}
     if given.get("model.path") is not None:
@@ -252,7 +252,7 @@ def _cleared(base: dict[str, Any], given: Mapping[str, object]) -> dict[str, Any
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # as where its name is too long for the file system
+    except OSError:  # its name is too long for the file system, for example
         return False
 
 
@@ -265,7 +265,7 @@ def _names_beside(path: Path) -> set[str]:
 
 
 def _bounded(problems: Sequence[str]) -> str:
-    """One line per problem: only the first of many problems, only both ends of long lines."""
+    """Joins problems, one a line: only the first of many problems, only both ends of long lines."""
     half = _MAX_LINE // 2
     lines = [p if len(p) <= _MAX_LINE else f"{p[:half]}...{p[-half:]}" for p in problems[:_MAX_LINES]]
     more = len(problems) - _MAX_LINES

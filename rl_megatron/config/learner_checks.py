@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Groups of ranks that DeepEP has settings for (deep_ep/buffer.py, get_dispatch_config)."""
 _CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
-_LEAST = 0.01  # of what a layer keeps; a module that frees less costs time for nothing
+_LEAST = 0.01  # share of a layer's kept bytes; a module that frees less costs time for nothing
 _SLOWEST_DECAY = math.nextafter(1 - 1 / (2**8 + 2), 0)
 """bfloat16 has 8 bits of a significand. A factor above this rounds 1 + 2 ** -7 to itself, so it never decays."""
 _TWO, _OUT = "set one of the two", "leave it out"

@@ -90,7 +90,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "gmpo": ("clip_low", "clip_high"),
         "dppo_tv": ("clip_low", "clip_high", "cap_high"),
         "dppo_kl": ("clip_low", "clip_high", "cap_high"),
-        OWN: OF_OBJECTIVES,  # which of them is known once it is called: algorithms.own
+        OWN: OF_OBJECTIVES,  # a call shows which of them it reads: algorithms.own
     },
     "old_logprobs": {
         "learner": (*_OF_THE_GAP, "old_kl_limit"),
@@ -201,8 +201,8 @@ def _not_read(name: str, leaf: Leaf, job: str) -> str:
 
 
 def _of_other_form(config: RunConfig) -> Iterator[str]:
-    """The sources of a job on pairs that have none, and of one that learns answers whose answer is the question."""
-    demonstrated = config.environment.function is not None  # which is what a warm start learns then
+    """Yields problems of sources that lack the pairs or labels of the job, or name the question as an answer."""
+    demonstrated = config.environment.function is not None  # a warm start then learns its demonstrations
     learns = not config.kind.samples or (config.warm_start.steps > 0 and not demonstrated)
     for key, source in data_sources(config.data).items():
         if not isinstance(source, FileKeys):
@@ -229,14 +229,14 @@ def _of_other_form(config: RunConfig) -> Iterator[str]:
 
 
 def _read(kind: JobKind, leaf: str) -> bool:
-    """Whether jobs of the kind read a key; a source of a mixture has the keys of ``data``."""
+    """True if jobs of the kind read a key; a source of a mixture has the keys of ``data``."""
     names = [leaf, f"data.{leaf.split('.', 3)[-1]}"] if leaf.startswith("data.sources.") else [leaf]
     unread = any(is_in(one, key) for key in kind.unread for one in names)
     return not unread and (kind.reads is None or any(is_in(one, key) for key in kind.reads for one in names))
 
 
 def problems_of_unread_keys(config: RunConfig) -> Iterator[str]:
-    """A line for each set key that nothing reads, where it takes code to see that: what would read it."""
+    """Returns a line for each set key that nothing reads, where it takes code to see that, with what would read it."""
     sections: list[tuple[str, Section]] = [("model", config.model), ("algorithm", config.algorithm)]
     sections += [*_rewards(config), *((name, getattr(config, name)) for name in ("sandbox", "data", "eval"))]
     given = {name: leaf for key, section in sections for name, leaf in set_leaves(key, section)}
@@ -282,7 +282,7 @@ def _rewards(config: RunConfig) -> list[tuple[str, RewardSection]]:
 
 
 def _reward_options(reward: RewardSection) -> dict[str, bool]:
-    """For each inner section of a reward: whether a function of it reads that."""
+    """Returns for each inner section of a reward whether one of the reward's functions reads it."""
     names = reward.functions.values()
     return {
         "format": "format" in names,

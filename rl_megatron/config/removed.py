@@ -31,9 +31,9 @@ class Removed:
     name: str | None = None
     """The key that replaced it; the first ``*`` in it is what that of the old name is."""
     entry: str | None = None
-    """Of a switch: what true adds to the list ``name``."""
+    """The entry that a switch with the value true adds to the list ``name``."""
     of_policy: str | None = None
-    """Of a critic of its own: the policy's key, whose value it has now; ``fixed`` is the default of both."""
+    """The policy's key that a critic of its own follows now; ``fixed`` is the default of both."""
 
 
 def _renamed(name: str) -> Removed:
@@ -309,8 +309,8 @@ def is_off(value: object) -> bool:
 
 
 def is_removed(key: str, value: object, given: Callable[[str], object]) -> bool:
-    """True if no key is called so any longer, and the value says what happens now, beside the values of other keys that
-    are ``given``."""
+    """True if the key no longer exists and its value is what happens now. ``given`` returns the values of other keys,
+    which what happens depends on."""
     row = removed_key(key)
     if row is None:
         return False
@@ -320,7 +320,7 @@ def is_removed(key: str, value: object, given: Callable[[str], object]) -> bool:
 
 
 def renamed(key: str) -> str | None:
-    """The key that replaced one; None of any other."""
+    """Returns the key that replaced ``key``, or None if it was not renamed."""
     pattern, row = _row(key)
     if row is None or row.name is None:
         return None
@@ -329,8 +329,8 @@ def renamed(key: str) -> str | None:
 
 
 def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, object] | None:
-    """The new name of a renamed key, and its value there, beside what ``tree`` has; None of any other
-    key, and of a switch that is neither on nor off."""
+    """Returns the new name of a renamed key and the value there, added to the list that ``tree`` has for a switch. None
+    for any other key, and for a switch that is neither on nor off."""
     row, name = _row(key)[1], renamed(key)
     if row is None or name is None or (row.entry is not None and value is not True and not is_off(value)):
         return None
@@ -392,7 +392,7 @@ def _take(tree: dict[str, Any], parts: Sequence[str]) -> None:
 
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the tree of values without removed keys whose values are what is done now, one log line each."""
+    """Copies the tree of values without removed keys that have the value of what happens now; one log line each."""
     return dict(_kept(tree, "", functools.partial(given_value, tree)))
 
 
@@ -403,7 +403,7 @@ def _kept(tree: Mapping[str, Any], above: str, given: Callable[[str], object]) -
             logger.info("%s=%s is dropped, for there is no such key: %s", key, quote_start(value), row.advice)
         elif isinstance(value, dict) and value:
             inner = dict(_kept(value, f"{key}.", given))
-            if inner or row is None:  # a removed section whose keys are all dropped is dropped, too
+            if inner or row is None:  # a removed section is dropped if all its keys are
                 yield name, inner
         else:
             yield name, value

@@ -64,17 +64,17 @@ FREE: Mapping[str, bool] = {
     "profile": True,
     "slurm": True,
 }
-"""Whether a resume may change a key or a section's keys; the longest entry that matches decides.
+"""For each key or section, whether a resume may change it; the longest entry that matches decides.
 
 Free are the layout, keys that change no number, time limits, and how later steps are sampled, logged and saved.
 """
 
 FREE_BEFORE = ("eval.success_reward",)
-"""Fixed keys that versions before left free: checkpoints of these do not hold them, and go on with any value."""
+"""Fixed keys that earlier releases left free: their checkpoints do not hold these keys, and resume with any value."""
 
 
 def is_free(key: str) -> bool:
-    """Whether a resume may change ``section.key``."""
+    """True if a resume may change ``section.key``."""
     parts = key.split(".")
     if parts[:2] == ["data", "sources"]:
         parts[2:3] = ["<name>"]
@@ -90,11 +90,11 @@ def _longest(table: Mapping[str, bool], parts: Sequence[str]) -> bool:
 
 
 def changes_rows_only(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the values of a fixed ``key`` differ in what is done with longer or refused rows alone, of which a run
-    that fails at one has trained on none."""
+    """True if the values of a fixed ``key`` differ only in what is done with longer or refused rows. A run that fails
+    at such a row has trained on none of them."""
     section, _, name = key.rpartition(".")
     written = section in ("sft", "dpo", "reward_model")
-    if name == ("max_tokens" if written else "max_prompt_tokens"):  # of the policy's prompts, or a teacher's own
+    if name == ("max_tokens" if written else "max_prompt_tokens"):  # limits of the policy's or a teacher's prompts
         longer = None not in (then[key], now[key]) and now[key] > then[key]
         return longer and then.get(f"{section}.on_long" if written else "rollout.on_long_prompt") == "fail"
     return (key == "rollout.on_long_prompt" or (written and name in ("on_long", "on_refused"))) and then[key] == "fail"
@@ -124,7 +124,7 @@ def _defaults(section: BaseModel) -> dict[str, Any]:
 
 
 def table() -> str:
-    """The table of docs/cluster.md, in Markdown, without keys of which their section's row says the same."""
+    """The table of docs/cluster.md, in Markdown, without keys that repeat the row of their section."""
     above = {key: _longest(FREE, key.split(".")[:-1]) if "." in key else None for key in FREE}
     rows = "".join(f"| `{key}` | {'yes' if free else 'no'} |\n" for key, free in FREE.items() if free != above[key])
     return f"| section or key | may change |\n|---|---|\n{rows}"

@@ -148,7 +148,7 @@ def _of_learner() -> Iterator[Rule]:
 
 
 def _of_algorithm() -> Iterator[Rule]:
-    """The algorithm beside what is sampled, shown and read in turns."""
+    """Rules between the algorithm and what is sampled, shown and read in turns."""
     yield Excludes(one=On("train.lr_min", Above("train.learning_rate")), why="the learning rate cannot fall to what is "
           "above it", fix="lower the first")
     yield from _excluded(PAIRS,
@@ -296,7 +296,7 @@ def _of_environments() -> Iterator[Rule]:
 
 
 def _of_jobs() -> Iterator[Rule]:
-    """Nodes and containers of jobs, and what is kept and evaluated beside training."""
+    """Rules on nodes and containers of jobs, on checkpoints and on evaluations during training."""
     yield from _excluded(ENGINE_NODES,
         (NOT_SERVED, _IN_LEARNER, "set slurm.engines.nodes=0"),
         (RUNNING, "servers are running already", _LEAVE_OUT))
@@ -341,7 +341,7 @@ def _of_jobs() -> Iterator[Rule]:
 
 
 def _of_shape() -> Iterator[Rule]:
-    """Keys of experts beside a model that has none."""
+    """Rules on keys of experts for a model without experts."""
     whole = "the model has no experts, so nothing is shared between replicas of its attention"
     none = On("shape.num_experts", 0, "shape.family")
     for one, other, why, fix in (
@@ -353,7 +353,7 @@ def _of_shape() -> Iterator[Rule]:
 
 
 def _reads() -> Iterator[Rule]:
-    """What reads keys that are not of the algorithm alone; reads.py has those that a choice of it reads."""
+    """The readers of keys that are not of the algorithm alone; reads.py has the keys that its choices read."""
     of_learner = f"{_IN_LEARNER}, and only servers read it"
     yield _read("is the model, and no tiny one is made", "model.tiny", "model.cache_dir", any_of=On("model.path",
           UNSET))

@@ -135,7 +135,7 @@ class RunConfig(Section):
     """The whole configuration of one run."""
 
     job: JobName = "rl"
-    """What the run does: reinforcement learning (rl), supervised fine-tuning (sft), direct preference optimization on
+    """Kind of training: reinforcement learning (rl), supervised fine-tuning (sft), direct preference optimization on
     written pairs (dpo), or training of a reward model on such pairs (reward_model)."""
     seed: NonNegative = 0
     """Seed of the tiny model, the data, sampling and minibatches."""
@@ -166,13 +166,13 @@ class RunConfig(Section):
 
     @property
     def kind(self) -> JobKind:
-        """The row of ``job`` in the table of jobs; of job=dpo with single answers, its form of these."""
+        """The row of ``job`` in the table of jobs; for job=dpo with single answers, its form for these."""
         kind = JOBS[self.job]
         return replace(kind, rows="labels") if kind.reference and self.dpo.is_unpaired else kind
 
     @property
     def fills_files(self) -> bool:
-        """Whether pushes fill a file on each node, which servers read, or an export alone."""
+        """True if pushes fill a file on each node, which servers read, or an export alone."""
         return self.rollout.served or not self.kind.samples
 
     @property
@@ -188,7 +188,7 @@ class RunConfig(Section):
             return FILE
         if not server.colocated and (self.slurm.engines.nodes > 0 or server.addresses is not None):
             return TransportKind(name="direct", members=True)
-        local = self.run.launcher == "local" and self.learner.device != "cpu"  # on further GPUs, if there are enough
+        local = self.run.launcher == "local" and self.learner.device != "cpu"  # if there are enough GPUs
         shares = not local or server.colocated or server.memory_fraction is not None
         return TransportKind(name="direct", members=local, last_hop=shares)
 
@@ -215,34 +215,34 @@ class RunConfig(Section):
 
     @property
     def written_epochs(self) -> float | None:
-        """Epochs of written data, whose rows then say how many steps there are; None: ``train.steps`` does."""
+        """Epochs of written data, which then give the number of steps; None: ``train.steps`` gives it."""
         return None if self.kind.samples else self.written.epochs
 
     def learner_of(self, role: str) -> LearnerSection:
-        """``learner``, in the layout of the ranks of ``role``."""
+        """Returns ``learner`` with the layout of the ranks of ``role``."""
         own = self.roles.layouts.get(role)
         return self.learner if own is None else self.learner.model_copy(update=dict(own))
 
     def of_role(self, role: str) -> RunConfig:
-        """The configuration that ranks of ``role`` get: ``learner`` has their layout."""
+        """Returns the configuration that ranks of ``role`` get: ``learner`` has their layout."""
         return self.model_copy(update={"learner": self.learner_of(role)})
 
     @property
     def taught_by_average(self) -> bool:
-        """Whether a teacher is the reference, which a feature moves, and which reads another prompt."""
+        """True if a teacher is the reference, which a feature moves, and which reads another prompt."""
         moves = any(one.moves_reference(self) for one in features().values())
         return moves and any(one.path is None for one in self.algorithm.kl.teachers.values())
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ranks hold a model, frozen or the policy's average, that scores what is trained on."""
+        """True if ranks hold a model, frozen or the policy's average, that scores the sequences to train on."""
         own = self.taught_by_average or not self.algorithm.kl.teachers
         sampled = self.kind.samples and self.algorithm.needs_reference and own
         return (self.kind.reference and not self.dpo.reference_free) or sampled
 
     @property
     def reference_moves(self) -> bool:
-        """Whether a feature moves the reference's weights, which are then kept in float32 and saved."""
+        """True if a feature moves the reference's weights, which are then kept in float32 and saved."""
         moves = any(one.moves_reference(self) for one in features().values())
         return moves and self.needs_reference and self.kind.samples
 
@@ -253,7 +253,7 @@ class RunConfig(Section):
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the reference is the policy without its adapters, and so needs no weights of its own."""
+        """True if the reference is the policy without its adapters, and so needs no weights of its own."""
         begins = self.reference is None and not self.reference_moves and not self.warm_start.steps
         return begins and "reference" not in self.roles.separate and adapter_layouts(self.learner) is not None
 
@@ -264,7 +264,7 @@ class RunConfig(Section):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The sources of a mixture, in their order; none of other data."""
+        """The names of a mixture's sources, in their order; empty for other data."""
         return tuple(self.data.sources) if isinstance(self.data, MixtureData) else ()
 
     @property
@@ -275,21 +275,21 @@ class RunConfig(Section):
 
     @property
     def own_rewards(self) -> Mapping[str, RewardSection]:
-        """The rewards besides ``reward``, by the ``source`` of the prompts that they judge: those of sources, and of
+        """The rewards besides ``reward``, by the ``source`` of the prompts that they score: rewards of sources, and of
         sets of problems, which are named by their section, ``eval.sets.<name>``."""
         of_sets = {f"eval.sets.{name}": one.reward for name, one in self.eval.sets.items()}
         return {**self.source_rewards, **{name: own for name, own in of_sets.items() if own is not None}}
 
     @property
     def environments(self) -> Mapping[str, EnvironmentSection]:
-        """The environments that completions are part of, by the key of the section: training's, and those of sets."""
+        """The environments that completions are part of, by the key of their section, for training and for sets."""
         of_sets = {f"eval.sets.{name}.environment": one.environment for name, one in self.eval.sets.items()}
         led = {key: one for key, one in of_sets.items() if one is not None and one.function is not None}
         return self.training_environments | led
 
     @property
     def training_environments(self) -> dict[str, EnvironmentSection]:
-        """Those of what is trained on: the run's, and those of sources of a mixture."""
+        """The environments of training by the key of their section: the run's, and those of a mixture's sources."""
         return environments_of(self.data) | ({"environment": self.environment} if self.environment.function else {})
 
     @property
@@ -306,34 +306,34 @@ class RunConfig(Section):
 
     @property
     def longest_completion(self) -> int:
-        """Most tokens after a prompt: of what is trained on, or of a set of ``eval.sets``."""
+        """Most tokens after a prompt, in training or in a set of ``eval.sets``."""
         of_sets = (one.max_new_tokens or 0 for one in self.eval.sets.values())
         return max((self.most_sampled, *of_sets, *(one.max_tokens for one in self.environments.values())))
 
     @property
     def most_sampled(self) -> int:
-        """Most tokens that the policy samples of a trajectory, and most that follow its first prompt."""
+        """Most tokens that follow the first prompt of a trajectory to train on; 0 if nothing is sampled."""
         return max(self._most_behind_a_prompt.values()) if self.kind.samples else 0
 
     @property
     def _most_behind_a_prompt(self) -> dict[str, int]:
-        """Most tokens that follow a prompt, by the key that says so: of trajectories, and of single completions."""
+        """Most tokens of trajectories and of single completions after a prompt, by the key that sets the limit."""
         led = {f"{key}.max_tokens": one.max_tokens for key, one in self.training_environments.items()}
         return led if "environment.max_tokens" in led else {"rollout.max_new_tokens": self.rollout.max_new_tokens} | led
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a prompt and what follows it."""
+        """Most tokens of a prompt and its completion or trajectory."""
         return self.longest_prompt + self.most_sampled
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens of a prompt; where nothing is sampled, of a whole sequence."""
+        """Most tokens of a prompt; if nothing is sampled, of a whole sequence."""
         return self.rollout.max_prompt_tokens if self.kind.samples else self.written.max_tokens
 
     @property
     def on_long_prompt(self) -> Literal["fail", "drop"]:
-        """What to do with a prompt of more tokens: of one that fills a sequence, there is no answer to cut."""
+        """The treatment of a longer prompt. A prompt that fills a whole sequence leaves no answer to cut."""
         if self.kind.samples:
             return self.rollout.on_long_prompt
         return "fail" if self.written.on_long == "fail" else "drop"
@@ -356,7 +356,7 @@ class RunConfig(Section):
 
     @property
     def private(self) -> bool:
-        """Whether other users must not read it: environment variables of a job may be secrets."""
+        """True if other users must not read the configuration: environment variables of a job may be secrets."""
         return bool(self.slurm.environment)
 
     @property
@@ -366,19 +366,19 @@ class RunConfig(Section):
 
     @property
     def one_by_one(self) -> bool:
-        """Whether servers get each completion of a group as a request of its own."""
+        """True if servers get each completion of a group as its own request."""
         return self.rollout.served and self.train.max_staleness > 0
 
     @property
     def most_completions(self) -> int:
-        """Of one request to servers: a group, or all samples of a problem. An environment asks for one at a time."""
+        """Most completions of a request to servers: a group, or a problem's samples. Environments request one each."""
         led = bool(self.environment.function) or 0 < len(environments_of(self.data)) == len(self.source_names)
         plain = [e for e in self.eval.sets.values() if not (led if e.environment is None else e.environment.function)]
         return max(1 if self.one_by_one or led else self.rollout.group_size, *(one.samples for one in plain), 1)
 
     @property
     def completions_per_step(self) -> int:
-        """Completions in one batch: sampled ones, or what somebody wrote, of a pair both."""
+        """Completions in one batch: sampled ones, or the dataset's answers, with both of a pair."""
         if not self.kind.samples:
             return self.written.batch_size * (2 if self.kind.rows == "pairs" else 1)
         return self.rollout.prompts_per_step * self.rollout.group_size
@@ -391,7 +391,7 @@ class RunConfig(Section):
 
     @property
     def trained_per_step(self) -> int:
-        """Those of `compared_per_step` that are trained on: of each group two, if the row has pairs."""
+        """Completions of `compared_per_step` to train on: two of each group if the algorithm trains on pairs."""
         pairs = self.kind.samples and self.algorithm.pairs
         return 2 * self.rollout.prompts_per_step if pairs else self.compared_per_step
 
@@ -408,7 +408,7 @@ class RunConfig(Section):
 
     @property
     def parts_of_minibatches(self) -> tuple[int, str]:
-        """How many indivisible parts minibatches are made of, and what they are, with their keys, for messages."""
+        """The number of indivisible parts that minibatches consist of, and a name with their keys, for messages."""
         if self.train.whole_groups or self.algorithm.pairs:
             prompts, parts = self.rollout.prompts_per_step, "pairs" if self.algorithm.pairs else "whole groups"
             return prompts, f"{parts} of a step (rollout.prompts_per_step={prompts})"

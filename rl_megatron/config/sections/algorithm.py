@@ -43,8 +43,8 @@ from rl_megatron.section import (
 
 
 class TokensSection(Section):
-    """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens. What a
-    choice reads besides the share is in ``algorithm.parameters``."""
+    """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens. Further
+    numbers of a choice are in ``algorithm.parameters``."""
 
     choose: Literal["all", "top_entropy", "clip_cov", "kl_cov", "second_moment"] = "all"
     """Train on all tokens, or only on those of most entropy; leave out some of great covariance of log-prob and
@@ -81,7 +81,7 @@ class PreferenceSection(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5, allow_inf_nan=False), NUMBER] = 0.0
     """Probability that a pair's order is wrong: the loss is its mean over both orders (conservative DPO)."""
     nll: NonNegativeFloat = 0.0
-    """Weight of -log pi of the better answer, the mean over its tokens, beside the loss of the pair."""
+    """Weight of -log pi of the better answer, the mean over its tokens, in addition to the loss of the pair."""
 
 
 ParameterName = Literal[
@@ -103,7 +103,7 @@ PARAMETERS: Mapping[ParameterName, float] = dict(
 
 
 def _whole(given: Mapping[ParameterName, float]) -> Mapping[ParameterName, float]:
-    """All parameters, those that are not given at their defaults."""
+    """Returns all parameters, with the defaults of missing ones."""
     values, least, most = {**PARAMETERS, **given}, MIN_TEMPERATURE, MAX_TEMPERATURE
     problems = list[str]()
     for name, value in values.items():
@@ -131,10 +131,10 @@ class ObjectiveKeys(Section):
     them."""
     clip_low: NonNegativeFloat = 0.2
     """objective=clip, gmpo: the ratio is clipped from below at 1 minus this; dppo_tv, dppo_kl: the greatest distance to
-    the old policy at which a token of negative advantage goes on falling, a difference of probabilities or nats."""
+    the old policy at which a token of negative advantage keeps falling, a difference of probabilities or nats."""
     clip_high: NonNegativeFloat = 0.2
     """objective=clip, gmpo: the ratio is clipped from above at 1 plus this; dppo_tv, dppo_kl: the greatest distance at
-    which a token of positive advantage goes on rising."""
+    which a token of positive advantage keeps rising."""
     keep_low: NonNegativeFloat = 0.0
     """objective=clip: a token that the lower limit clips keeps this times the gradient that it has at the limit
     (beta_1 of CE-GPPO); 0: none."""
@@ -162,9 +162,9 @@ class ObjectiveKeys(Section):
     second_moment: tokens.choose=second_moment: greatest mean square of log pi - log pi_rollout of the tokens that are
     trained on; above 0."""
     demonstration_gamma: PositiveFloat | None = None
-    """Has each group compare the demonstration of its prompt (``data.fields.demonstration``) with what is sampled, and
+    """Each group compares the demonstration of its prompt (``data.fields.demonstration``) with its completions, and
     trains on it by p / (p + this), p the probability of a token, in place of the objective (LUFFY); null: there is
-    none."""
+    no demonstration."""
 
 
 @with_features("algorithm.kl")
@@ -192,7 +192,7 @@ class KLSection(Section):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether another model than the policy as training begins judges, from which alone nothing is learned."""
+        """True if a model other than the initial policy scores; from the initial policy alone nothing is learned."""
         return bool(self.teachers) or self.reference is not None
 
     @field_validator("estimator", mode="before")
@@ -245,7 +245,7 @@ class CorrectionSection(Section):
 
     @property
     def acts(self) -> bool:
-        """Whether any weight can differ from 1."""
+        """True if any weight can differ from 1."""
         return self.mode != "none" or self.veto > 0 or self.off_policy_delta is not None
 
 
@@ -305,8 +305,8 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
     old_kl_limit: PositiveFloat | None = None
-    """Greatest KL of the old policy to the current one (``kl/old_policy`` of a minibatch, in nats) at which a step goes
-    on: the minibatch that is found above it and those after it, of all epochs, are not trained on. null: all are."""
+    """Greatest KL of the old policy to the current one (``kl/old_policy`` of a minibatch, in nats) at which a step
+    continues: a minibatch above it and all later ones, of all epochs, are not trained on. null: all are."""
     aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
@@ -342,17 +342,17 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
 
     @property
     def pairs(self) -> bool:
-        """Whether it trains on pairs of completions, in place of the policy gradient."""
+        """True if it trains on pairs of completions, in place of the policy gradient."""
         return self.preference.beta is not None
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantages need the values of a model beside the policy."""
+        """True if the advantages need the values of a model besides the policy."""
         return self.credit == "gae" and self.critic.backbone == "own"
 
     @property
     def is_own_critic(self) -> bool:
-        """Whether the advantages need values of the policy itself."""
+        """True if the advantages need values of the policy itself."""
         return self.credit == "gae" and self.critic.backbone == "policy"
 
     @property
@@ -362,22 +362,22 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
 
     @property
     def compares_states(self) -> bool:
-        """Whether turns that began from the same state are compared."""
+        """True if turns that began from the same state are compared."""
         return self.credit == "turn" and self.turn_baseline == "state"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the rewards need log-probs of a reference."""
+        """True if the loss or the rewards need log-probs of a reference."""
         return self.kl.coefficient > 0 or (self.pairs and not self.preference.reference_free)
 
     @property
     def scores_policy(self) -> bool:
-        """Whether it needs scores of the policy at the start of a step, by a pass over its rows."""
+        """True if it needs scores of the policy at the start of a step, by a pass over its rows."""
         return self.old_logprobs == "learner" or self.tokens.choose != "all" or self.credit == "optimal"
 
     @property
     def needs_top(self) -> bool:
-        """Whether the loss needs the reference's most probable tokens."""
+        """True if the loss needs the reference's most probable tokens."""
         return self.kl.coefficient > 0 and self.kl.estimator == "top_k"
 
     @property
@@ -397,18 +397,18 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
 
     @property
     def needs_differences(self) -> bool:
-        """Whether only groups with different rewards give a gradient; without a baseline every reward gives one."""
+        """True if only groups with different rewards give a gradient; without a baseline every reward gives one."""
         compares = self.advantage_mean != "none" or self.credit == "optimal" or self.levels_equal
         return compares and not self.taught_by_equal
 
     @property
     def own_decides(self) -> bool:
-        """Whether the user's function of advantages says which groups give a gradient."""
+        """True if the user's function of advantages decides which groups give a gradient."""
         return ":" in self.advantage_mean
 
     @property
     def levels_equal(self) -> bool:
-        """Whether the group's std makes the advantages of equal rewards 0."""
+        """True if the group's std makes the advantages of equal rewards 0."""
         return self.advantage_std == "group"
 
     @model_validator(mode="after")

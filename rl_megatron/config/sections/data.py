@@ -28,7 +28,7 @@ class ArithmeticData(Section):
     digits: Annotated[int, Field(ge=1, le=6), NUMBER] = 2
     """Digits of the largest number in a problem."""
     operation: Literal["sum", "product"] = "sum"
-    """What is asked of the two numbers."""
+    """Operation on the two numbers."""
     num_eval: Positive = 256
     """Held-out problems."""
 
@@ -43,14 +43,14 @@ FIELDS: Mapping[FieldName, str | None] = {
 
 
 def _all_fields(given: Mapping[FieldName, str | None]) -> Mapping[FieldName, str | None]:
-    """All fields, those that are not given at their defaults."""
+    """Returns all fields, with the defaults of missing ones."""
     for name in (name for name in ("prompt", "answer") if name in given and given[name] is None):
         raise ValueError(f"fields.{name}=null: a row has a problem and its answer; give the name of the field")
     return {**FIELDS, **given}
 
 
 class FileKeys(Section):
-    """What problems in files have, wherever these are; ``fields`` names their parts."""
+    """Keys of problems in files, wherever these are; ``fields`` names their parts."""
 
     type: str
     train: Path
@@ -64,18 +64,18 @@ class FileKeys(Section):
     answer: The correct answer; not null.
     rejected: A worse answer (or the conversation that ends worse than that of messages), for job=dpo and
     job=reward_model.
-    margin: The number that job=reward_model puts between the scores of a row's two answers, as how much better somebody
-    finds one of them; null: 0.
-    messages: A conversation, a list of messages, for jobs on written text: they train on the assistant's, of which
-    those with a ``weight`` of 0 or ``train`` false are context alone (docs/sft.md), and of pairs on what follows the
+    margin: The number that job=reward_model puts between the scores of a row's two answers, for example how much better
+    raters find one of them; null: 0.
+    messages: A conversation, a list of messages, for jobs on written text: they train on the assistant's, except those
+    with a ``weight`` of 0 or ``train`` false, which are context alone (docs/sft.md), and of pairs on what follows the
     messages that both conversations begin with; null: a row is a problem and its answer.
     tools: The list of functions that a conversation's chat template shows.
     context: The messages before those of messages and rejected, as ``prompt`` of TRL's pairs and completions: context
-    alone, whoever says them.
+    alone, whatever their role.
     system: The text of the system's message, which comes first where it is not empty: in a conversation, or in front of
     the user turn of ``chat_template``.
-    demonstration: The text that ``algorithm.demonstration_gamma`` trains on beside what is sampled, which the reward
-    judges, too; held-out rows need none; null: the answer."""
+    demonstration: The text that ``algorithm.demonstration_gamma`` trains on besides completions, and that the reward
+    scores, too; held-out rows need none; null: the answer."""
     prompt_template: str = "{prompt}"
     """Text of a prompt, in which the problem, or the text of its last message, replaces {prompt}."""
     chat_template: bool = False
@@ -86,7 +86,7 @@ class FileKeys(Section):
 
     @property
     def of_held_out(self) -> Self:
-        """The keys of held-out rows, which nobody trains on."""
+        """The keys of held-out rows, which are not trained on."""
         return self.model_copy(update={"fields": {**self.fields, "demonstration": None}})
 
     @property
@@ -145,7 +145,7 @@ class HubData(FileKeys):
 
 
 class SourceKeys(Section):
-    """What a source of a mixture has besides its problems."""
+    """Keys of a source of a mixture besides its problems."""
 
     weight: PositiveFloat = 1.0
     """Its share of the prompts is this over the sum of all sources' weights; may change on a resume."""
@@ -180,7 +180,7 @@ class CurriculumSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether pass rates decide anything."""
+        """True if pass rates decide anything."""
         return self.retire_above is not None or self.explore is not None
 
 
@@ -193,7 +193,7 @@ class HubSource(SourceKeys, HubData):
 
 
 class RunKeys(Section):
-    """What the data of a run has besides its problems."""
+    """Keys of a run's data besides its problems."""
 
     on_leak: Literal["fail", "drop", "keep"] = "fail"
     """What to do with a training problem that is held out too, in any white space: end the run before it starts and
@@ -229,22 +229,22 @@ DataSection = OneSource | MixtureData
 
 
 def data_sources(data: DataSection) -> Mapping[str, OneSource]:
-    """Each source by the key of its section: ``data``, or ``data.sources.<name>`` in a mixture."""
+    """Returns each source by the key of its section: ``data``, or ``data.sources.<name>`` in a mixture."""
     if not isinstance(data, MixtureData):
         return {"data": data}
     return {f"data.sources.{name}": source for name, source in data.sources.items()}
 
 
 def environments_of(data: DataSection) -> dict[str, EnvironmentSection]:
-    """Each source's own environment, by the key of its section; of those that name a function."""
+    """Returns each source's own environment that names a function, by the key of its section."""
     sources = data.sources if isinstance(data, MixtureData) else {}
     own = {f"data.sources.{name}.environment": source.environment for name, source in sources.items()}
     return {key: one for key, one in own.items() if one is not None and one.function is not None}
 
 
 def rewards_of(data: DataSection, reward: RewardSection, environment: EnvironmentSection) -> dict[str, RewardSection]:
-    """The rewards of completions that are trained on, by the key of their section: sources' own, and the run's where
-    some are of none of these and of no environment."""
+    """Returns the rewards of training's completions, by the key of their section: sources' own, and the run's if some
+    completions have neither these nor an environment."""
     sources = data.sources if isinstance(data, MixtureData) else {}
     own = {reward_key(name): one.reward for name, one in sources.items() if one.reward is not None}
     apart = sources and all(one.reward or one.environment for one in sources.values())
@@ -252,10 +252,10 @@ def rewards_of(data: DataSection, reward: RewardSection, environment: Environmen
 
 
 def name_of(key: str) -> str:
-    """A source's name, of the key of its section; empty where it is the only one."""
+    """Returns a source's name from the key of its section; empty if it is the only one."""
     return key.removeprefix("data").removeprefix(".sources.")
 
 
 def weights_of(data: DataSection) -> dict[str, float]:
-    """Each source's weight by its name; empty where there is one."""
+    """Returns each source's weight by its name; empty for a single source."""
     return {name: one.weight for name, one in data.sources.items()} if isinstance(data, MixtureData) else {}

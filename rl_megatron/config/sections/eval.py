@@ -60,7 +60,7 @@ class EvalSetSection(Section):
     """The k of pass@k and all@k to report, each at most ``samples``: a list, or text as 1,8."""
 
     def due(self, step: int, *, every: int, last: bool) -> bool:
-        """Whether it is evaluated after ``step``; 0 is before the first. ``every``: eval.every."""
+        """True if the set is evaluated after ``step``; 0 is before the first. ``every``: eval.every."""
         every = every if self.every is None else self.every
         return last or step == 0 or (every > 0 and step % every == 0)
 
@@ -75,15 +75,15 @@ class EvalSetSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out accuracy: the share of prompts whose reward is at least ``success_reward``."""
+    """Held-out accuracy: the share of prompts with a reward of at least ``success_reward``."""
 
     every: NonNegative = 10
     """Steps between evaluations; 0: only before the first step and after the last."""
     mode: Literal["blocking", "beside"] = "blocking"
-    """blocking: training waits for an evaluation. beside: training continues, and pushes change the weights under the
-    evaluation's requests, so that later tokens are of later weights; needs servers (docs/evaluation.md)."""
+    """``blocking``: training waits for an evaluation. ``beside``: training continues, and pushes change the weights
+    under the evaluation's requests, so that later tokens are of later weights; needs servers (docs/evaluation.md)."""
     at_once: Positive | None = None
-    """Requests of an evaluation beside training that servers have at once, each for all samples of a problem, so that
+    """mode=``beside``: most concurrent requests of an evaluation to servers, each for all samples of a problem, so that
     they leave slots to training; null: all."""
     temperature: GreedyOrTemperature = 0.0
     """Temperature of evaluation; 0 is greedy."""
@@ -98,13 +98,13 @@ class EvalSection(Section):
         return self
 
     def temperature_of(self, name: str) -> float:
-        """The temperature of a set."""
+        """Returns the temperature of a set."""
         own = self.sets[name].temperature
         return self.temperature if own is None else own
 
     @property
     def temperatures(self) -> dict[str, float]:
-        """By key, those at which evaluations sample."""
+        """The temperatures at which evaluations sample, by their keys."""
         if not self.sets:
             return {"eval.temperature": self.temperature}
         own = {name: f"eval.sets.{name}.temperature" for name, one in self.sets.items() if one.temperature is not None}

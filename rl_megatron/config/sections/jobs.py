@@ -1,8 +1,8 @@
-"""The jobs of a run, what each reads of the configuration, and the sections of those that train on what is written.
+"""The jobs of a run, the keys that each reads, and the sections of jobs that train on written text.
 
 The ``checkpoint`` section: when a run saves itself, and what it keeps.
 
-The ``log`` and ``profile`` sections: what a run shows, and what it records beside metrics.
+The ``log`` and ``profile`` sections: what a run shows, and what it records besides metrics.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class WarmStartSection(Section):
 
 
 class WrittenSection(Section):
-    """What every job on written text reads."""
+    """Keys of every job on written text."""
 
     batch_size: Positive = 64
     """Rows of the data for an optimizer step."""
@@ -95,17 +95,17 @@ class WrittenSection(Section):
     """What to do with a longer sequence: end the run and name it (fail), not train on its row (drop), or train on what
     of it fits, without its end (cut). Metrics count the dropped and the cut ones."""
     on_refused: Literal["fail", "drop"] = "fail"
-    """What to do with a row of which no sequence is made, as its messages have no known form, the chat template refuses
+    """What to do with a row that gives no sequence, because its messages have no known form, the chat template rejects
     them or no token ends a turn (docs/sft.md): end the run and name it (fail), or not train on it (drop), and count
     it."""
 
 
 class SftSection(WrittenSection):
-    """Supervised fine-tuning on what somebody wrote (docs/sft.md); ``job=sft`` reads this, and no other job does."""
+    """Supervised fine-tuning on written text (docs/sft.md); ``job=sft`` reads this, and no other job does."""
 
 
 class PairsSection(WrittenSection):
-    """What jobs on pairs of answers read."""
+    """Keys of jobs on pairs of answers."""
 
     on_long: Literal["fail", "drop"] = "fail"
     """What to do with a longer sequence: end the run and name it (fail), or not train on its row (drop). Metrics count
@@ -117,8 +117,9 @@ class DpoSection(PreferenceSection, PairsSection):
 
     key: ClassVar[str] = "dpo"
     beta: PositiveFloat = 0.1
-    """Strength of the pull to the reference: with loss=dpo that of a pair is -log sigmoid(beta * margin), whose margin
-    is that of the better answer's log pi/ref over the worse one's; with loss=orpo the weight beside ``nll``."""
+    """Strength of the pull to the reference: with loss=dpo that of a pair is -log sigmoid(beta * margin), and margin is
+    the better answer's log pi/ref less the worse one's; with loss=orpo the weight of the odds ratio, next to ``nll``.
+    """
     desirable_weight: PositiveFloat = 1.0
     """loss=kto: weight of rows with the label true."""
     undesirable_weight: PositiveFloat = 1.0
@@ -126,7 +127,7 @@ class DpoSection(PreferenceSection, PairsSection):
 
     @property
     def is_unpaired(self) -> bool:
-        """Whether rows are single answers with a label."""
+        """True if rows are single answers with a label."""
         return self.loss in UNPAIRED
 
 
@@ -150,28 +151,28 @@ class CheckpointSection(Section):
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     keep_best: NonNegative = 0
-    """Number of checkpoints to keep besides whose ``eval/accuracy`` is the highest, of equal ones the later; ``every``
-    is then a multiple of eval.every. After a resume that measures it otherwise, as on another set, so many of each way
+    """Number of further checkpoints to keep, of the highest ``eval/accuracy``, of equal ones the later; ``every`` is
+    then a multiple of eval.every. After a resume that measures it otherwise, as on another set, this many of each way
     of measuring are kept."""
     async_save: bool = True
-    """Whether training goes on while a checkpoint is written: it waits until the state is copied in the host's memory,
-    which a rank keeps for the next one. A kill leaves the checkpoint before; a stop, the run's end and the next
-    checkpoint wait for the one in hand. false: training waits until it is written, and no copy is held."""
+    """Whether training continues while a checkpoint is written: it waits until the state is copied in the host's
+    memory, which a rank keeps for the next one. A kill leaves the checkpoint before; a stop, the run's end and the next
+    checkpoint wait for the pending one. false: training waits until it is written, and no copy is held."""
 
 
 class LogSection(Section):
-    """What a run shows, and what it records besides metrics.jsonl."""
+    """Display of a run's progress, and records besides metrics.jsonl."""
 
     progress: Literal["auto", "live", "plain"] = "auto"
     """Show progress as a live panel, as plain lines, or as whichever suits the terminal (auto)."""
     samples_per_step: NonNegative = 4
-    """Number of groups per step of which completions, the first four of each, are written to samples.jsonl."""
+    """Number of groups per step with completions in samples.jsonl, the first four of each."""
     tensorboard: bool = True
-    """Whether to write TensorBoard files. Where the disk refuses them, a warning says so and the run goes on without,
+    """Whether to write TensorBoard files. If the disk refuses them, a warning says so and the run continues without,
     until a resume."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Send metrics to Weights & Biases (online), or store them to send later (offline). Where
-    that fails, or takes no row for half a minute, a warning says so and the run goes on without, until a resume."""
+    """Send metrics to Weights & Biases (online), or store them to send later (offline). If that fails,
+    or takes no row for half a minute, a warning says so and the run continues without, until a resume."""
     wandb_project: str = "rl_megatron"
     """Project at Weights & Biases."""
 
