@@ -1,4 +1,4 @@
-"""The errors that cross rooms. Each message says what was given, what is allowed and what to do."""
+"""The errors that cross packages. Each message has the value, the allowed ones and what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RLMegatronError(Exception):
 
 
 class StopRequested(RLMegatronError):
-    """A stop was asked before the first step, so there is nothing to save."""
+    """A stop was requested before the first step, so there is nothing to save."""
 
 
 class ConfigError(RLMegatronError, ValueError):
@@ -39,11 +39,11 @@ class RewardError(RLMegatronError):
 
 
 class EnvironmentFailure(RLMegatronError):
-    """An environment that raised, was late or answered what is no answer; names the prompt id and the turn."""
+    """An environment that raised, was late or gave an invalid answer; names the prompt id and the turn."""
 
 
 class SandboxError(RLMegatronError):
-    """A program of a model that could not be run, or that this machine cannot fence; says why."""
+    """A program of a model that could not be run, or that this machine cannot isolate; says why."""
 
 
 class EngineError(RLMegatronError):
@@ -67,27 +67,27 @@ class WeightError(RLMegatronError):
 
 
 class SyncError(RLMegatronError):
-    """A weight version that did not arrive whole, so nobody serves it; names version, ranks and what was awaited."""
+    """A weight version that did not arrive whole, so it is not served; names version, ranks and what was awaited."""
 
 
 class AllReplicasLost(SyncError):
-    """Every engine server died that held the new weights; they can be loaded again once one is back."""
+    """All engine servers with the new weights died; the weights can be loaded again once a server is back."""
 
 
 class CorruptionError(SyncError):
     """Weights that a receiver holds otherwise than they were sent; names tensor, box and both ranks.
 
-    The processes are in step and nothing but the data is lost: the same sync, tried again, repairs it.
+    The processes are in step and only the data is wrong: a retry of the same sync repairs it.
     """
 
 
 def quote_start(value: object) -> str:
-    """The value's repr, cut to fit a line of a message."""
+    """Returns the value's repr, cut to fit a line of a message."""
     return truncate(repr(value), _MOST_SHOWN)
 
 
 def truncate(text: str, most: int) -> str:
-    """The text, or so many characters of it with dots at the end."""
+    """Returns the text, or its start with dots at the end, at most ``most`` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -110,8 +110,8 @@ def of_the_hub(folder: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncIterator[TaskGroup]:
-    """Tasks of which the first to fail ends the others, and is raised as itself: callers catch it by its type."""
-    import asyncio  # what a quick command imports needs none of it
+    """Context of tasks. The first failure ends the other tasks and is raised as itself: callers catch its type."""
+    import asyncio  # not at the top: quick commands do not need it
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -121,7 +121,7 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
 
 async def wait_or_stop(stop: Event, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. If ``stop`` is set first, cancels ``work``, waits for its end and raises
+    """Returns the result of ``work``. If ``stop`` is set first, cancels ``work``, waits for its end and raises
     StopRequested."""
     import asyncio
 
@@ -136,4 +136,4 @@ async def wait_or_stop(stop: Event, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         await asyncio.wait({task, asked})
         if not task.cancelled():
-            task.exception()  # nothing reads an error of the cancelled work
+            task.exception()  # marks the error as read: the work was to be canceled

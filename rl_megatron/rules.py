@@ -74,7 +74,7 @@ class On:
     shown: str | None = None  # the key to name in messages, if ``key`` is derived from it; TEXT: the value says it
 
     def matches(self, root: object, bound: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, str]]]:
-        """Yields how a message names each matching key, with the entries that its ``*`` and ``@`` stand for."""
+        """Yields the name of each matching key in a message, with the entries that its ``*`` and ``@`` stand for."""
         for name, value, entries in found_keys(root, self.key, bound):
             if _holds(root, value, self.test, entries):
                 yield self._named(root, name, value, entries), entries
@@ -90,7 +90,7 @@ class On:
         return " and ".join(names)
 
     def unmatched(self, root: object, bound: Mapping[str, str]) -> str:
-        """How a message names the key where no value of it matches."""
+        """Returns the name of the key in a message if no value of it matches."""
         values = [self._named(root, name, value, entries) for name, value, entries in found_keys(root, self.key, bound)]
         return " and ".join(values) or f"no {self.key}"
 
@@ -205,7 +205,7 @@ def _all(condition: Condition) -> tuple[On, ...]:
 def _together(
     root: object, conditions: Sequence[On], bound: Mapping[str, str]
 ) -> Iterator[tuple[tuple[str, ...], Mapping[str, str]]]:
-    """Each way in which all conditions hold: how messages name their keys, and the entries that they are of."""
+    """Yields each way in which all conditions hold: the names of their keys in messages, and the keys' entries."""
     if not conditions:
         yield (), bound
         return
@@ -215,8 +215,8 @@ def _together(
 
 
 def found_keys(root: object, key: str, bound: Mapping[str, str]) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
-    """The full name and the value of each key that a path with ``*`` or ``@`` is, and the entries that these are; none
-    of a key that the configuration's kind of data lacks. ``bound``: entries that are given."""
+    """Yields the full name and the value of each key that a path matches, and the entries that its ``*`` and ``@`` are.
+    Nothing for a key that the configuration's kind of data lacks. ``bound``: entries that are given."""
     return _walk(root, _path(key), 0, "", bound)
 
 
@@ -275,15 +275,15 @@ class Leaf:
 
 
 def set_leaves(name: str, section: BaseModel) -> Iterator[tuple[str, Leaf]]:
-    """The keys of the section ``name`` and of its inner sections whose values differ from their defaults, so that a
-    saved configuration, which has every key, sets none; by the key's full name."""
+    """Yields, by full name, the keys of the section ``name`` and its inner sections that differ from their defaults.
+    So a saved configuration, which has every key, does not set keys at their defaults."""
     values = section.__dict__
     for key, default in _defaults(type(section)).items():
         value = values[key]
         full = f"{name}.{key}" if name else key
         if isinstance(value, BaseModel):
             yield from set_leaves(full, value)
-        elif isinstance(default, Mapping) and default:  # of names that the package declares
+        elif isinstance(default, Mapping) and default:  # its names are declared by the package
             yield from ((f"{full}.{one}", Leaf(value[one], it)) for one, it in default.items() if value[one] != it)
         elif value is not default and value != default:
             yield full, Leaf(value, default)
@@ -292,8 +292,8 @@ def set_leaves(name: str, section: BaseModel) -> Iterator[tuple[str, Leaf]]:
 def _given(
     root: _Root, keys: Sequence[str], cache: dict[str, Mapping[str, Leaf]]
 ) -> Iterator[tuple[str, Leaf, Mapping[str, str]]]:
-    """The set keys that are, or are in, one of ``keys``, with the entries that ``*`` and ``@`` of these stand for.
-    ``cache`` keeps the set keys of the sections that were asked for before."""
+    """Yields the set keys that are, or are in, one of ``keys``, with the entries that their ``*`` and ``@`` stand for.
+    ``cache`` keeps the set keys of the sections that were read before."""
     for *above, last in map(_path, keys):
         for name, section, bound in _walk(root, above, 0, "", {}) if above else [("", root.config, {})]:
             if isinstance(section, BaseModel):
@@ -305,7 +305,7 @@ def _given(
 
 @functools.cache
 def _defaults(section: type[BaseModel]) -> Mapping[str, object]:
-    """Made once: pydantic copies a default each time it is asked for one."""
+    """Returns a section's defaults. Cached, because pydantic copies a default at each request."""
     return {key: field.get_default(call_default_factory=True) for key, field in section.model_fields.items()}
 
 
@@ -315,7 +315,7 @@ def is_in(leaf: str, key: str) -> bool:
 
 
 def does_nothing(name: str, leaf: Leaf, reason: str) -> str:
-    """The problem of a set key that is not read, and what to do."""
+    """Returns the problem of a set key that is not read, and what to do."""
     return (
         f"{name}={as_given(leaf.value)} does nothing: {reason}; leave it out, or set it to its default, "
         f"{as_given(leaf.default)}"
@@ -323,7 +323,7 @@ def does_nothing(name: str, leaf: Leaf, reason: str) -> str:
 
 
 def as_given(value: object) -> str:
-    """The value as a user writes it on a command line."""
+    """Returns the value as a user writes it on a command line."""
     if isinstance(value, BaseModel):
         return as_given(value.model_dump(mode="json", exclude_defaults=True))
     if isinstance(value, Mapping):

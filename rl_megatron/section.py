@@ -45,7 +45,7 @@ GreedyOrTemperature = Annotated[
 """A temperature, or 0: greedy."""
 
 EntryName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-"""What a user calls an entry of a mapping, as one of ``data.sources``."""
+"""The user's name of an entry of a mapping, such as one of ``data.sources``."""
 
 
 def _listed(given: object) -> object:
@@ -55,10 +55,10 @@ def _listed(given: object) -> object:
 
 
 LISTED = BeforeValidator(_listed)
-"""Has a key of several values take a command line's text, as ``1,8`` or ``[1,8]``, or one number."""
+"""Makes a key of several values accept a command line's text, such as ``1,8`` or ``[1,8]``, or one number."""
 
 SORTED = AfterValidator(lambda given: tuple(sorted(set(given))))
-"""Has a key of several names keep each once, in order."""
+"""Makes a key of several names keep each once, in order."""
 
 
 def _check_user_code(text: str) -> str:

@@ -21,7 +21,7 @@ from rl_megatron.errors import ConfigError
 
 MAX_DEPTH = 16  # sections inside sections
 MAX_FILE_BYTES = 1 << 18
-_MAX_DIGITS = 4000  # of an integer; Python reads and writes 4300
+_MAX_DIGITS = 4000  # digits of an integer; Python reads and writes 4300
 _CORE_SCHEMA = {  # tag: spelling, first characters
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -32,7 +32,7 @@ _PREFIX = "tag:yaml.org,2002:"
 
 
 def read(path: Path) -> object:
-    """The content of a YAML file. Raises ConfigError that says why it cannot be read, without the file's name."""
+    """Returns a YAML file's content. Raises ConfigError that says why it cannot be read, without the file's name."""
     try:
         with path.open("rb") as stream:
             given = stream.read(MAX_FILE_BYTES + 1)
@@ -47,7 +47,7 @@ def read(path: Path) -> object:
 
 
 def scalar(text: str) -> object:
-    """An override's value: quoted text, or else the whole text as one plain YAML scalar.
+    """Returns an override's value: quoted text, or otherwise the whole text as one plain YAML scalar.
 
     Never a list, a mapping or a comment, so that ``data.prompt_template={prompt} #`` needs no escapes.
     """
@@ -61,7 +61,7 @@ def scalar(text: str) -> object:
 
 
 def text_problem(text: str) -> str | None:
-    """Why a text cannot be a value, because it could not be saved or name a file; None if it can."""
+    """Returns why a text cannot be a value, because it could not be saved or name a file; None if it can."""
     if "\0" in text:
         return "text must not contain a NUL character"
     try:
@@ -72,14 +72,14 @@ def text_problem(text: str) -> str | None:
 
 
 def write(tree: object) -> str:
-    """YAML that ``read`` reads back."""
+    """Returns YAML that ``read`` reads back."""
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
 @functools.lru_cache(maxsize=32)
 def _file_of(text: str) -> object:
-    """As ``_parsed``: the cells of a study, or a test's configurations, are of the same few files."""
+    """Caches ``_parsed``: the cells of a study, or a test's configurations, come from the same few files."""
     return _parsed(text)
 
 
@@ -100,7 +100,7 @@ def _where(error: Exception) -> str:
 
 
 class _Spelled:
-    """A number whose text is its spelling in the file or the override, where Python's own would be another."""
+    """A number that is printed as it is spelled in the file or the override, where Python would spell it otherwise."""
 
     spelling: str
 

@@ -118,8 +118,7 @@ class DpoSection(PreferenceSection, PairsSection):
     key: ClassVar[str] = "dpo"
     beta: PositiveFloat = 0.1
     """Strength of the pull to the reference: with loss=dpo that of a pair is -log sigmoid(beta * margin), and margin is
-    the better answer's log pi/ref less the worse one's; with loss=orpo the weight of the odds ratio, next to ``nll``.
-    """
+    the better answer's log pi/ref less the worse one's; with loss=orpo the weight of the odds ratio's loss."""
     desirable_weight: PositiveFloat = 1.0
     """loss=kto: weight of rows with the label true."""
     undesirable_weight: PositiveFloat = 1.0

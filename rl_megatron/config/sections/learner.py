@@ -58,10 +58,10 @@ Sizes = Annotated[
 
 
 class RecomputeSection(Section):
-    """What the backward pass computes a second time, so that it need not be kept: whole layers, or parts of each."""
+    """Activations that the backward pass recomputes in place of keeping them: of whole layers, or of parts of each."""
 
     uniform: Positive | None = None
-    """Whole layers, so many together, of which only the first one's input is kept; 1 costs a third more computation."""
+    """Whole layers, this many together: only the first one's input is kept; 1 costs a third more computation."""
     parts: Annotated[tuple[Part, ...], LISTED, SORTED] = ()
     """Parts of each layer in megatron-core's words; one that would free nothing is refused. moe: routers, dispatch and
     experts, with shared experts; moe_act: the activation of experts, with torch's layers gate and up, too, so that
@@ -120,50 +120,50 @@ class PaddingSection(Section):
 
 
 class OffloadSection(Section):
-    """What a rank keeps in the host's memory, not in its GPU's."""
+    """State that a rank keeps in the host's memory, not in its GPU's."""
 
     activations: Annotated[tuple[Literal["attention", "mlp", "moe"], ...], LISTED, SORTED] = ()
     """Halves of decoder layers, with their norms, whose activations wait in the host's pinned memory for the backward
     pass: attention; the mlp of dense layers; moe, so routers, dispatch and all experts. Copies leave while the next
     half computes, and come back while the backward pass computes the one after it. Results keep their bits. A GPU then
-    holds two halves of one micro-batch, but the host all of those in flight. Copies hide behind computing where
+    holds two halves of one micro-batch, but the host all of those in flight. Copies overlap with computing if
     sequences are long, or matrices wide: how far is not measured. Tensors of less than 1 MiB stay."""
     optimizer: Fraction = 0.0
     """Share of the optimizer's moments, rounded up to whole parameters. Those parameters are stepped on the CPU, which
-    takes longer, and take 16 bytes each of the host's memory, or more: weight, moments and gradient in float32, of
-    which weight and gradient are pinned in powers of two."""
+    takes longer, and take 16 bytes each of the host's memory, or more: weight, moments and gradient in float32. Weight
+    and gradient are pinned in powers of two."""
     while_sampling: Literal["gradients", "optimizer"] | None = None
-    """What leaves the GPU before servers that take turns with the learner (``rollout.server.colocated``) wake, until it
-    is needed again: the memory of gradients and of weights' copies in float8, which costs nothing; or that, the
-    optimizer's state, and the weights of a critic and a reference, which wait in as much pinned memory of the host."""
+    """State that leaves the GPU before servers that take turns with the learner (``rollout.server.colocated``) wake,
+    until it is needed again: the memory of gradients and of weights' copies in float8, which costs nothing; or that,
+    the optimizer's state, and the weights of a critic and a reference, which take as much pinned memory of the host."""
 
     @property
     def leaving(self) -> frozenset[str]:
-        """What leaves a GPU while servers sample: "gradients", without a copy, as do weights' copies in float8; and
-        with a copy in the host's memory "optimizer", and "models", those whose weights are not pushed."""
+        """The state that leaves a GPU while servers sample. "gradients" and weights' copies in float8 leave without a
+        copy; "optimizer" and "models", which are not pushed, leave with a copy in the host's memory."""
         kinds = {"gradients": ("gradients",), "optimizer": ("gradients", "optimizer", "models")}
         return frozenset(kinds[self.while_sampling] if self.while_sampling else ())
 
 
 def sequence_multiple(dims: ParallelDims) -> int:
-    """What divides the positions of a padded sequence: 2 * cp equal chunks, unless cp is 1."""
+    """Returns the divisor of a padded sequence's positions: 2 * cp equal chunks, unless cp is 1."""
     return 2 * dims.cp if dims.cp > 1 else 1
 
 
 def max_padded_length(tokens: int, dims: ParallelDims) -> int:
-    """The positions that a micro-batch of at most ``tokens`` has at most with its padding for TP and CP."""
+    """Returns the most positions of a micro-batch of at most ``tokens`` with its padding for TP and CP."""
     return padded_tokens(tokens, sequence_multiple(dims) * dims.tp, ())
 
 
 def padded_tokens(tokens: int, multiple: int, sizes: Sequence[int]) -> int:
-    """Positions of a micro-batch of ``tokens`` with its padding: the least of ``sizes`` that holds it, if one does, or
+    """Returns the positions of a micro-batch of ``tokens`` with its padding: the least of ``sizes`` that holds it, or
     the next multiple."""
     least = -(-tokens // multiple) * multiple
     return next((size for size in sizes if size >= least), least)
 
 
 class ComputeKeys(Section):
-    """The keys that say on what device, in which precision and by whose layers a model computes."""
+    """The keys of the device, the precision and the layers that a model computes with."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the ranks: CPUs, which communicate over gloo, or GPUs, over NCCL."""
@@ -199,7 +199,7 @@ class ComputeKeys(Section):
 
     @property
     def own_layers(self) -> str | None:
-        """``layers`` if it names code of the user's own, else None."""
+        """The name of the user's code if ``layers`` is one, or None."""
         return self.layers if ":" in self.layers else None
 
 
@@ -235,7 +235,7 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
     """The megatron-core learner. ``etp``, ``dp`` and ``threads`` default to values that follow from the other keys."""
 
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
-    """What sends tokens to the ranks of their experts. alltoall: NCCL's or gloo's all-to-all, a copy of a token for
+    """Dispatch of tokens to the ranks of their experts. alltoall: NCCL's or gloo's all-to-all, a copy of a token for
     each of its experts. deepep: DeepEP's kernels, a copy for each node that has some. hybridep: those of its branch
     hybrid-ep, which also sort tokens by expert, and want one size of micro-batches (learner.padding). Both need GPUs
     and bfloat16, take buffers of their own that no plan counts, and have not been run."""
@@ -245,7 +245,7 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
     """Positions of a packed micro-batch on one data-parallel rank."""
     head_dtype: Literal["float32"] | None = None
     """float32: the policy's logits are float32 products of hidden states and the output layer's weight, which exist a
-    chunk at a time, and are computed again in the backward pass. null: logits in ``learner.dtype``, all at once."""
+    chunk at a time, and are computed again in the backward pass. null: logits in ``learner.dtype``, all together."""
     recompute: RecomputeSection = RecomputeSection()
     timeout_seconds: PositiveFloat = 600.0
     """Time limit for all ranks to join a collective."""
@@ -268,12 +268,12 @@ class LearnerSection(LayoutKeys, ComputeKeys):  # pydantic takes the keys of the
 
     @property
     def float8_rows(self) -> int:
-        """The number of which a rank's tokens must be a multiple: as many as share a scale, or cuBLAS's."""
+        """The divisor of a rank's number of tokens: as many as share a scale, or cuBLAS's divisor."""
         return {None: 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.fp8]
 
     @property
     def token_multiple(self) -> int:
-        """What divides the positions of a micro-batch of all cp ranks: zig-zag chunks over tp, and rows of float8."""
+        """The divisor of a micro-batch's positions on all cp ranks: zig-zag chunks over tp, and rows of float8."""
         return math.lcm(sequence_multiple(self.dims) * self.tp, self.float8_rows * self.tp * self.cp)
 
 

@@ -125,8 +125,8 @@ class RewardSection(Section):
     """What to do if a reward raises, times out or is not finite: end the run (fail), drop the group, or score the
     completion with a number."""
     timeout_seconds: PositiveFloat = 60.0
-    """Time limit of one call of the function. Its waits behind other groups for what they share do not count: for a
-    slot of a sandbox or of the requests to a URL, math-verify's processes, a thread, a reward model."""
+    """Time limit of one call of the function. Its waits for resources that other groups use do not count: for a slot of
+    a sandbox or of the requests to a URL, math-verify's processes, a thread, a reward model."""
     format: FormatSection = FormatSection()
     length: LengthSection = LengthSection()
     tests: TestsSection = TestsSection()
@@ -167,7 +167,7 @@ class RewardSection(Section):
 
     @property
     def only_records(self) -> bool:
-        """Whether every part has weight 0, so that all rewards are 0."""
+        """True if every part has weight 0, so that all rewards are 0."""
         return bool(self.parts) and all(part.weight == 0 for part in self.parts.values())
 
     @property
@@ -229,15 +229,15 @@ class EnvironmentSection(Section):
     template: Literal["chat", "plain"] = "chat"
     """How messages become tokens: by the tokenizer's chat template, or their texts as they are."""
     thinking: Literal["template", "keep"] = "template"
-    """Whether a row may go on where the chat template drops the thinking of earlier turns. template: a new row begins,
-    as the template writes it; keep: it goes on with the thinking in it, which is one row, but no context that the
-    template would make."""
+    """Whether a row may continue where the chat template drops the thinking of earlier turns. template: a new row
+    begins, as the template writes it; keep: it continues with the thinking in it, which is one row, but no context that
+    the template would make."""
     tool_parser: Literal["hermes", "llama3_json", "deepseek", "glm", "harmony"] | None = None
     """Format in which the model writes reasoning and calls of tools, which become ``reasoning_content`` and
     ``tool_calls`` of its messages; null: its text is the content, and a client that sends tools is refused."""
     concurrency: Positive = 1024
-    """Most trajectories under way at once, of training or of an evaluation; others wait for one to end. Each has a
-    thread and three open files, and more if it opens some."""
+    """Most running trajectories, of training or of an evaluation; others wait for one to end. Each has a thread and
+    three open files, and more if it opens some."""
     max_turns: Positive = 8
     """Most turns of a trajectory."""
     max_tokens: Positive = 4096

@@ -26,12 +26,12 @@ from rl_megatron.section import (
 )
 
 RunningRequests = Literal["recompute", "keep_cache", "abort"]
-"""What a push does to running requests."""
+"""The effect of a push on running requests."""
 _LETS_IN = (
     "the run gives each server its address, its port and a token that is on no command line; leave it out",
     (
         *("--host", "--port", "--api-key", "--admin-api-key", "--uds"),
-        *("--grpc", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--sidecar"),  # which ask for no token
+        *("--grpc", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--sidecar"),  # these do not ask for the token
     ),
 )
 _LENGTHS = "rollout.max_prompt_tokens and max_new_tokens set it; use those keys"
@@ -70,8 +70,8 @@ _NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
 
 
 def same_option(word: str, option: str) -> bool:
-    """Whether engines may read ``word`` of a command line as ``option``: by its name, by the name's first letters, or
-    with a value right behind one letter (-n2). A key of the value may follow the name (--option.key)."""
+    """True if engines may read ``word`` of a command line as ``option``: by its name, by the name's first letters, or
+    with a value directly after one letter (-n2). A key of the value may follow the name (--option.key)."""
     name = _name_of(word)
     if name.startswith("--"):
         return name == option or (len(name) >= _ABBREVIATED and option.startswith(name))
@@ -126,7 +126,7 @@ class ServerSection(Section):
     train.max_staleness or in an environment, or one in all. More wait in the controller, a trajectory's turns within
     its environment.seconds."""
     running_requests: RunningRequests = "recompute"
-    """What a push of weights does to running requests (docs/engines.md). recompute: the server pauses them, and
+    """Effect of a push of weights on running requests (docs/engines.md). recompute: the server pauses them, and
     continues them with keys and values recomputed by the new weights; keep_cache: it continues them with those of the
     old weights, which costs nothing; abort: it aborts them, and the trainer sends each again with its tokens so far
     appended to the prompt. No sampled token is lost in any of them."""
@@ -137,8 +137,8 @@ class ServerSection(Section):
     """Format to which each push quantizes the servers' linear layers: none (learner.dtype), float8 with a scale for
     each block of 128 x 128, or int8 with a scale for each output channel (docs/engines.md). Over any transport."""
     batch_invariant: bool = False
-    """Whether servers use kernels alone for which a token's log-prob does not depend on the requests beside it, on
-    GPUs: vLLM's VLLM_BATCH_INVARIANT, SGLang's --enable-deterministic-inference. Slower; by how much is not measured
+    """Whether servers use kernels alone for which a token's log-prob does not depend on the other requests of a batch,
+    on GPUs: vLLM's VLLM_BATCH_INVARIANT, SGLang's --enable-deterministic-inference. Slower; by how much is not measured
     here (docs/troubleshooting.md)."""
     probes: Literal["auto", "always"] = "auto"
     """When to compare servers' log-probs of fixed texts with the learner's. always: all texts at every weight version;
@@ -150,8 +150,8 @@ class ServerSection(Section):
     @field_validator("options")
     @classmethod
     def _leave_the_runs_own(cls, options: str | None) -> str | None:
-        """Refuses keys, which would be on a command line, addresses, which would be open to others, code of strangers,
-        and whatever would replace what the run gives a server."""
+        """Refuses keys, which would be on a command line, addresses, which would be open to others, foreign code, and
+        options that would replace those that the run gives a server."""
         try:
             words = shlex.split(options or "")
         except ValueError as error:
@@ -197,7 +197,7 @@ class ServerSection(Section):
         return self.tp * self.pp * self.dp
 
     def span(self, gpus_per_node: int) -> int:
-        """Nodes of each server, whose nodes have ``gpus_per_node`` GPUs; 0: it runs on CPUs."""
+        """Returns the nodes of each server, with ``gpus_per_node`` GPUs a node; 0: it runs on CPUs."""
         return self.nodes or (-(-self.ranks // gpus_per_node) if gpus_per_node else 1)
 
     @field_validator("quantization", mode="before")
@@ -238,8 +238,8 @@ class RolloutSection(Section):
     included; one that runs longer ends there and counts as truncated. One without a token by then gets twice as long.
     Time between servers does not count, nor what was lost with a server. Needs servers; null: no limit."""
     max_in_flight: Positive | None = None
-    """Most completions that are being sampled or scored at once, in whole groups: further prompts are not drawn. Needs
-    servers, and group_size at least. null: as many as train.max_staleness allows (docs/asynchronous.md)."""
+    """Most completions in sampling and scoring together, in whole groups: further prompts are not drawn. Needs servers,
+    and group_size at least. null: as many as train.max_staleness allows (docs/asynchronous.md)."""
     on_long_prompt: Literal["fail", "drop"] = "fail"
     """What to do with a longer prompt: end the run at its start, or drop the prompt."""
     ignore_eos: bool = False
@@ -250,16 +250,16 @@ class RolloutSection(Section):
     """Texts that end a completion or a turn, as stop tokens do: the token that completes one is the last, and is
     trained on. On a command line one text, or several as JSON: ``["</answer>", "\\n\\n"]``."""
     dynamic_sampling: Literal["off", "refill", "drop"] = "off"
-    """What to do with groups whose rewards are equal, before the overlong penalty or after all shaping, or to which
-    advantages of your own are all 0: keep them (off), drop them and draw another prompt for each, until the batch is
-    full (refill), or drop them and train on the rest. They give no gradient, or that of lengths alone, unless there is
-    no baseline (REINFORCE-Rej)."""
+    """What to do with groups of equal rewards, before the overlong penalty or after all shaping, or with groups to
+    which your own function gives advantages of 0 alone: keep them (off), drop them and draw another prompt for each,
+    until the batch is full (refill), or drop them and train on the rest (drop). They give no gradient, or that of
+    lengths alone, unless there is no baseline (REINFORCE-Rej)."""
     router_noise: NonNegativeFloat = 0.0
     """Standard deviation, in logits, of Gaussian noise on the routers of the in-process engine while it samples the
     completions to train on, so that its routes differ from the learner's by a known level (docs/algorithms.md). It is
     a function of the request's seed, the completion, position, layer and expert; evaluations have none. For studies."""
     slots: Positive = 512
-    """Most sequences that an engine replica decodes at once."""
+    """Most sequences that an engine replica decodes together."""
     server: ServerSection = ServerSection()
 
     @field_validator("stop", mode="before")
@@ -278,10 +278,10 @@ class RolloutSection(Section):
 
     @property
     def embedded(self) -> bool:
-        """Whether the project's own engine samples, in the learner's processes or in servers."""
+        """True if the built-in engine samples, in the learner's processes or in servers."""
         return self.engine == "local"
 
     @property
     def served(self) -> bool:
-        """Whether servers sample, so that the learner's processes hold no engine."""
+        """True if servers sample, so that the learner's processes hold no engine."""
         return not self.embedded or self.server.replicas is not None

@@ -61,11 +61,11 @@ def _check_options(options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Options = Annotated[tuple[str, ...], BeforeValidator(_split_options), AfterValidator(_check_options)]
-SignalSeconds = Annotated[int, Field(ge=1, le=65_535), NUMBER]  # of sbatch --signal
+SignalSeconds = Annotated[int, Field(ge=1, le=65_535), NUMBER]  # limits of sbatch --signal
 
 
 class SpeedsSection(Section):
-    """What ``plan`` and ``submit`` estimate pushes and predict steps by. No run is faster by it."""
+    """Speeds by which ``plan`` and ``submit`` estimate pushes and predict steps. They change no run."""
 
     gpu: str | None = None
     """Kind of the GPUs, by which ``plan`` and ``submit`` predict a step's seconds by phase, as h100, or a YAML file as
@@ -183,7 +183,7 @@ class SlurmSection(Section):
 
 
 def minutes_of(time: str) -> float:
-    """The minutes of a time limit, as Slurm reads 90, 90:00, 1:30:00, 2-12 and 2-12:30:00."""
+    """Returns the minutes of a time limit, as Slurm reads 90, 90:00, 1:30:00, 2-12 and 2-12:30:00."""
     days, _, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:

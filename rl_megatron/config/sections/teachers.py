@@ -1,4 +1,4 @@
-"""The entries of ``algorithm.kl.teachers``: models that judge what the policy samples, on ranks or behind servers."""
+"""The entries of ``algorithm.kl.teachers``: models that score the policy's completions, on ranks or in servers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def _of_server(text: str) -> str:
 
 _BRACES = "{NAME} is a field of the row, and braces of the text are written twice, as in \\boxed{{}}"
 OTHER_COMPLETION_FIELD = "right_completion"
-"""What a prompt calls another completion of the group, which is right."""
+"""A prompt's field for another completion of the group, which is right."""
 OTHER_COMPLETION_TOKEN = -1
-"""Stands among the tokens of a prompt where that completion's go."""
+"""Placeholder among the tokens of a prompt for the tokens of that completion."""
 TEACHER = "teacher_"
-"""How roles of teachers begin."""
+"""The prefix of teachers' roles."""
 
 
 def teacher_role(name: str) -> str:
-    """The role of a teacher among a run's models, and of its ranks."""
+    """Returns the role of a teacher among a run's models, and of its ranks."""
     return f"{TEACHER}{name}"
 
 
 def prompt_parts(prompt: str) -> list[tuple[str, str | None]]:
-    """The texts of a teacher's prompt, each with the name of the field that follows it, None where none does: {NAME} is
-    a field, and {{ and }} are braces, as in ``str.format``. Raises ValueError for other braces."""
+    """Returns the texts of a teacher's prompt, each with the name of the field that follows it, or None. {NAME} is a
+    field, and {{ and }} are braces, as in ``str.format``. Raises ValueError for other braces."""
     try:
         parts = list(Formatter().parse(prompt))
     except ValueError as error:
@@ -48,27 +48,27 @@ def prompt_parts(prompt: str) -> list[tuple[str, str | None]]:
 
 
 class TeacherSection(Section):
-    """A model that judges what the policy samples (docs/sft.md), on ranks of its own or behind a server of an
-    engine; or the policy itself, which reads another prompt."""
+    """A model that scores the policy's completions (docs/sft.md), on ranks of its own or in a server of an engine; or
+    the policy itself, which reads another prompt."""
 
     server: Annotated[str, AfterValidator(_of_server)] | None = None
     """http(s)://host:port of a server that runs already; null: ranks of the run's own hold it, in the learner's layout
     or that of ``roles.layouts.teacher_<name>``."""
     engine: Literal["vllm", "sglang"] | OwnCode | None = None
-    """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own; null without a server."""
+    """The server's engine: vllm, sglang, or ``package.module:Class``, an engine of your own; null without a server."""
     path: Path | None = None
-    """Hugging Face folder of the teacher; of one behind a server, config.json and tokenizer.json are read here. null:
+    """Hugging Face folder of the teacher; of one in a server, config.json and tokenizer.json are read here. null:
     the policy itself, with the weights that a step begins with, or a reference that follows it, by ``prompt``."""
     prompt: str | None = None
-    """What it reads in place of data.prompt_template: {prompt} is the problem, {answer} its right answer, and {NAME}
+    """Text that it reads in place of data.prompt_template: {prompt} is the problem, {answer} its right answer, {NAME}
     field NAME of its row, as in data.fields.prompt; {right_completion} is another completion of the same group, whose
     reward is at least eval.success_reward; {{ and }} are braces. null: the policy's own prompt."""
     max_prompt_tokens: Positive | None = None
-    """Most tokens of such a prompt; what is done with a longer one says ``rollout.on_long_prompt``."""
+    """Most tokens of such a prompt; ``rollout.on_long_prompt`` says what is done with a longer one."""
     weight: PositiveFloat = 1.0
     """Weight of its log-probs among those of all teachers of a prompt, which add up to 1."""
     sources: Annotated[tuple[str, ...], LISTED] = ()
-    """The sources of ``data.sources`` whose prompts it judges; none: all."""
+    """The sources of ``data.sources`` with prompts that it scores; none: all."""
     token_file: Path | None = None
     """File with the bearer token of the server, read for each attempt, as it may rotate."""
     timeout_seconds: PositiveFloat = 600.0
@@ -76,7 +76,7 @@ class TeacherSection(Section):
 
     @property
     def reads_another(self) -> bool:
-        """Whether it reads another completion of the group."""
+        """True if it reads another completion of the group."""
         return OTHER_COMPLETION_FIELD in self._named
 
     @property

@@ -15,7 +15,7 @@ NODE_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """What a transport supports, for checks of the configuration; `rl_megatron.weights.routes` has its code."""
+    """Properties of a transport, for checks of the configuration; `rl_megatron.weights.routes` has its code."""
 
     name: str
     direct: bool = True
@@ -23,7 +23,7 @@ class TransportKind:
     members: bool = False
     """Whether ranks of servers may join the learner's process group."""
     last_hop: bool = False
-    """Whether they may be beside the learner's, which hand weights on through memory that both map."""
+    """Whether they may share GPUs or nodes with the learner's, which pass weights on through memory that both map."""
 
 
 PROCESS_GROUP = TransportKind(name="process_group")
@@ -46,7 +46,7 @@ class WeightsSection(Section):
     """Into the in-process engine, and into the file of servers: whether to send only the bytes that changed since the
     last version."""
     bucket_mb: Positive = 64
-    """Into the in-process engine, and into the file of servers: most MiB that a process packs and sends at once.
+    """Into the in-process engine, and into the file of servers: most MiB that a process packs and sends together.
     transport=direct into servers always uses buckets of 64 MiB."""
     folder: Path | None = None
     """The folder of the servers' files of weights, which every reader must see; a run has a folder of its own there,
