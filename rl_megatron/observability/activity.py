@@ -7,11 +7,11 @@ from rl_megatron.observability import timeline
 from rl_megatron.observability.timeline import CALLS
 
 _call, _part, _beats = "starting", "", 0
-_spans: list[tuple[str, int, timeline.SpanDetails]] = []  # that have begun: the call, then its part
+_spans: list[tuple[str, int, timeline.SpanDetails]] = []  # running spans: the call, then its part
 
 
 def begin(call: str, number: int) -> None:
-    """Record that a call begins, the ``number``-th of its name."""
+    """Records that a call begins, the ``number``-th of its name."""
     global _call, _part, _beats
     rest()
     _call, _part, _beats = f"{call}, call {number}", "", _beats + 1
@@ -19,7 +19,7 @@ def begin(call: str, number: int) -> None:
 
 
 def part(name: str, of: str = "") -> None:
-    """Record that the call has reached a part, ``of`` what; one that it is in makes progress."""
+    """Records that the call has reached a part of ``of``; a repeated part counts as progress."""
     global _part, _beats
     before, _part, _beats = _part, ", ".join(filter(None, (of, name))), _beats + 1
     if _spans and _part != before:
@@ -28,19 +28,19 @@ def part(name: str, of: str = "") -> None:
 
 
 def rest() -> None:
-    """Record that the call has ended, and that none has begun."""
+    """Records that the call has ended, and that none has begun."""
     global _call, _part, _beats
     _end(0)
     _call, _part, _beats = "nothing: it waits for a call", "", _beats + 1
 
 
 def now() -> tuple[str, int]:
-    """The text, and the count."""
+    """Returns the text, and the count."""
     return ", ".join(filter(None, (_call, _part))), _beats
 
 
 def _end(depth: int) -> int:
-    """Keep the spans that have begun from ``depth`` on, as ended now."""
+    """Ends the running spans from ``depth`` on and keeps them. Returns the time."""
     at = timeline.now()
     while len(_spans) > depth:
         name, began, said = _spans.pop()

@@ -23,30 +23,30 @@ JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]
 STEPS = ("rl", "sft", "dpo", "reward_model")
 """The phases of rows of a job's steps."""
-_BLOCK, _END = 1 << 16, 1 << 18  # bytes, of a read from the end, and of the end of a log
+_BLOCK, _END = 1 << 16, 1 << 18  # bytes of a read from the end, and of the end of a log
 _GREATEST = sys.float_info.max
 _NUMBERS = (int, float)  # each call would make a union of types
 
 
 def number(row: JsonRow, name: str) -> float | None:
-    """The value, or None if it is missing, or is not a finite float."""
+    """Returns the value, or None if it is missing, or is not a finite float."""
     return finite(row.get(name))
 
 
 def finite(value: JsonValue) -> float | None:
-    """The value, or None if it is not a finite float."""
+    """Returns the value, or None if it is not a finite float."""
     return value if isinstance(value, _NUMBERS) and -_GREATEST <= value <= _GREATEST else None
 
 
 class JsonlFile:
-    """Appends rows to ``path``, whose folder is there; a row has an integer ``step``. One writer process per file."""
+    """Appends rows to ``path`` in an existing folder; a row has an integer ``step``. One writer process per file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[bytes] | None = None
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append rows; they are on disk (fsync) at return. Without rows there is nothing to do, nor a file to make.
+        """Appends rows; they are on disk (fsync) at return. Without rows it does nothing, and creates no file.
 
         Raises ValueError for NaN and infinity, which JSON lacks, and OSError that names the file.
         """
@@ -69,17 +69,17 @@ class JsonlFile:
         late: Callable[[JsonRow], bool] = lambda row: False,
         also: Callable[[JsonRow], bool] = lambda row: False,
     ) -> int:
-        """Remove rows whose ``field`` is above ``last`` or missing, and a torn last line. Returns the rows removed.
+        """Removes rows with ``field`` above ``last`` or missing, and a torn last line. Returns the number of rows.
 
-        The rows ascend in ``field``, but for those that are ``late``. Of the rows at ``last`` those that are ``also``
-        are removed too. Atomic. Reads from the end, no further than one row below ``last`` that is not late;
+        The rows ascend in ``field``, except ``late`` ones. Rows at ``last`` are removed too if ``also`` is true for
+        them. Atomic. Reads from the end, no further than one row below ``last`` that is not late;
         ``last=-1`` removes every row. Raises DataError for an invalid line that it reaches, other than a torn last one.
         """
         self.close()
         if not self.path.exists():
             return 0
         removed, cut = 0, 0
-        kept, moved = list[bytes](), list[bytes]()  # the last first; those that are moved stand after a removed one
+        kept, moved = list[bytes](), list[bytes]()  # last first; moved lines follow a removed one
         for number, (place, line) in enumerate(_lines_from_the_end(self.path)):
             cut = cut if number else place + len(line) + 1
             row = _parse_anywhere(self.path, line)
@@ -102,7 +102,7 @@ class JsonlFile:
         return removed
 
     def cut_torn(self) -> None:
-        """Remove a torn last line alone, whatever the lines before it hold."""
+        """Removes a torn last line alone, whatever the lines before it hold."""
         self.close()
         if self.path.exists():
             with add_path_to_errors(self.path), self.path.open("r+b") as file:
@@ -110,8 +110,8 @@ class JsonlFile:
                 os.fsync(file.fileno())
 
     def end(self) -> str:
-        """The file's size and a digest of its last bytes; empty if it is not there. What was only appended to and cut
-        back to an earlier ``end`` is what it was."""
+        """Returns the file's size and a digest of its last bytes; empty if it does not exist. A file that was only
+        appended to and then cut back to an earlier ``end`` is unchanged."""
         if not self.path.exists():
             return ""
         with add_path_to_errors(self.path), self.path.open("rb") as file:
@@ -120,7 +120,7 @@ class JsonlFile:
             return f"{size} {hashlib.sha256(file.read()).hexdigest()}"
 
     def close(self) -> None:
-        """Release the file handle; a later append opens it again."""
+        """Releases the file handle; a later append opens it again."""
         file, self._file = self._file, None
         if file is not None:
             with add_path_to_errors(self.path):
@@ -128,13 +128,13 @@ class JsonlFile:
 
 
 def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:
-    """All rows except a torn last one, in file order. Raises DataError that names the file and the line."""
+    """Returns all rows except a torn last one, in file order. Raises DataError that names the file and the line."""
     return [_parse(path, number, line) for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1)]
 
 
 def whole_rows(path: Path, damaged: Callable[[str], None] | None) -> list[JsonRow]:
-    """The rows of `read_jsonl` without the damaged lines, for each of which ``damaged`` gets an error's text; if it is
-    None, raises DataError as that does."""
+    """Returns the rows of `read_jsonl` without damaged lines. ``damaged`` gets the error's text of each such line; if it
+    is None, raises DataError as `read_jsonl` does."""
     rows = list[JsonRow]()
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
@@ -147,7 +147,7 @@ def whole_rows(path: Path, damaged: Callable[[str], None] | None) -> list[JsonRo
 
 
 def rows_from(path: Path, share: float = 0.0) -> Iterator[dict[str, JsonValue]]:
-    """The rows of `read_jsonl` from the one on in which this share of the file's bytes ends, or the next if it is long.
+    """Yields the rows of `read_jsonl` from the row on in which this share of the file's bytes ends, or the next one.
 
     Raises DataError that names the file and the line, for a broken line that it reaches.
     """
@@ -165,7 +165,7 @@ def rows_from(path: Path, share: float = 0.0) -> Iterator[dict[str, JsonValue]]:
 
 
 def from_the_end(path: Path) -> Iterator[dict[str, JsonValue]]:
-    """The rows of `read_jsonl`, the last one first; reads no more of the file than is asked for.
+    """Yields the rows of `read_jsonl`, the last one first; reads no more of the file than is needed.
 
     Raises DataError that names the file and the line, for a broken line that it reaches.
     """
@@ -174,14 +174,14 @@ def from_the_end(path: Path) -> Iterator[dict[str, JsonValue]]:
 
 
 def text_at_end(path: Path) -> str:
-    """The last 256 KiB of a log, which may hold weeks; what is no UTF-8 is replaced. Raises OSError."""
+    """Returns the last 256 KiB of a log, which may hold weeks; replaces bytes that are not UTF-8. Raises OSError."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
         return file.read().decode(errors="replace")
 
 
 def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The whole lines, the last one first, each with the place in the file at which it begins."""
+    """Yields the whole lines, the last one first, each with the place in the file at which it begins."""
     with path.open("rb") as file:
         at, first, torn = file.seek(0, os.SEEK_END), b"", True
         while at:
@@ -204,12 +204,12 @@ def _parse_anywhere(path: Path, line: bytes) -> dict[str, JsonValue]:
     try:
         return _parse(path, 0, line)
     except DataError:
-        read_jsonl(path)  # which knows the line's number
+        read_jsonl(path)  # its error has the line's number
         raise
 
 
 def _json_of(line: bytes) -> Any:
-    """Parses as `parse`, in a quarter of the time: a table has 100,000 lines. Raises ValueError."""
+    """Parses like `parse`, in a quarter of the time: a table has 100,000 lines. Raises ValueError."""
     try:
         return from_json(line)
     except ValueError:  # also of half of a surrogate pair, which a sample may have

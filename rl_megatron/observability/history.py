@@ -1,6 +1,6 @@
 """Reads a run's folder: its rows, resolved configuration and samples. Writes the samples (samples.jsonl).
 
-Rows of metrics are kept by column: a number takes 13 bytes, where in a dict for each row it takes about 120.
+Rows of metrics are kept by column: a number takes 13 bytes, while in a dict for each row it takes about 120.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_OF_STEP = 256  # rows that `samples_between` takes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTurn:
-    """What the model ``read`` since its turn before, such as a tool's answer, and what it ``said``."""
+    """The text that the model ``read`` since its last turn, such as a tool's answer, and the text that it ``said``."""
 
     read: str
     said: str
@@ -48,14 +48,14 @@ class SampleTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One completion as text, all that the model said in its turns, with its reward at ``step``."""
+    """One completion as text, all that the model sampled in its turns, with its reward at ``step``."""
 
     step: int
     prompt: str
     completion: str
     answer: str
     reward: float
-    turns: tuple[SampleTurn, ...] = ()  # if there are several
+    turns: tuple[SampleTurn, ...] = ()  # empty if there is one
 
 
 class SamplesWriter:
@@ -69,23 +69,23 @@ class SamplesWriter:
         self._file.append(_written(row) for row in rows)
 
     def truncate_after(self, step: int) -> int:
-        """Prepare a resume from ``step``: remove later rows and a torn last line. Returns how many rows went."""
+        """Prepares a resume from ``step``: removes later rows and a torn last line. Returns the number of rows."""
         return self._file.truncate_after(step)
 
     def close(self) -> None:
-        """Release the file."""
+        """Releases the file."""
         self._file.close()
 
 
 def read_samples(path: Path) -> list[SampleRow]:
-    """All rows in file order. Raises DataError that names the file for a row with other fields."""
+    """Returns all rows in file order. Raises DataError that names the file for a row with other fields."""
     return [_sample(path, row) for row in read_jsonl(path)]
 
 
 def samples_between(path: Path) -> list[SampleRow]:
-    """Rows of the first step, of one at the middle of the file (from there on) and of the last; 256 of each at most.
+    """Returns rows of the first step, of one from the middle of the file on, and of the last; 256 of each at most.
 
-    Reads no more of the file, which may be long. Raises DataError as `read_samples`.
+    Reads no more of the file, which may be long. Raises DataError like `read_samples`.
     """
     found: dict[object, Sequence[JsonRow]] = {}
     for rows in (rows_from(path), rows_from(path, 0.5)):
@@ -97,9 +97,9 @@ def samples_between(path: Path) -> list[SampleRow]:
 
 
 def latest_samples(path: Path) -> Iterator[SampleRow]:
-    """The rows, the last one first; a file that is not there has none. Reads no more of the file than is asked for.
+    """Yields the rows, the last one first; none if there is no file. Reads no more of the file than is needed.
 
-    Raises DataError as `read_samples`.
+    Raises DataError like `read_samples`.
     """
     if path.exists():
         yield from (_sample(path, row) for row in from_the_end(path))
@@ -138,7 +138,7 @@ def _turn(given: object) -> SampleTurn | None:
 
 
 class MetricColumns:
-    """The numbers of the rows that were added, and NaN for all else, as for texts."""
+    """The numbers of the rows that were added, and NaN for other values, such as texts."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -153,7 +153,7 @@ class MetricColumns:
         return list(self._columns)
 
     def values(self, name: str) -> NDArray[np.float64]:
-        """The values of a metric in each row; NaN where it is no finite number, or the row lacks it."""
+        """Returns the values of a metric in each row; NaN if it is not a finite number, or the row lacks it."""
         found = np.full(self._num, math.nan)
         if name in self._columns:
             places, values = self._columns[name]
@@ -161,11 +161,11 @@ class MetricColumns:
         return np.where(np.isfinite(found), found, math.nan)
 
     def recorded(self, name: str) -> NDArray[np.intp]:
-        """The places of the rows that have a metric, ascending."""
+        """Returns the indices of the rows that have a metric, ascending."""
         return np.unique(np.array(self._columns[name][0] if name in self._columns else [], np.intp))
 
     def rows(self, *names: str) -> list[JsonRow]:
-        """These metrics of each row, as far as it has them; None for what is no finite number."""
+        """Returns these metrics of each row, as far as it has them; None for values that are not finite numbers."""
         found = [dict[str, JsonValue]() for _ in range(self._num)]
         for name in names:
             values = self.values(name).tolist()
@@ -174,12 +174,12 @@ class MetricColumns:
         return [*found]
 
     def append(self, row: JsonRow) -> None:
-        """Add a row."""
+        """Adds a row."""
         self._num += 1
         self.put(self._num - 1, row)
 
     def put(self, at: int, row: JsonRow) -> None:
-        """Add these values to a row, in place of those of the same names."""
+        """Adds these values to a row, in place of values of the same names."""
         for name, value in row.items():
             if name not in self._columns:
                 self._columns[name] = array("i"), array("d")
@@ -198,15 +198,15 @@ STARTS = "starts.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRows:
-    """The n rows of a run that have a metric, in the order of their places on a chart: those of a warm start first."""
+    """The n rows of a run that have a metric, in the order of their places on a chart: rows of a warm start first."""
 
-    x: Floats  # [n], as charts has it
+    x: Floats  # [n], the x of charts
     run: Run
-    warm_start: NDArray[np.intp]  # places in the run's rows
+    warm_start: NDArray[np.intp]  # indices of the run's rows
     rl: NDArray[np.intp]
 
     def values(self, name: str) -> Floats:
-        """The values of any metric in these rows, [n]; NaN where it is null, or not recorded."""
+        """Returns the values of any metric in these rows, [n]; NaN if it is null, or not recorded."""
         of = self.run.warm_start.values(name)[self.warm_start], self.run.rl.values(name)[self.rl]
         return np.concatenate(of)
 
@@ -218,10 +218,10 @@ class Run:
     label: str
     warm_start: MetricColumns
     rl: MetricColumns
-    names: Sequence[str]  # of all metrics in its rows, by their first row
+    names: Sequence[str]  # names of all metrics in its rows, by their first row
     config: Mapping[str, str]
-    samples: Sequence[SampleRow]  # of its first, a middle and its last step
-    plan: Mapping[str, float] = field(default_factory=dict)  # what the planner said of metrics, by name
+    samples: Sequence[SampleRow]  # completions of its first, a middle and its last step
+    plan: Mapping[str, float] = field(default_factory=dict)  # the planner's values of metrics, by name
     warnings: Sequence[str] = ()  # the last ones of its log
     starts: Sequence[JsonRow] = ()
 
@@ -240,14 +240,14 @@ class Run:
         return found
 
     def numbers(self, name: str, *, phase: str = "rl") -> list[float]:
-        """The recorded values of a metric in step order, without nulls."""
+        """Returns the recorded values of a metric in step order, without nulls."""
         values = (self.rl if phase == "rl" else self.warm_start).values(name)
         found: list[float] = values[~np.isnan(values)].tolist()
         return found
 
     def rows_of(self, name: str, *, warm_start: bool) -> MetricRows:
-        """The rows with a metric: of one of the warm start its own, by their steps; of others those of steps, and
-        before them with ``warm_start`` the warm start's, in [-1, 0)."""
+        """Returns the rows with a metric. Metrics of the warm start have its rows, by their steps. Other metrics have
+        rows of steps, and with ``warm_start`` before them the warm start's, at x in [-1, 0)."""
         first, rl = self.warm_start.recorded(name), self.rl.recorded(name)
         steps = _numbers_of(self.warm_start, "warm_start/step")
         if name.startswith("warm_start/"):
@@ -272,11 +272,11 @@ def load_runs(
     left_out: Callable[[str], None] | None = None,
     each_row: Callable[[JsonRow], None] = lambda row: None,
 ) -> list[Run]:
-    """Each folder's run, labeled by its name, and by its parents' names if names repeat. ``each_row`` is called with
-    the rows of metrics as they are read.
+    """Loads each folder's run, labeled by its name, and by its parents' names if names repeat. ``each_row`` is called
+    with the rows of metrics as they are read.
 
     Raises DataError for a folder without config.yaml or rows in metrics.jsonl, or with lines that are not rows; and for
-    a plan that is none, unless ``left_out`` takes the message.
+    an invalid plan, unless ``left_out`` takes the message.
     """
     if not folders:
         raise DataError("no run folder is given; give one or more, for example runs/<name>")
@@ -286,7 +286,7 @@ def load_runs(
 
 
 def headline_figures(run: Run) -> dict[str, str]:
-    """Headline figures by label; a dash for what the run has not recorded."""
+    """Returns headline figures by label; a dash for figures that the run has not recorded."""
     warm, rl = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
     first = run.rl.values("eval/accuracy")[run.rl.values("step") == 0]
     at_zero = first[~np.isnan(first)].tolist()
@@ -317,7 +317,7 @@ def headline_figures(run: Run) -> dict[str, str]:
 
 
 def number_text(value: float) -> str:
-    """Format a number: four digits or more, thousands with a comma."""
+    """Formats a number: four digits or more, thousands with a comma."""
     if value and (abs(value) < 1e-4 or abs(value) >= 1e7):
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
@@ -325,7 +325,7 @@ def number_text(value: float) -> str:
 
 
 def _says_steps(run: Run) -> bool:
-    """Whether the configuration says how many steps there are, and not how often all data is trained on."""
+    """True if the configuration gives the number of steps, and not that of passes over the data."""
     epochs = f"{run.config.get('job', '')}.epochs"
     return "train.steps" in run.config and run.config.get(epochs, "null") == "null"
 
@@ -356,8 +356,8 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None, each
 
 
 def _steps(metrics: Path, each_row: Callable[[JsonRow], None]) -> tuple[MetricColumns, MetricColumns]:
-    """The warm start's rows, and those of steps, each with the figures of its step's row of phase ``eval``, which is
-    written when that evaluation ended."""
+    """Returns the warm start's rows, and those of steps, each with the figures of its step's row of phase ``eval``,
+    which is written when that evaluation has ended."""
     warm_start, rl, evaluated = MetricColumns(), MetricColumns(), dict[JsonValue, JsonRow]()
     for row in rows_from(metrics):
         each_row(row)
@@ -374,7 +374,7 @@ def _steps(metrics: Path, each_row: Callable[[JsonRow], None]) -> tuple[MetricCo
 
 
 def _numbers_of(rows: MetricColumns, name: str) -> Floats:
-    """The numbers of a column, with 0 where there is none."""
+    """Returns the numbers of a column, with 0 in place of missing ones."""
     return np.nan_to_num(rows.values(name), nan=0.0)
 
 
@@ -383,8 +383,8 @@ def _starts(path: Path, left_out: Callable[[str], None] | None) -> list[JsonRow]
 
 
 def _plan(path: Path, left_out: Callable[[str], None] | None) -> dict[str, float]:
-    """Returns the plan of a run on GPUs; of others nothing is planned. Of a damaged one ``left_out`` gets the message;
-    if it is None, raises DataError."""
+    """Returns the plan of a run on GPUs; other runs have no plan. ``left_out`` gets the message of a damaged one; if it
+    is None, raises DataError."""
     try:
         found = parse(path.read_bytes()) if path.is_file() else {}
         if unknown := [f"{name} is {value!r:.80}" for name, value in found.items() if number(found, name) is None]:
@@ -407,13 +407,13 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     return ["/".join(p[-depth:]) for p in parts]
 
 
-@lru_cache(64)  # it takes a tenth of a second, and the page of a run that goes on asks for it again and again
+@lru_cache(64)  # it takes a tenth of a second, and the page of a running run needs it again and again
 def _config(path: Path, changed: int) -> Mapping[str, str]:
-    """``changed``: when the file was."""
+    """Returns the flat configuration. ``changed``: nanoseconds, the file's modification time, for the cache."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         flat = _flat(raw, "")
-    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:  # as !!int a, !!bool a, and [[[...
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:  # !!int a, !!bool a, [[[...
         raise DataError(f"{path}: not YAML: {error!s:.500}") from error
     if not isinstance(raw, dict):
         raise DataError(f"{path}: not a configuration: the top is {type(raw).__name__}, not a mapping")

@@ -16,7 +16,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate with the interval about it; ``low`` and ``high`` are None where there are too few seeds."""
+    """An estimate with the interval about it; ``low`` and ``high`` are None if there are too few seeds."""
 
     value: float
     low: float | None
@@ -25,14 +25,14 @@ class Interval:
 
     @property
     def all_equal(self) -> bool:
-        """Whether the values do not vary, to rounding: then their spread says nothing of the next seed's."""
+        """True if the values do not vary, to rounding: then their spread says nothing of the next seed's."""
         if self.low is None or self.high is None or self.count < 2:
             return False
         return self.high - self.low <= _ROUNDING * max(1.0, abs(self.value))
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether 0 lies outside; not where all values are equal, which give no interval."""
+        """True if 0 lies outside; False if all values are equal, which give no interval."""
         outside = self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
         return outside and not self.all_equal
 
@@ -55,8 +55,8 @@ def contrast(
 ) -> Interval | None:
     """The interval of a weighted sum of arms; ``results`` are by arm and seed. None if an arm or its seeds are missing.
 
-    ``paired``: seed by seed, over the seeds that all these arms have. Else the arms' means are independent: Welch's
-    interval, with Satterthwaite's degrees of freedom.
+    ``paired``: seed by seed, over the seeds that all these arms have. Otherwise the arms' means are independent:
+    Welch's interval, with Satterthwaite's degrees of freedom.
     """
     if any(not results.get(arm) for arm in weights):
         return None
@@ -93,9 +93,9 @@ def t_quantile(degrees: float) -> float:
 
 
 def beta_quantile(share: float, a: float, b: float) -> float:
-    """The x in [0, 1] below which ``share`` of a beta's distribution lies; 0 where x is below 1e-12, 1 as near to 1.
+    """The x in [0, 1] below which ``share`` of a beta's distribution lies; 0 if x is below 1e-12, 1 as near to 1.
 
-    Newton's method from the mean, and bisection where it leaves the bracket.
+    Newton's method from the mean, and bisection if it leaves the bracket.
     """
     low, high = _ROUNDING, 1 - _ROUNDING
     if _incomplete_beta(low, a, b) >= share:

@@ -20,8 +20,8 @@ _LINE = 300
 
 @contextmanager
 def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[None]:
-    """Send this process's logging and Python warnings to ``folder``/log.txt while the context is open; the folder is
-    there.
+    """Sends this process's logging and Python warnings to ``folder``/log.txt while the context is open; the folder
+    exists.
 
     Every process of a run appends to this file. Our loggers write from INFO up, and to stderr from WARNING up; other
     libraries' loggers write from WARNING up, and not to stderr.
@@ -50,7 +50,7 @@ def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[Non
 
 
 def last_warnings(folder: Path) -> list[str]:
-    """The last three warnings and errors of this package in the last 256 KiB of ``folder``/log.txt, a line each.
+    """Returns the last three warnings and errors of this package in the last 256 KiB of ``folder``/log.txt, a line each.
 
     Other libraries' are left out. Empty if there is no such file.
     """
@@ -58,12 +58,12 @@ def last_warnings(folder: Path) -> list[str]:
 
 
 def last_line(folder: Path) -> str | None:
-    """The last line there of this package, of any level; None if there is none."""
+    """Returns the last line there of this package, of any level, or None."""
     return next((text for _, text in reversed(_ours(folder))), None)
 
 
 def _ours(folder: Path) -> list[tuple[str, str]]:
-    """Level and text of each line at the end of the file."""
+    """Returns level and text of each line at the end of the file."""
     try:
         text = text_at_end(folder / "log.txt")
     except OSError:
@@ -82,7 +82,7 @@ class _File(logging.FileHandler):
     said = False
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """It may wait for a thread that writes to the file, too."""
+        """Writes a record; may wait for a thread that writes to the file, too."""
         with add_path_to_errors(Path(self.baseFilename)):
             return super().handle(record)
 

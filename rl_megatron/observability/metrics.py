@@ -301,7 +301,7 @@ class Documented:
 
     @property
     def is_timing(self) -> bool:
-        """Whether it depends on the clock, on when the run saved, on devices and what ranks hold or on connections, and
+        """True if it depends on the clock, on when the run saved, on devices and what ranks hold or on connections, and
         not on the data alone."""
         return self.unit in _TIMED_UNITS or self.name.startswith(_TIMED)
 
@@ -326,19 +326,19 @@ PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic"
 
 
 def documented(name: str) -> Documented | None:
-    """The table's row for this name; for ``reward/part/style`` it is ``reward/part/<name>``."""
+    """Returns the table's row for this name; for ``reward/part/style`` it is ``reward/part/<name>``."""
     if "<" in name:
         return None
     return METRICS.get(name) or next((metric for family, metric in _FAMILIES if family.fullmatch(name)), None)
 
 
 def deterministic(row: JsonRow) -> dict[str, JsonValue]:
-    """The row without metrics that depend on the clock: equal runs give rows equal to the bit."""
+    """Returns the row without metrics that depend on the clock: equal runs give rows equal to the bit."""
     return {name: value for name, value in row.items() if not _row_of(name).is_timing}
 
 
 def render_docs() -> str:
-    """docs/metrics.md, from the table."""
+    """Renders docs/metrics.md from the table."""
     head = f"""# Metrics
 
 `runs/<name>/metrics.jsonl` holds one JSON object per line: one for each recorded supervised step of the warm start,
@@ -362,7 +362,7 @@ servers if the learner's processes sample.
 
 
 def checked_row(row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Check a row and make it ready for JSON: NaN and infinity become None, are counted and logged.
+    """Checks a row and makes it ready for JSON: NaN and infinity become None, are counted and logged.
 
     Raises ValueError for a name that is not in the table and for a row without ``step`` and ``phase``.
     """

@@ -1,4 +1,4 @@
-"""Shows a run's progress: a live panel on a terminal, else one plain line per recorded step.
+"""Shows a run's progress: a live panel on a terminal, or one plain line per recorded step.
 
 Its figures come from the metrics rows, so the display and metrics.jsonl cannot disagree.
 """
@@ -39,7 +39,7 @@ _LINE = (
 
 
 def seldom(note: Callable[[str], None]) -> Callable[[str], None]:
-    """``note``, which passes on at most a line every ``SECONDS_BETWEEN_NOTES`` from now on."""
+    """Wraps ``note`` so that it gets at most a line every ``SECONDS_BETWEEN_NOTES`` from now on."""
     last = time.monotonic()
 
     def noted(text: str) -> None:
@@ -95,17 +95,17 @@ class Progress:
             self._live.stop()
 
     def phase(self, name: str, total: int | None = None) -> None:
-        """Set the phase that the live panel shows. ``total`` is the number of warm-start steps in that phase."""
+        """Sets the phase that the live panel shows. ``total`` is the number of warm-start steps in that phase."""
         self._activity = Spinner("dots", text=Text(name), style="cyan")
         if total is not None:
             self._warm_total = total
 
     def note(self, text: str) -> None:
-        """Print a line at once; in live mode above the panel."""
+        """Prints a line immediately; in live mode above the panel."""
         self._print(text)
 
     def step(self, row: Mapping[str, JsonValue]) -> None:
-        """Show a row of metrics.jsonl, from the warm start, from RL, or of an evaluation beside it."""
+        """Shows a row of metrics.jsonl, from the warm start, from RL, or of an evaluation in the background."""
         if row.get("phase") == "eval":
             self._evaluated(row)
             return

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WANDB_SECONDS = 30.0  # to take a row, or send the last ones: before a time limit each counts
+_WANDB_SECONDS = 30.0  # limit to take a row, or to send the last ones: before a job's time limit each second counts
 _WANDB_BEGINS_SECONDS = 120.0  # its own limit is 90 s
 
 
@@ -43,7 +43,7 @@ class MetricsWriter:
     thread at a time.
 
     ``fresh``: the run begins or starts over, and is a new one at W&B. Raises ConfigError if ``wandb`` is requested but
-    not installed; what fails at W&B later, and at TensorBoard, is warned of.
+    not installed; logs a warning for later failures of W&B, and for those of TensorBoard.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class MetricsWriter:
         self._wandb = _Wandb(folder, wandb, wandb_project, fresh=fresh) if wandb != "off" else None
 
     def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> dict[str, JsonValue]:
-        """Append one row durably, with ``again`` in place of the last one, where that is of the same phase and step.
+        """Appends one row durably, with ``again`` in place of the last one if that is of the same phase and step.
         Returns the row as written. Raises ValueError as `checked_row` does."""
         out = checked_row(row)
         if again:
@@ -74,17 +74,17 @@ class MetricsWriter:
         return out
 
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> int:
-        """Prepare a resume from ``step``: remove later rows and a torn last line. Returns the number of rows removed.
+        """Prepares a resume from ``step``: removes later rows and a torn last line. Returns the number of rows removed.
 
         ``step=-1`` clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. TensorBoard
-        itself hides its later points, from the next row on; W&B takes none back.
+        itself hides its later points, from the next row on; W&B removes none.
         """
         if warm_start_step is not None:
             return self._file.truncate_after(warm_start_step, "warm_start/step")
         return self._file.truncate_after(step, late=_is_beside)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether a row of this RL step has figures of an evaluation."""
+        """True if a row of this RL step has figures of an evaluation."""
         for row in from_the_end(self._file.path) if self._file.path.exists() else ():
             if row["step"] == step and any(name.startswith("eval/") for name in row):
                 return True
@@ -93,14 +93,14 @@ class MetricsWriter:
         return False
 
     def _remove(self, written: JsonRow) -> None:
-        """Remove the row of that phase and step; rows of other phases at the step stay."""
+        """Removes the row of that phase and step; rows of other phases at the step stay."""
         axis = "warm_start/step" if written["phase"] == "warm_start" else "step"
         place = {name: written[name] for name in ("phase", axis)}
         last, also = int(str(written[axis])), place.items()
         self._file.truncate_after(last, axis, late=_is_beside, also=lambda row: also <= row.items())
 
     def close(self) -> None:
-        """Flush and close all files; mark the W&B run as finished: it has half a minute, and as much to begin first.
+        """Closes all files and marks the W&B run as finished, which has half a minute, and as much to begin first.
 
         Raises OSError that names metrics.jsonl, once all are closed."""
         with contextlib.ExitStack() as last_first:
@@ -112,14 +112,14 @@ class MetricsWriter:
 
 
 def _is_beside(row: JsonRow) -> bool:
-    """Whether the row is of an evaluation beside later steps, whose rows it may stand after."""
+    """True if the row is of an evaluation during later steps, so that it may follow their rows."""
     return row.get("phase") == "eval"
 
 
 def _tagged(row: JsonRow) -> tuple[dict[str, float], int]:
-    """A row's numbers by TensorBoard and W&B tag, and their x.
+    """Returns a row's numbers by TensorBoard and W&B tag, and their x.
 
-    A warm start has its own x axis, and in TensorBoard its own folder: a purge of RL steps after a resume compares
+    A warm start has its own x axis, and in TensorBoard its own folder. A purge of RL steps after a resume compares
     only x, so it would remove the warm start's points too.
     """
     warm = row["phase"] == "warm_start"
@@ -131,16 +131,16 @@ def _tagged(row: JsonRow) -> tuple[dict[str, float], int]:
 
 
 class _TensorBoard:
-    """TensorBoard's files, a folder for each phase. The first failure of the system is warned of, and ends what is
-    written there, as the thread that writes has ended; none ends the training."""
+    """TensorBoard's files, a folder for each phase. The first failure of the system logs a warning and ends the
+    writing, because the thread that writes has ended; no failure ends the training."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writers: dict[str, SummaryWriter] = {}  # by phase
+        self._writers: dict[str, SummaryWriter] = {}  # phase -> its writer
         self._works = True
 
     def log(self, phase: str, values: Mapping[str, float], x: int) -> None:
-        """Write a row, unless something has failed."""
+        """Writes a row, unless something has failed."""
         if not self._works:
             return
         with self._trying(self._folder / phase):
@@ -152,7 +152,7 @@ class _TensorBoard:
             self._writers[phase].flush()
 
     def close(self) -> None:
-        """Flush and close each file."""
+        """Flushes and closes each file."""
         for phase, writer in self._writers.items():
             with self._trying(self._folder / phase):
                 writer.close()
@@ -172,13 +172,13 @@ class _TensorBoard:
 
 
 def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter  # a second to import: only for runs that ask for it
+    from torch.utils.tensorboard import SummaryWriter  # takes a second: only for runs that use it
 
     return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 class _Wandb:
-    """W&B's run. The first of its failures, or calls without an end, is warned of, and ends what is sent there; none
+    """W&B's run. The first of its failures, or of its calls that hang, logs a warning and ends the sending; no failure
     ends the training."""
 
     def __init__(self, folder: Path, mode: str, project: str, *, fresh: bool) -> None:
@@ -190,7 +190,7 @@ class _Wandb:
                 "install it with `pip install 'rl-megatron[wandb]'` or set log.wandb=off"
             ) from error
         self._package: Any = wandb
-        self._run: Any = None  # where it did not begin
+        self._run: Any = None  # None until it has begun
         self._works, self._hangs = True, False
         identity = _wandb_id(folder, fresh=fresh)
 
@@ -204,17 +204,17 @@ class _Wandb:
         self._beginning = self._begin(begin)  # the first row waits for it, and no start of a run
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Send a row, unless something has failed."""
+        """Sends a row, unless something has failed."""
         self._begun(_WANDB_BEGINS_SECONDS)
         if self._works:
             self._ends(self._begin(lambda: self._run.log(values)), _WANDB_SECONDS, "it did not take a row")
 
     def finish(self) -> None:
-        """Send what is left, in the time that it has."""
+        """Sends the rest, within the time limit."""
         self._begun(_WANDB_SECONDS)
         if self._run is not None and not self._hangs:
             self._ends(self._begin(self._run.finish), _WANDB_SECONDS, "its last rows are not sent")
-        if self._hangs:  # else W&B waits for it when Python ends
+        if self._hangs:  # otherwise W&B waits for it when Python ends
             self._ends(self._begin(self._package.teardown), 1.0, "it does not end")
 
     def _begun(self, seconds: float) -> None:
@@ -222,13 +222,13 @@ class _Wandb:
             self._ends(self._beginning, seconds, "it did not begin")
 
     def _begin(self, work: Callable[[], None]) -> threading.Thread:
-        """Work in a thread of its own, which does not keep Python from ending."""
+        """Starts ``work`` in a thread of its own, which does not keep Python from ending."""
         thread = threading.Thread(target=self._try, args=(work,), name="W&B", daemon=True)
         thread.start()
         return thread
 
     def _ends(self, thread: threading.Thread, seconds: float, late: str) -> None:
-        """Wait for its end; one that is ``late`` is left."""
+        """Waits for the thread's end, or fails with ``late`` after ``seconds`` and leaves it running."""
         thread.join(seconds)
         if thread.is_alive():
             self._hangs = True
@@ -247,9 +247,9 @@ class _Wandb:
 
 
 def _wandb_id(folder: Path, *, fresh: bool) -> str:
-    """The run's id, which no other has, whatever the names of their folders. It is drawn once, and kept in the folder
-    beside the folder's name: a copy under another draws its own. Ids of older runs are without a name; where W&B's own
-    folder is there and no id, the run was begun when its name was the id."""
+    """Returns the run's id, which no other run has, whatever the names of folders. It is drawn once and kept in the
+    folder with the folder's name: a copy under another name draws its own. Ids of older runs are without a name. If
+    W&B's own folder exists and no id, the run was begun when its name was the id."""
     path = folder / "wandb_id.txt"
     if not fresh and path.exists():
         kept, _, name = path.read_text().strip().partition(" ")
@@ -263,7 +263,7 @@ def _wandb_id(folder: Path, *, fresh: bool) -> str:
 
 
 IDLE_STEPS = 5
-_PER_GROUP = 4  # completions of samples.jsonl
+_PER_GROUP = 4  # completions in samples.jsonl
 Row = dict[str, JsonValue]
 """One row of metrics.jsonl; docs/metrics.md lists the names."""
 
@@ -283,27 +283,27 @@ class Recorder:
         decode: Callable[[list[int]], str] | None = None,
         fresh: bool = True,
     ) -> None:
-        """``before_row`` is called before each row is written, in the rows' thread; what it raises, `write` does.
-        ``is_taught``: texts are learned from, a teacher's distribution or right answers, whatever the advantages.
-        ``decode`` gives the text of what a model read between turns; without it samples have no turns. ``fresh``: the
-        run begins, or starts over."""
+        """``before_row`` is called before each row is written, in the rows' thread; `write` raises its errors.
+        ``is_taught``: texts, a teacher's distribution or right answers are learned from, whatever the advantages.
+        ``decode`` gives the text that a model read between turns; without it samples have no turns. ``fresh``: the run
+        begins, or starts over."""
         self._metrics = MetricsWriter(
             folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project, fresh=fresh
         )
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
         self._per_step, self._decode = log.samples_per_step, decode
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
-        self._still_steps, self._warned_still = 0, False  # latest steps whose gradient was exactly 0
+        self._still_steps, self._warned_still = 0, False  # latest steps with a gradient of exactly 0
         self._file = folder / "samples.jsonl"
         self.progress, self._process, self._before_row = progress, process or {}, before_row
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")  # one, so that rows keep their order
 
     async def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> Row:
-        """Record and show one row of metrics, ``again`` as MetricsWriter does. Returns it as written, once it is on
-        disk; the event loop does not wait for that. Warns once if several steps in a row had none."""
+        """Records and shows one row of metrics, ``again`` as in MetricsWriter. Returns it as written, once it is on
+        disk; the event loop does not wait for that. Warns once if several steps in a row had no gradient."""
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
-        of_process = {} if again else self._process  # else the row has those of the process that made the step
+        of_process = {} if again else self._process  # otherwise the row keeps the step's process
         write = partial(self._write, {**row, **of_process}, again=again)
         written = await asyncio.get_running_loop().run_in_executor(self._thread, write)
         self.progress.step(written)
@@ -340,7 +340,7 @@ class Recorder:
         return self._metrics.write(row, again=again)
 
     def write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Record the first four completions of the first ``log.samples_per_step`` groups."""
+        """Records the first four completions of the first ``log.samples_per_step`` groups."""
         self._samples.write(
             SampleRow(
                 step=step,
@@ -355,7 +355,7 @@ class Recorder:
         )
 
     def _turns(self, trajectory: Trajectory) -> Iterator[SampleTurn]:
-        """Yields the turns of one that has several, each with what precedes it since the last in its row."""
+        """Yields the turns of a trajectory with several, each with the text since the previous turn of its sequence."""
         if self._decode is None or len(trajectory.turns) < 2:
             return
         for number, chain in enumerate(trajectory.chains):
@@ -365,17 +365,17 @@ class Recorder:
                 place = turn.stop
 
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:
-        """Prepare a resume from ``step``: remove what was recorded later, as MetricsWriter does."""
+        """Prepares a resume from ``step``: removes later records, as MetricsWriter does."""
         self._metrics.truncate_after(step, warm_start_step=warm_start_step)
         self._samples.truncate_after(step)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether metrics.jsonl has figures of an evaluation at this RL step."""
+        """True if metrics.jsonl has figures of an evaluation at this RL step."""
         return self._metrics.has_evaluation(step)
 
     def close(self) -> None:
-        """Flush and release the files, each also where another cannot be written. Raises OSError that names one."""
-        self._thread.shutdown()  # a row may still be written for a caller that was cancelled
+        """Flushes and releases each file, even if another cannot be written. Raises OSError that names one."""
+        self._thread.shutdown()  # a row may still be written for a caller that was canceled
         with ExitStack() as last_first:
             for each in (self._timeline, self._samples, self._metrics):
                 last_first.callback(each.close)
@@ -396,7 +396,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time inside to ``seconds/<phase>``, and to the timeline."""
+        """Adds the time inside to ``seconds/<phase>``, and to the timeline."""
         began = timeline.now()
         try:
             yield
@@ -406,7 +406,7 @@ class Stopwatch:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + (ended - began) / 1e9
 
     def share(self, began: int, seconds: Mapping[str, float]) -> None:
-        """Add the time since ``began``, of `timeline.now`, to phases one after the other, in proportion to the
+        """Adds the time since ``began``, of `timeline.now`, to phases one after the other, in proportion to the
         ``seconds`` that each took."""
         ended, whole = timeline.now(), math.fsum(seconds.values())
         place, passed = began, 0.0
@@ -418,21 +418,21 @@ class Stopwatch:
             place = until
 
     def count(self, phase: str, tokens: int, *, beside: bool = False) -> None:
-        """Record how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``: over its own seconds, or over
-        the step's if it went on ``beside`` the other phases."""
+        """Records how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``: over its own seconds, or over
+        the step's if it ran ``beside`` the other phases."""
         self._tokens[phase] = tokens
         self._beside = self._beside | {phase} if beside else self._beside - {phase}
 
     def note(self, name: str, value: float) -> None:
-        """Record the metric ``name`` of something that ended in this step."""
+        """Records the metric ``name`` of something that ended in this step."""
         self._noted[name] = value
 
     def at_peak(self, seconds: float) -> None:
-        """Add seconds that training would take GPUs at their peak, for ``mfu/train``."""
+        """Adds seconds that training would take GPUs at their peak, for ``mfu/train``."""
         self._at_peak += seconds
 
     def row(self) -> dict[str, float]:
-        """Metrics of all phases so far, and ``seconds/step`` since the stopwatch started."""
+        """Returns metrics of all phases so far, and ``seconds/step`` since the stopwatch started."""
         began, ended = Stopwatch.latest = self._began, timeline.now()
         whole = (ended - began) / 1e9
         spent = self._seconds | dict.fromkeys(self._beside, whole)
@@ -446,7 +446,7 @@ class Stopwatch:
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    """A prompt as samples show it: its text, or of messages each one with its role, and calls of tools as JSON."""
+    """Returns a prompt as samples show it: its text, or its messages with their roles, and calls of tools as JSON."""
     return "\n\n".join(map(_message_text, prompt.messages)) or prompt.text
 
 

@@ -139,8 +139,8 @@ class OffloadSection(Section):
 
     @property
     def leaving(self) -> frozenset[str]:
-        """The state that leaves a GPU while servers sample. "gradients" and weights' copies in float8 leave without a
-        copy; "optimizer" and "models", which are not pushed, leave with a copy in the host's memory."""
+        """The state that leaves a GPU while servers sample. "gradients" leave without a copy, as do weights' copies in
+        float8. "optimizer" and "models", which are the models without pushes, are copied to the host's memory."""
         kinds = {"gradients": ("gradients",), "optimizer": ("gradients", "optimizer", "models")}
         return frozenset(kinds[self.while_sampling] if self.while_sampling else ())
 
