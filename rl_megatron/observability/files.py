@@ -133,8 +133,8 @@ def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:
 
 
 def whole_rows(path: Path, damaged: Callable[[str], None] | None) -> list[JsonRow]:
-    """Returns the rows of `read_jsonl` without damaged lines. ``damaged`` gets the error's text of each such line; if it
-    is None, raises DataError as `read_jsonl` does."""
+    """Returns the rows of `read_jsonl` without damaged lines. ``damaged`` gets the error's text of each such line. If
+    it is None, raises DataError as `read_jsonl` does."""
     rows = list[JsonRow]()
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:

@@ -50,7 +50,7 @@ def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[Non
 
 
 def last_warnings(folder: Path) -> list[str]:
-    """Returns the last three warnings and errors of this package in the last 256 KiB of ``folder``/log.txt, a line each.
+    """Returns the last three warnings and errors of this package in the last 256 KiB of ``folder``/log.txt, one a line.
 
     Other libraries' are left out. Empty if there is no such file.
     """

@@ -1,7 +1,7 @@
 """Writes report.html: one self-contained page that shows a run or compares several, without external scripts.
 
 uPlot draws the charts. An x is a step or, in [-1, 0), a place in the warm start, which is drawn a fifth as wide as the
-chart. Runs that differ in the seed alone are one arm: one line with a band over seeds, one color, one row of a mean.
+chart. Runs that differ only in the seed are one arm: one line with a band over seeds, one color, one row of a mean.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS, documented
 
 LEAST_FOR_INTERVAL = 4
 """Seeds from which on a band is the interval of the mean; with fewer it goes from the least to the greatest."""
-_MOST_KEYS = 3  # in a name
-_SEED = re.compile(r"[-_./= ]+(s(eed)?)?[-_./= ]*\d*$")  # how a run's name ends before its seed, or a part of that
+_MOST_KEYS = 3  # keys in an arm's name
+_SEED = re.compile(r"[-_./= ]+(s(eed)?)?[-_./= ]*\d*$")  # the end of a run's name before its seed, or a part of it
 _NAMING = ("run.", "seed", "model.cache_dir", "log.", "checkpoint.")
 
 
@@ -56,10 +56,10 @@ class Arm:
 
 
 def group_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> list[Arm]:
-    """The arms in the order of their first runs. ``names`` gives each run's arm, as a study does.
+    """Returns the arms in the order of their first runs. ``names`` gives each run's arm, for example in a study.
 
-    Without names, runs of equal configurations are one arm if their seeds are all different: if not, somebody wants to
-    compare them.
+    Without names, runs of equal configurations are one arm if their seeds are all different; otherwise each is an arm,
+    to compare them.
     """
     groups: dict[str, list[Run]] = {}
     for i, run in enumerate(runs):
@@ -82,7 +82,7 @@ def group_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> list[
 
 
 def over_seeds(runs: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, Floats, Floats]:
-    """Each x where some of the runs have a value, their mean there and its band, NaN where one run alone has a value.
+    """Returns each x at which runs have a value, their mean there and its band, which is NaN if only one run has it.
 
     ``runs`` have x and values."""
     x = np.unique(np.concatenate([at[~np.isnan(y)] for at, y in runs]))
@@ -101,16 +101,16 @@ def over_seeds(runs: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, F
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Keys whose values differ between the runs, except the run's name and folder, with each run's value."""
+    """Returns keys with values that differ between the runs, except the run's name and folder, and each run's value."""
     keys = {key: None for run in runs for key in run.config if not key.startswith("run.")}
     rows = {key: [run.config.get(key, "-") for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
 def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Labels arms by the keys that differ between them, if these are few; else by what the names of its runs share.
+    """Labels arms by the keys that differ between them, if these are few; otherwise by the start of its runs' names.
 
-    Where these are alike: by a few keys that tell all arms apart, or else by the first run of each.
+    If these starts are alike, it labels by a few keys that tell all arms apart, or by the first run of each.
     """
     if all(len(group) == 1 for group in groups):
         return [group[0].label for group in groups]
@@ -124,7 +124,7 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _telling(keys: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """The keys, `_MOST_KEYS` at most, by whose values all arms differ, each the one that tells most apart; or none."""
+    """Returns at most `_MOST_KEYS` keys that tell all arms apart, each the one that tells most apart; or none."""
     found: dict[str, Sequence[str]] = {}
     apart = 1
     while keys and apart < len(next(iter(keys.values()))):
@@ -137,13 +137,13 @@ def _telling(keys: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
 
 
 def _start(texts: Sequence[str]) -> str:
-    """What all begin with."""
+    """Returns the common beginning of all texts."""
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
     return "".join(letters[0] for letters in alike)
 
 
 def _texts(keys: Mapping[str, Sequence[str]]) -> list[str]:
-    """The keys and an arm's values of them, for each arm."""
+    """Returns for each arm the keys with its values."""
     names = [key.rpartition(".")[2] for key in keys]
     each = zip(*keys.values(), strict=True)
     return [" ".join(f"{name}={value}" for name, value in zip(names, one, strict=True)) for one in each]
@@ -157,7 +157,7 @@ def _seed(run: Run) -> tuple[int, str]:
 MAX_POINTS = 240
 MAX_BARS = 60
 MAX_MEANS = 100
-_LEAST_POINTS = 30  # of each line, however many there are
+_LEAST_POINTS = 30  # points of each line, however many lines there are
 _COLORS, _DASHES = 8, ((99, 0), (9, 5), (1, 5))  # px of line and of gap
 DOTTED = 2 * _COLORS  # added to a solid style: dots of the same color
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -171,14 +171,14 @@ class Series:
     style: int
     x: Floats  # ascending
     y: Floats  # NaN breaks the line
-    low: Floats | None = None  # to ``high``: a shaded band
+    low: Floats | None = None  # lower edge of a shaded band, to ``high``
     high: Floats | None = None
-    each: int = 1  # a value is the mean of up to so many rows
+    each: int = 1  # a value is the mean of up to this many rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines, or stacked bars whose first part is on top. ``axis`` names x; charts of one axis share their cursor."""
+    """Lines, or stacked bars with the first part on top. ``axis`` names x; charts of one axis share their cursor."""
 
     title: str
     unit: str
@@ -190,7 +190,7 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """The first and the last value of each line, for those who do not see it."""
+        """The first and the last value of each line, for readers who do not see it."""
 
         def at(s: Series, place: int) -> str:
             where = "in the warm start" if s.x[place] < 0 else f"at {self.axis} {number_text(s.x[place])}"
@@ -201,7 +201,7 @@ class Chart:
 
     @property
     def data(self) -> dict[str, object]:
-        """What charts.js reads. A line without ``x`` has that of the first."""
+        """The input of charts.js. A line without ``x`` has the x of the first."""
         lines = [
             {
                 "name": s.name,
@@ -230,7 +230,7 @@ def styles(count: int) -> list[tuple[int, int, int]]:
 
 
 def in_a_unit(unit: str, series: Sequence[Series]) -> tuple[str, Sequence[Series]]:
-    """The unit of bytes in which the greatest number is at least 1, and the lines in it; other units stay."""
+    """Returns the unit of bytes in which the greatest number is at least 1, and the lines in it; other units stay."""
     if unit != "bytes":
         return unit, series
     most = max(np.nanmax(np.abs(s.y)) for s in series)
@@ -240,8 +240,8 @@ def in_a_unit(unit: str, series: Sequence[Series]) -> tuple[str, Sequence[Series
 
 
 def stacked_bars(title: str, unit: str, steps: Floats, parts: Sequence[tuple[str, Floats]]) -> Chart:
-    """Bars of each step's parts, the first one lowest; with many steps a bar shows the mean of several. A part's
-    color is that of its place; parts that are 0 at all steps are left out."""
+    """Returns bars of each step's parts, the first one lowest; with many steps a bar shows the mean of several. A
+    part's color is that of its place; parts that are 0 at all steps are left out."""
     size = math.ceil(len(steps) / MAX_BARS)
     starts = np.arange(0, len(steps), size)
     counts = np.diff([*starts, len(steps)])
@@ -254,8 +254,8 @@ def stacked_bars(title: str, unit: str, steps: Floats, parts: Sequence[tuple[str
 
 
 def averaged(x: Floats, y: Floats) -> tuple[Floats, Floats, int]:
-    """The places and values, of the RL steps at most MAX_MEANS, each the mean of so many: among many lines spikes hide
-    the others."""
+    """Returns x and values, with RL steps averaged to at most MAX_MEANS, and the number of rows of a mean: among many
+    lines spikes hide the others."""
     first = int((x < 0).sum())
     size = math.ceil((len(x) - first) / MAX_MEANS)
     if size <= 1:
@@ -268,8 +268,8 @@ def averaged(x: Floats, y: Floats) -> tuple[Floats, Floats, int]:
 
 
 def _thinned(series: Sequence[Series]) -> Sequence[Series]:
-    """The lines at the places of their least and greatest values, if any is long: all lines at the same places, so
-    that the values of all can be read there."""
+    """Keeps long lines at the places of their least and greatest values. All lines keep the same places, so that the
+    values of all can be read there."""
     if all(len(s.x) <= MAX_POINTS + 2 for s in series):
         return series
     most = max(MAX_POINTS // len(series), _LEAST_POINTS)
@@ -283,8 +283,8 @@ def _thinned(series: Sequence[Series]) -> Sequence[Series]:
 
 
 def _places_of_thinned(values: Floats, most: int) -> list[int]:
-    """The places of about ``most`` of them, finite or NaN: the least and the greatest of each bucket, so that no spike
-    is lost, and both ends."""
+    """Returns the indices of about ``most`` values, finite or NaN: the least and the greatest of each bucket, so that
+    no spike is lost, and both ends."""
     if len(values) <= most + 2:
         return list(range(len(values)))
     size = math.ceil(2 * len(values) / most)
@@ -297,7 +297,7 @@ def _places_of_thinned(values: Floats, most: int) -> list[int]:
 
 
 def _numbers(values: Floats, digits: int = 6) -> list[float | None]:
-    """The numbers for JSON, with few digits: null for NaN and what is not finite."""
+    """Returns the numbers for JSON, with few digits: null for NaN and infinity."""
     return [
         None if not math.isfinite(v) else int(v) if v.is_integer() and abs(v) < 1e9 else float(f"{v:.{digits}g}")
         for v in values.tolist()
@@ -308,10 +308,10 @@ _CURVES = [metric.curve for metric in METRICS.values() if metric.curve]
 _SECTIONS = ("Evaluation", "Policy", "Optimization", "Health", "Speed")
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
-_LAST_ROWS = 4  # of which the report says how much was idle
-_MOST_SOURCES = 24  # of a mixture that have charts, six each
-_MOST_TEXT = 20_000  # characters of a sample's prompt, or of what is said or read in a turn
-_MOST_TURNS = 10 * _MOST_TEXT  # characters of what is said in all turns of a sample, and of what is read in them
+_LAST_ROWS = 4  # rows of which the report shows the idle share
+_MOST_SOURCES = 24  # sources of a mixture that have charts, six each
+_MOST_TEXT = 20_000  # characters of a sample's prompt, or of the text sampled or read in a turn
+_MOST_TURNS = 10 * _MOST_TEXT  # characters sampled in all turns of a sample, and as many that are read in them
 _MOST_SEARCHED = 5_000_000  # bytes of the page that have samples to search
 _FIGURES = (
     *(("after", "After RL"), ("before", "Accuracy before"), ("warm", "After warm start"), ("loss", "Held-out loss")),
@@ -324,13 +324,13 @@ _AGE = re.compile(r"staleness/share/v([0-9]+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A part of the page beside the runs' own curves: notes, a table that can be copied, charts."""
+    """A part of the page besides the runs' own curves: notes, a table that can be copied, charts."""
 
     title: str
     notes: Sequence[str] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
-    styles: Sequence[int | None] = ()  # of rows that are arms
+    styles: Sequence[int | None] = ()  # the styles of rows that are arms
     charts: Sequence[Chart] = ()
 
     @property
@@ -341,14 +341,14 @@ class Panel:
 
 
 class CostCounter(Protocol):
-    """Counts what a run cost."""
+    """Counts the costs of a run."""
 
     def add(self, row: JsonRow) -> None:
-        """Count a row of its metrics."""
+        """Counts a row of its metrics."""
         ...
 
     def lines(self) -> Sequence[str]:
-        """What is shown of all rows that were added."""
+        """Returns the lines to show for all rows that were added."""
         ...
 
 
@@ -360,12 +360,12 @@ def write_report(
     costs: CostCounter | None = None,
     again: float | None = None,
 ) -> Path:
-    """Write the page to ``out`` atomically and return it. The run may still be running. ``costs`` are of one run, and
-    get its rows as they are read, once. ``again``: the run goes on, and in so many seconds its page is written again;
-    an open page then loads itself.
+    """Writes the page to ``out`` atomically and returns it. The run may still be running. ``costs`` are of one run, and
+    get its rows as they are read, once. ``again``: seconds until the page of a running run is written again; an open
+    page then loads itself.
 
-    Raises DataError that names a missing or invalid folder, file or line. Those of a plan, which is beside a run's
-    figures, go to ``left_out`` if it is given, and the page lacks it.
+    Raises DataError that names a missing or invalid folder, file or line. Errors of a plan, which a run's figures do
+    not need, go to ``left_out`` if it is given, and the page lacks the plan.
     """
     runs = load_runs(run_folders, left_out) if costs is None else load_runs(run_folders, left_out, costs.add)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
@@ -389,7 +389,7 @@ def write_page(
     searched: str | None = None,
     again: float | None = None,
 ) -> Path:
-    """Write the page about these arms, in their colors: ``panels``, the curves and a run's cost. ``searched`` has the
+    """Writes the page about these arms, in their colors: ``panels``, the curves and a run's cost. ``searched`` has the
     samples of a run that the page's script searches, as JSON without markup."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)
@@ -426,7 +426,7 @@ def write_page(
 
 @functools.cache
 def template() -> Template:
-    """The page's, compiled once: that of a run that goes on is written again and again."""
+    """Returns the page's template, compiled once: the page of a running run is written again and again."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -438,7 +438,7 @@ def template() -> Template:
 
 
 def arms_chart(curve: Curve, arms: Sequence[Arm]) -> Chart | None:
-    """The chart of a metric, a line an arm; None where no run has it, or where it is constant and so hidden."""
+    """Returns the chart of a metric, a line an arm; None if no run has it, or if it is constant and so hidden."""
     several = any(len(arm.runs) > 1 for arm in arms)
     lines = [line for arm in arms for line in _lines(curve, arm, len(arms), several=several)]
     if not lines or (
@@ -456,7 +456,7 @@ def arms_chart(curve: Curve, arms: Sequence[Arm]) -> Chart | None:
 
 
 def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list[dict[str, object]]:
-    """A row a run: its headline figures, its arm's style and the values of keys that differ. The best is marked."""
+    """Returns a row a run: headline figures, its arm's style and the values of keys that differ. The best is marked."""
     ends = {id(run): values[-1] for arm in arms for run in arm.runs if (values := run.numbers("eval/accuracy"))}
     best, rows = max(ends.values(), default=None), list[dict[str, object]]()
     for arm in arms:
@@ -470,14 +470,14 @@ def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list
 
 
 def _other_versions(runs: Sequence[Run]) -> str:
-    """Which packages and commits are not the same in all runs that have recorded theirs; empty if all are."""
+    """Returns the packages and commits that differ between runs that have recorded theirs; empty if none does."""
     all_of = [run.versions for run in runs if run.starts]
     found = {name: list(dict.fromkeys(of.get(name, "none") for of in all_of)) for of in all_of for name in of}
     return "; ".join(f"{name} {', '.join(values)}" for name, values in found.items() if len(values) > 1)
 
 
 def _moved(run: Run) -> str:
-    """The class of the last held-out loss, or else accuracy, beside that before the first step: better, worse or
+    """Compares the last held-out loss, or else accuracy, with that before the first step. Returns better, worse or
     level."""
     before, values = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
     gained = values[-1] - [*before[-1:], values[0]][0] if values else 0.0
@@ -487,7 +487,7 @@ def _moved(run: Run) -> str:
 
 
 def _means(arms: Sequence[Arm]) -> list[tuple[str, int, str, str]]:
-    """Label, style, number of seeds and final accuracy of each arm, where one has several runs."""
+    """Returns label, style, number of seeds and final accuracy of each arm if an arm has several runs."""
     rows = []
     for arm in arms:
         ends = [values[-1] for run in arm.runs if (values := run.numbers("eval/accuracy"))]
@@ -510,7 +510,7 @@ def _band_note(arms: Sequence[Arm]) -> str:
 
 
 def _sections(arms: Sequence[Arm]) -> tuple[list[Chart], list[tuple[str, list[Chart]]]]:
-    """The charts of time and load that come first on the page of one run, and those of each section."""
+    """Returns the charts of time and load that come first on the page of one run, and the charts of each section."""
     firsts = [arm.runs[0] for arm in arms]
     alone = len(arms) == len(arms[0].runs) == 1
     curves = {name: [c for c in _CURVES if c.section == name and not (alone and c.first)] for name in _SECTIONS}
@@ -531,8 +531,8 @@ def _charts(curves: Sequence[Curve], arms: Sequence[Arm]) -> list[Chart]:
 
 
 def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
-    """The curve, or one for each recorded name and number in place of its ``<name>`` and ``<k>``: of many sources of a
-    mixture for those that were trained on most."""
+    """Returns the curve, or one for each recorded name and number in place of its ``<name>`` and ``<k>``. Of many
+    sources of a mixture it keeps those with the most training."""
     if "<name>" not in curve.metric:
         return [curve]
     recorded = dict.fromkeys(name for run in runs for name in run.names)
@@ -553,14 +553,15 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
 
 
 def _groups(metric: str, runs: Sequence[Run]) -> float:
-    """How many groups of the metric's source the runs have trained on."""
+    """Returns the number of groups of the metric's source that the runs have trained on."""
     share = f"{metric.rpartition('/')[0]}/share"
     each = (run.rl.values("groups/trained") * run.rl.values(share) for run in runs)
     return math.fsum(value for one in each for value in one[~np.isnan(one)].tolist())
 
 
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:
-    """One line; of a run alone on the page also its peaks. ``several``: some arm has several runs."""
+    """Returns the line of an arm; for a run alone on the page also peaks and plan. ``several``: an arm has several runs.
+    """
     found = [run.rows_of(curve.metric, warm_start=curve.warm_start and not several) for run in arm.runs]
     rows, alone, lines = found[0], num_arms == 1 and not several, list[Series]()
     x, y = rows.x, rows.values(curve.metric)
@@ -582,7 +583,7 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
 
 
 def _phases(run: Run, *, named: bool) -> Chart | None:
-    """How a step's time divides into phases; ``other`` is the remainder."""
+    """Returns the chart of a step's time by phase; ``other`` is the remainder."""
     rows = np.flatnonzero(~np.isnan(run.rl.values("seconds/step")))
     whole, steps, *phases = (
         np.nan_to_num(run.rl.values(name)[rows], nan=0.0)
@@ -594,7 +595,7 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
 
 
 def _idle(run: Run) -> str:
-    """What learner and engines did not use of the last steps' time; empty where that is not known."""
+    """Describes the idle time of learner and engines in the last steps; empty if it is not known."""
     last = (run.rl.values(f"idle/{who}_fraction")[-_LAST_ROWS:] for who in ("learner", "engine"))
     learner, engine = (values[~np.isnan(values)].tolist() for values in last)
     said = [f"the learner waited for groups for {100 * fmean(learner):.0f} % of the time"] if learner else []
@@ -603,7 +604,7 @@ def _idle(run: Run) -> str:
 
 
 def _staleness(run: Run, *, named: bool) -> Chart | None:
-    """The run's completions by the pushes since their oldest token, where some were sampled before the last push."""
+    """Charts the run's completions by pushes since their oldest token, if some were sampled before the last push."""
     shares = {int(found[1]): name for name in run.names if (found := _AGE.fullmatch(name))}
     groups = np.nan_to_num(run.rl.values("groups/trained"), nan=0.0)
     rows = {age: np.intersect1d(run.rl.recorded(name), np.flatnonzero(groups)) for age, name in shares.items()}
@@ -620,7 +621,7 @@ def _staleness(run: Run, *, named: bool) -> Chart | None:
 
 
 def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
-    """Samples of the run's steps, of as many prompts as can be, each marked as right or wrong."""
+    """Returns samples of the run's steps, of as many prompts as possible, each marked as right or wrong."""
     by_step: dict[int, list[SampleRow]] = {}
     for sample in run.samples:
         by_step.setdefault(sample.step, []).append(sample)
@@ -629,7 +630,7 @@ def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
 
 
 def _of_prompts(rows: Sequence[SampleRow]) -> list[SampleRow]:
-    """The first of each prompt, then the second of each, and on."""
+    """Sorts rows: the first of each prompt, then the second of each, and so on."""
     seen, turns = Counter[str](), list[int]()
     for row in rows:
         turns.append(seen[row.prompt])
@@ -638,7 +639,7 @@ def _of_prompts(rows: Sequence[SampleRow]) -> list[SampleRow]:
 
 
 def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) -> str | None:
-    """The run's latest samples, as many as fit; None if it has none. A prompt is there once, for all its samples."""
+    """Returns the run's latest samples as JSON, as many as fit, or None. A prompt is there once for all its samples."""
     prompts, texts, rows = dict[str, int](), list[str](), list[str]()
     left = _MOST_SEARCHED
     try:
@@ -661,7 +662,7 @@ def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) ->
 
 
 def _row_to_search(sample: SampleRow, prompt: int, *, right: bool) -> list[object]:
-    """The row in the order in which page.js reads it; turns are what was read and what was said."""
+    """Returns the row in the order in which page.js reads it; a turn is the text that was read and the sampled text."""
     most = min(_MOST_TEXT, _MOST_TURNS // max(1, len(sample.turns)))
     turns = [[_by_its_ends(turn.read, most), _by_its_ends(turn.said, most)] for turn in sample.turns]
     turns = turns or [["", _by_its_ends(sample.completion)]]
@@ -669,7 +670,7 @@ def _row_to_search(sample: SampleRow, prompt: int, *, right: bool) -> list[objec
 
 
 def _by_its_ends(text: str, most: int = _MOST_TEXT) -> str:
-    """The text, or of a long one its beginning and its end."""
+    """Returns the text, or the beginning and the end of a long one."""
     if (left_out := len(text) - most) <= 0:
         return text
     half = most // 2
@@ -677,7 +678,7 @@ def _by_its_ends(text: str, most: int = _MOST_TEXT) -> str:
 
 
 _WARM, _LEAST = 2, 3
-"""Steps after a start that are left out, since they compile kernels and take memory; and steps that must be left."""
+"""Steps after a start that are left out, since they compile kernels and take memory; and the least steps after them."""
 _PARTS = {
     "train": ("seconds/train", 1.0, "s"),
     "log-probs": ("seconds/logprobs", 1.0, "s"),
@@ -686,7 +687,7 @@ _PARTS = {
     "memory": ("memory/peak", 1e9, "GB"),
     "length of a completion": ("response/length_mean", 1.0, "tokens"),
 }
-"""By name: the metric, which plan.json has too, what it is divided by, and the unit."""
+"""Name -> the metric, which plan.json has too, its divisor, and the unit."""
 
 
 def make_plan_card(run: Run) -> Panel | None:

@@ -1,8 +1,8 @@
-"""What every process of a run did and when, on one clock, as spans: in memory, and as files in the run's folder.
+"""The activity of every process of a run, on one clock, as spans: in memory, and as files in the run's folder.
 
-A process keeps what it did until it is taken: the controller writes it into trace.json in Chrome's trace event format,
-which ui.perfetto.dev opens; a rank sends it with its answers. It is always on; bench/timeline.py measures what a span
-costs. Kernels and operators that ranks recorded are events of the timeline, too.
+A process keeps its spans until they are taken: the controller writes them into trace.json in Chrome's trace event
+format, which ui.perfetto.dev opens; a rank sends them with its answers. It is always on; bench/timeline.py measures the
+cost of a span. Kernels and operators that ranks recorded are events of the timeline, too.
 
 Times are nanoseconds of ``now``, this machine's monotonic clock. Any thread may keep a span.
 
@@ -41,7 +41,7 @@ DRIFT = 1e-4  # seconds a second between two machines' clocks: twice 50 ppm, wha
 class Clock:
     """The other clock's difference to ours, in nanoseconds: ours = theirs + ``offset``.
 
-    When the latest answer was here, that is at most ``bound`` wrong.
+    When the latest answer arrived, that was at most ``bound`` wrong.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class Clock:
 
     @property
     def bound(self) -> int | None:
-        """Half of what is between the bounds; None before the first exchange."""
+        """Half the distance between the bounds; None before the first exchange."""
         return None if self._low is None else round((self._high - self._low) / 2)
 
     def exchanged(self, *, asked: int, arrived: int, answered: int, heard: int) -> None:
-        """Narrow the bounds by a call that left here at ``asked`` and was there at ``arrived``, and its answer, which
+        """Narrows the bounds by a call that left here at ``asked`` and was there at ``arrived``, and its answer, which
         left at ``answered`` and was here at ``heard``. The first and the last are of our clock, the others of theirs.
 
-        Bounds that are older widen by what two clocks drift. If new ones contradict them, a clock was set: these count.
+        Older bounds widen by the drift of two clocks. If new ones contradict them, a clock was set: the new ones count.
         """
         low, high = asked - arrived - DRIFT * (heard - asked), float(heard - answered)
         if self._low is not None:
@@ -91,9 +91,9 @@ class Lane:
 
 
 KeptSpan = tuple[Lane, str, int, int, SpanDetails | None]
-"""Lane, name, begin and end, and what else is said of it. Those of a lane are nested or apart.
+"""Lane, name, begin, end and details of a span. Spans of a lane are nested or disjoint.
 
-Of values: their lane has no thread, begin and end are equal, and ``said`` has them by name."""
+For values, the lane has no thread, begin and end are equal, and the details are the values by name."""
 
 STEPS, PHASES, PUSHES, SAVES = (Lane("controller", thread) for thread in ("steps", "phases", "pushes", "saves"))
 _kept: deque[KeptSpan] = deque(maxlen=MOST)
@@ -101,7 +101,7 @@ _lost = 0
 
 
 def keep(lane: Lane, name: str, begin: int, end: int, said: SpanDetails | None = None) -> None:
-    """Keep a span that has ended."""
+    """Keeps a span that has ended."""
     global _lost
     if len(_kept) == MOST:
         _lost += 1
@@ -109,13 +109,13 @@ def keep(lane: Lane, name: str, begin: int, end: int, said: SpanDetails | None =
 
 
 def gauge(process: Lane, name: str, **values: int | float) -> None:
-    """Keep what ``values`` are now, of a lane without a thread: each is drawn as a line, ``name`` before its own."""
+    """Keeps the current ``values`` of a lane without a thread: each is drawn as a line, named after ``name`` and it."""
     at = now()
     keep(process, name, at, at, values)
 
 
 def taken() -> tuple[list[KeptSpan], int]:
-    """The spans since the last call, in the order of their ends, and how many were lost as memory holds ``MOST``."""
+    """Returns the spans since the last call, by their ends, and how many were lost because memory holds ``MOST``."""
     global _lost
     lost, _lost = _lost, 0
     return [_kept.popleft() for _ in range(len(_kept))], lost
@@ -130,7 +130,7 @@ class during:  # noqa: N801  used as a function
         self._lane, self._name, self._said = lane, name, said
 
     def say(self, **said: str | int | float) -> None:
-        """Add what is known only at the end."""
+        """Adds details that are known only at the end."""
         self._said |= said
 
     def __enter__(self) -> Self:
@@ -146,8 +146,8 @@ class during:  # noqa: N801  used as a function
 
 
 class FreeLanes:
-    """Lanes of a process for what overlaps, as generations do: each takes the lowest free lane, so there are as many as
-    ran at once. The event loop's thread alone uses it."""
+    """Lanes of a process for spans that overlap, such as generations: each takes the lowest free lane, so there are as
+    many as ran concurrently. Only the event loop's thread uses it."""
 
     def __init__(self, process: str, thread: str) -> None:
         self._process, self._thread = process, thread
@@ -156,7 +156,7 @@ class FreeLanes:
 
     @contextmanager
     def during(self, name: str, **said: str | int | float) -> Iterator[during]:
-        """Records as ``during``, in a lane of its own."""
+        """Records like ``during``, in a lane of its own."""
         number = self.take()
         try:
             with during(self._lanes[number], name, **said) as span:
@@ -172,14 +172,14 @@ class FreeLanes:
         return len(self._lanes) - 1
 
     def give(self, number: int) -> Lane:
-        """Free a lane, which is returned."""
+        """Frees a lane and returns it."""
         heapq.heappush(self._free, number)
         return self._lanes[number]
 
 
 FOLDER = "profile"
-"""In it a step that was profiled has a folder ``step_<number>``, with a file of torch's profiler for each rank and
-``ranks.json``, which names their processes in the timeline and sets their clocks right."""
+"""The folder of profiled steps. Each has a folder ``step_<number>`` in it, with a file of torch's profiler for each
+rank and ``ranks.json``, which names their processes in the timeline and sets their clocks right."""
 _RANKS = "ranks.json"
 _OF_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 _OF_CPU = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
@@ -187,7 +187,7 @@ _OF_CPU = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A rank's file, and what its two clocks said at one time, in nanoseconds: that of spans, and since 1970."""
+    """A rank's file, and its two clocks at one time, in nanoseconds: the clock of spans, and since 1970."""
 
     file: Path
     monotonic: int
@@ -216,18 +216,18 @@ class KernelEvent:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """The folder of a step that was profiled."""
+    """Returns the folder of a step that was profiled."""
     return run / FOLDER / f"step_{step:06d}"
 
 
 def save(folder: Path, ranks: Sequence[RankKernels]) -> None:
-    """Have `read_kernels` find the files of a step, which are in ``folder``."""
+    """Writes the list by which `read_kernels` finds the files of a step, which are in ``folder``."""
     said = [{"file": one.file.name, "process": one.process, "shift": one.shift} for one in ranks]
     write_atomically(folder / _RANKS, json.dumps(said, indent=1).encode(), private=True)
 
 
 def read_kernels(run: Path) -> Iterator[KernelEvent]:
-    """All that was recorded in a run's folder. Raises DataError naming a folder with files that are torn or others'."""
+    """Yields all records of a run's folder. Raises DataError naming a folder with files that are torn or foreign."""
     for known in sorted((run / FOLDER).glob(f"*/{_RANKS}")):
         try:
             ranks = [
@@ -256,20 +256,20 @@ def _kernel_events(rank: RankKernels) -> Iterator[KernelEvent]:
             process=rank.process,
             thread=f"GPU {event['pid']}, stream {event['tid']}" if of_gpu else f"operators, thread {event['tid']}",
             name=str(event["name"]),
-            begin=begin // 1000,  # whole ones, so that what was nested stays so
+            begin=begin // 1000,  # whole microseconds, so that nested events stay nested
             end=(begin + round(1000 * float(event["dur"]))) // 1000,
         )
 
 
-CALLS = Lane("", "calls")  # in a rank's process, which the controller names
+CALLS = Lane("", "calls")  # a lane of a rank's process, which the controller names
 _MOST = 4096  # spans of an answer; the oldest go first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimed:
-    """What a rank did up to an answer, in nanoseconds of its own clock: when the call was there as a whole, when its
-    answer was ready, and spans (thread, name, begin, end, what else is said), of which ``lost`` are missing; and the
-    most bytes that it has held since its start."""
+    """The activity of a rank up to an answer, in nanoseconds of its own clock: when the whole call had arrived, when
+    its answer was ready, and spans (thread, name, begin, end, details). ``lost`` counts missing spans; ``peak`` is the
+    most bytes that the rank has held since its start."""
 
     arrived: int
     answered: int
@@ -278,19 +278,19 @@ class RankTimed:
     peak: int = 0
 
     def seconds_of(self, call: str) -> float:
-        """Returns the seconds of the call that was answered, without its wait behind others."""
+        """Returns the seconds of the call that was answered, without its wait for earlier calls."""
         return sum(end - begin for thread, name, begin, end, _ in self.spans if (thread, name) == ("calls", call)) / 1e9
 
 
 def timed(arrived: int, peak: int = 0) -> RankTimed:
-    """What this rank did since its last answer; to be sent at once. ``arrived``: when the call was here as a whole."""
+    """Returns this rank's activity since its last answer, to send now. ``arrived``: when the whole call had arrived."""
     kept, lost = taken()
     sent = [(lane.thread, name, begin, end, said) for lane, name, begin, end, said in kept[-_MOST:]]
     return RankTimed(arrived=arrived, answered=now(), spans=sent, lost=lost + len(kept) - len(sent), peak=peak)
 
 
 class RankTimes:
-    """The controller's end: the lanes of one rank, named ``process``, and its clock. A rank answers in order."""
+    """The controller's side: the lanes of one rank, named ``process``, and its clock. A rank answers in order."""
 
     def __init__(self, process: str) -> None:
         self.clock = Clock()
@@ -300,19 +300,19 @@ class RankTimes:
         self._heard = 0
 
     def placed(self, recorded: Recorded) -> RankKernels:
-        """A file of the rank's kernels, with the difference of its clock to this process's."""
+        """Returns a file of the rank's kernels with the difference of its clock to this process's."""
         here = time.time_ns() - now()
         shift = recorded.monotonic + self.clock.offset + here - recorded.wall
         return RankKernels(file=recorded.file, process=self._process, shift=shift)
 
     def asked(self, call: str) -> None:
-        """Note a call that is about to be sent."""
+        """Notes a call that is about to be sent."""
         self._asked.append((call, now()))
 
     def answered(self, said: RankTimed | None) -> None:
-        """Note the answer to the oldest call; None: the rank says no times."""
+        """Notes the answer to the oldest call; None: the rank reports no times."""
         heard, (call, asked) = now(), self._asked.popleft()
-        begin = max(asked, self._heard)  # behind others it waits
+        begin = max(asked, self._heard)  # the call waits for earlier ones
         self._heard = heard
         keep(self._controllers, call, begin, heard, {"queued_us": (begin - asked) // 1000})
         if said is None:
@@ -330,11 +330,11 @@ class RankTimes:
 
 
 FILES = ("trace_before.json", "trace.json")
-MOST_BYTES = 32 << 20  # of each of the two
+MOST_BYTES = 32 << 20  # bytes of each of the two
 _JOINED = ("generate", "attempt")  # spans that arrows join, by their requests: from the first to each of the others
 _FIRST = ("controller", "sampling", "replica", "rank")  # processes in the order in which they are shown
-_THREADS = ("steps", "phases", "pushes", "saves", "calls", "asked by the controller")  # so are those of a process,
-_NUMBERED = {"request": 100, "reward": 1_000_000}  # and after them those with numbers, from these on
+_THREADS = ("steps", "phases", "pushes", "saves", "calls", "asked by the controller")  # threads, likewise
+_NUMBERED = {"request": 100, "reward": 1_000_000}  # the first places of threads with numbers, which follow
 _OTHERS = 2_000_000
 _FLOWS_IN = ',"flow_in":true'
 
@@ -343,8 +343,8 @@ _FLOWS_IN = ',"flow_in":true'
 class TraceEvent:
     """A span as it was written: microseconds since 1970 by the controller's clock.
 
-    Without a thread it is values of its process, by their names in ``said``, at ``begin``. Events of one ``flow`` are
-    joined by arrows.
+    Without a thread it has values of its process, by their names in ``said``, at ``begin``. Arrows join events of one
+    ``flow``.
     """
 
     process: str
@@ -357,7 +357,7 @@ class TraceEvent:
 
 
 class _Lines:
-    """Makes the lines of a file's events. Those of a process and a thread are named before their first."""
+    """Makes the lines of a file's events. A process and a thread are named before their first event."""
 
     def __init__(self) -> None:
         self.processes: dict[str, int] = {}
@@ -366,7 +366,7 @@ class _Lines:
     def span(
         self, process: str, thread: str, name: str, begin: int, end: int, said: SpanDetails | None, flow: int | None
     ) -> str:
-        """The line of a span, or of values if ``thread`` is empty: Perfetto reads no escapes in their names."""
+        """Returns the line of a span, or of values if ``thread`` is empty: Perfetto reads no escapes in their names."""
         head, numbers = "", self._threads.get((process, thread))
         if numbers is None:
             head = self._named(process, thread)
@@ -379,7 +379,7 @@ class _Lines:
         return f'{head}{{"ph":"X","name":{_quoted(name)},"ts":{begin},"dur":{end - begin},{numbers}{more}}},\n'
 
     def end(self) -> str:
-        """The last lines: one of JSON has no comma."""
+        """Returns the last lines: the last entry in JSON has no comma."""
         first = next(iter(self.processes), "")
         return _meta("process_sort_index", 1, sort_index=_rank(first))[:-2] + "\n]\n"
 
@@ -404,10 +404,10 @@ class TraceFile:
 
     It is in Chromium's "Trace Event Format" as a JSON array. A line is one event: a file torn by a kill is read to
     its last whole line, and the format lets the closing bracket be missing. A file that is full, or that an earlier
-    start wrote, is renamed to trace_before.json; the one that had this name goes.
+    start wrote, is renamed to trace_before.json and replaces the file of that name.
 
-    Perfetto shows processes by their sort index (before v53 by their number of spans), and threads by their number,
-    where that of their process would be its main thread's. Arrows go from a generation to each of its requests.
+    Perfetto shows processes by their sort index (before v53 by their number of spans), and threads by their number. The
+    number of their process would be its main thread's. Arrows point from a generation to each of its requests.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
@@ -416,17 +416,17 @@ class TraceFile:
         self._wall = time.time_ns() - now()
         self._file: IO[bytes] | None = None
         self._lines = _Lines()
-        self._clocks: dict[str, Clock] = {}  # of processes
-        self._ends: dict[Lane, int] = {}  # of lanes with a clock: the last end in the file
-        self._flows: dict[object, int] = {}  # of requests that are not over, in this file
-        self._flow = time.time_ns() // 1000  # the number of the latest; those of another start are others
+        self._clocks: dict[str, Clock] = {}  # process -> its clock
+        self._ends: dict[Lane, int] = {}  # the last end in the file, for lanes with a clock
+        self._flows: dict[object, int] = {}  # request that is not over -> its flow's number in this file
+        self._flow = time.time_ns() // 1000  # the number of the latest; another start has other numbers
 
     def append(self, kept: Iterable[KeptSpan]) -> None:
-        """Write spans, and how far clocks may be off; readers see them when this returns."""
+        """Writes spans, and how far clocks may be off; readers see them when this returns."""
         self._open()
         flows, ends = self._flows_of(kept := list(kept)), dict(self._ends)
         with add_path_to_errors(self._path):
-            # of equal begins the longer one is the outer
+            # the longer of two spans with equal begins is the outer one
             for span, flow in sorted(zip(kept, flows, strict=True), key=lambda one: (one[0][2], -one[0][3])):
                 file = self._with_room()
                 self._size += file.write(self._line(span, flow, ends).encode("ascii"))
@@ -439,14 +439,14 @@ class TraceFile:
             self._open().flush()
 
     def close(self) -> None:
-        """End the file, if it is open."""
+        """Ends the file, if it is open."""
         file, self._file = self._file, None
         if file is not None:
             with add_path_to_errors(self._path), file:
                 file.write(self._lines.end().encode("ascii"))
 
     def _with_room(self) -> IO[bytes]:
-        """The file, or the next one, in which no lane has a name yet."""
+        """Returns the file, or the next one, in which no lane has a name yet."""
         if self._size > self._most:
             self.close()
         return self._open()
@@ -464,7 +464,7 @@ class TraceFile:
         return self._file
 
     def _flows_of(self, kept: Iterable[KeptSpan]) -> list[int | None]:
-        """The number of each span's flow: one for a generation and all of its requests by servers, which end first."""
+        """Returns the flow's number of each span: one for a generation and its requests to servers, which end first."""
         found = list[int | None]()
         for _, name, _, _, said in kept:
             request = said.get("request") if said and name in _JOINED else None
@@ -480,10 +480,10 @@ class TraceFile:
         return found
 
     def _line(self, span: KeptSpan, flow: int | None, ends: Mapping[Lane, int]) -> str:
-        """``ends``: those in the file of earlier calls. Where a clock's offset fell since, spans begin no earlier."""
+        """Returns a span's line. Spans begin no earlier than ``ends`` of earlier calls, even if a clock's offset fell."""
         lane, name, begin, end, said = span
         offset = 0 if lane.clock is None else lane.clock.offset
-        # whole ones, so that what was nested stays so
+        # whole microseconds, so that nested spans stay nested
         first, last = ((time + self._wall + offset) // 1000 for time in (begin, end))
         if lane.clock is not None:
             self._clocks[lane.process] = lane.clock
@@ -493,9 +493,9 @@ class TraceFile:
 
 
 def read_trace(folder: Path) -> list[TraceEvent]:
-    """The events of a run's folder, by their begin.
+    """Returns the events of a run's folder, by their begin.
 
-    Raises DataError if there is none, or for a line that is no event.
+    Raises DataError if there is no file, or for a line that is not an event.
     """
     paths = [folder / name for name in FILES if (folder / name).is_file()]
     if not paths:
@@ -505,7 +505,7 @@ def read_trace(folder: Path) -> list[TraceEvent]:
 
 
 def write_trace(folder: Path, out: Path) -> Path:
-    """All that a run's folder has as one trace, with kernels of profiled steps; atomic. Returns ``out``.
+    """Writes all events of a run's folder as one trace, with kernels of profiled steps; atomic. Returns ``out``.
 
     It is compressed if ``out`` ends in .gz.
 
@@ -552,7 +552,7 @@ def _events(path: Path) -> Iterator[TraceEvent]:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Whole lines but brackets, with their numbers."""
+    """Yields whole lines except brackets, with their numbers."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n") and line.strip() not in (b"[", b"]"):
@@ -574,7 +574,7 @@ def _quoted(name: str) -> str:
 
 
 def _place(thread: str, known: int) -> int:
-    """The place at which a thread is shown in its process; ``known``: of how many threads there are numbers."""
+    """Returns the place at which a thread is shown in its process; ``known``: how many threads have numbers."""
     if thread in _THREADS:
         return _THREADS.index(thread) + 1
     word, _, number = thread.rpartition(" ")
@@ -582,14 +582,14 @@ def _place(thread: str, known: int) -> int:
 
 
 def _rank(process: str) -> int:
-    """The rank of a process in the picture: the controller first, ranks by their numbers, those of other roles last."""
+    """Returns the place of a process in the picture: the controller first, ranks by their numbers, other roles last."""
     word, number = process.split(" ")[0], re.search(r"\d+", process)
     place = _FIRST.index(word) if word in _FIRST else len(_FIRST)
     return place * 1_000_000 + (int(number[0]) if number else 0)
 
 
 class Timeline:
-    """A run's timeline, in ``folder``. Controller process only. Where it cannot write, it warns and ends no run."""
+    """A run's timeline, in ``folder``. Controller process only. If it cannot write, it warns and ends no run."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self._file, self._failed = TraceFile(folder, most_bytes), False
@@ -597,21 +597,21 @@ class Timeline:
         self._writing: Future[None] | None = None
 
     def step(self, row: Mapping[str, object], times: tuple[int, int] | None) -> None:
-        """Keep the step of a row of metrics as a span, if its ``times`` are known, and begin to write what there is."""
+        """Keeps the step of a row of metrics as a span, if its ``times`` are known, and begins to write all spans."""
         if times is not None:
             warm = row.get("phase") == "warm_start"
             name = f"warm start step {row.get('warm_start/step')}" if warm else f"step {row.get('step')}"
             keep(STEPS, name, *times)
-        if self._writing is None or self._writing.done():  # else the next step writes these, too
+        if self._writing is None or self._writing.done():  # otherwise the next step writes these, too
             self._writing = self._thread.submit(self._write, *taken())
 
     def flush(self) -> Future[None]:
-        """Write all that there is now; the future is done once readers see it."""
+        """Writes all current spans; the future is done once readers see them."""
         self._writing = self._thread.submit(self._write, *taken())
         return self._writing
 
     def close(self) -> None:
-        """Write what is left, and end the file."""
+        """Writes the remaining spans, and ends the file."""
         if self._writing is not None:
             self._writing.result()
         self._thread.shutdown()
@@ -632,7 +632,7 @@ class Timeline:
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:
-        """Write nothing any more, and warn of that. A fault of our own has its traceback."""
+        """Stops writing and logs a warning. A fault of our own has its traceback."""
         self._failed, ours = True, not isinstance(error, OSError)
         what = f"{type(error).__name__}: {error}" if ours else str(error)
         logger.warning("the timeline ends here: %s", what, exc_info=ours)
