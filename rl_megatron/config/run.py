@@ -188,7 +188,7 @@ class RunConfig(Section):
             return FILE
         if not server.colocated and (self.slurm.engines.nodes > 0 or server.addresses is not None):
             return TransportKind(name="direct", members=True)
-        local = self.run.launcher == "local" and self.learner.device != "cpu"  # if there are enough GPUs
+        local = self.run.launcher == "local" and self.learner.device != "cpu"  # given enough GPUs
         shares = not local or server.colocated or server.memory_fraction is not None
         return TransportKind(name="direct", members=local, last_hop=shares)
 

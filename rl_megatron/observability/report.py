@@ -308,7 +308,7 @@ _CURVES = [metric.curve for metric in METRICS.values() if metric.curve]
 _SECTIONS = ("Evaluation", "Policy", "Optimization", "Health", "Speed")
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
-_LAST_ROWS = 4  # rows of which the report shows the idle share
+_LAST_ROWS = 4  # rows over which the report averages idle time
 _MOST_SOURCES = 24  # sources of a mixture that have charts, six each
 _MOST_TEXT = 20_000  # characters of a sample's prompt, or of the text sampled or read in a turn
 _MOST_TURNS = 10 * _MOST_TEXT  # characters sampled in all turns of a sample, and as many that are read in them
@@ -560,8 +560,7 @@ def _groups(metric: str, runs: Sequence[Run]) -> float:
 
 
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:
-    """Returns the line of an arm; for a run alone on the page also peaks and plan. ``several``: an arm has several runs.
-    """
+    """Returns an arm's line; for a run alone on the page also peaks and plan. ``several``: an arm has several runs."""
     found = [run.rows_of(curve.metric, warm_start=curve.warm_start and not several) for run in arm.runs]
     rows, alone, lines = found[0], num_arms == 1 and not several, list[Series]()
     x, y = rows.x, rows.values(curve.metric)

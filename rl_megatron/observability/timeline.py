@@ -109,7 +109,7 @@ def keep(lane: Lane, name: str, begin: int, end: int, said: SpanDetails | None =
 
 
 def gauge(process: Lane, name: str, **values: int | float) -> None:
-    """Keeps the current ``values`` of a lane without a thread: each is drawn as a line, named after ``name`` and it."""
+    """Keeps current ``values`` of a lane without a thread: each is drawn as a line, with ``name`` before its own."""
     at = now()
     keep(process, name, at, at, values)
 
@@ -333,7 +333,7 @@ FILES = ("trace_before.json", "trace.json")
 MOST_BYTES = 32 << 20  # bytes of each of the two
 _JOINED = ("generate", "attempt")  # spans that arrows join, by their requests: from the first to each of the others
 _FIRST = ("controller", "sampling", "replica", "rank")  # processes in the order in which they are shown
-_THREADS = ("steps", "phases", "pushes", "saves", "calls", "asked by the controller")  # threads, likewise
+_THREADS = ("steps", "phases", "pushes", "saves", "calls", "asked by the controller")  # threads in their order
 _NUMBERED = {"request": 100, "reward": 1_000_000}  # the first places of threads with numbers, which follow
 _OTHERS = 2_000_000
 _FLOWS_IN = ',"flow_in":true'
@@ -480,7 +480,7 @@ class TraceFile:
         return found
 
     def _line(self, span: KeptSpan, flow: int | None, ends: Mapping[Lane, int]) -> str:
-        """Returns a span's line. Spans begin no earlier than ``ends`` of earlier calls, even if a clock's offset fell."""
+        """Returns a span's line. It begins no earlier than ``ends`` of earlier calls, even if a clock's offset fell."""
         lane, name, begin, end, said = span
         offset = 0 if lane.clock is None else lane.clock.offset
         # whole microseconds, so that nested spans stay nested

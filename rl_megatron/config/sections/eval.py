@@ -83,7 +83,7 @@ class EvalSection(Section):
     """``blocking``: training waits for an evaluation. ``beside``: training continues, and pushes change the weights
     under the evaluation's requests, so that later tokens are of later weights; needs servers (docs/evaluation.md)."""
     at_once: Positive | None = None
-    """mode=``beside``: most concurrent requests of an evaluation to servers, each for all samples of a problem, so that
+    """``mode=beside``: most concurrent requests of an evaluation to servers, each for all samples of a problem, so that
     they leave slots to training; null: all."""
     temperature: GreedyOrTemperature = 0.0
     """Temperature of evaluation; 0 is greedy."""
