@@ -136,4 +136,4 @@ async def wait_or_stop(stop: Event, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         await asyncio.wait({task, asked})
         if not task.cancelled():
-            task.exception()  # marks the error as read: the work was to be canceled
+            task.exception()  # marks an error of the canceled work as retrieved

@@ -1,4 +1,4 @@
-"""Why the learner refuses its keys, by themselves and for a model's sizes; what features refuse; and models that have
+"""Rules on the learner's keys, by themselves and for a model's sizes; rules of features; and models that have
 routers as megatron-core has none."""
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
 
 
 def _uneven(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
-    """Groups of layers that do not divide those of a pipeline chunk; megatron-core then asks for layers beyond."""
+    """Groups of layers that do not divide those of a pipeline chunk; megatron-core then needs layers beyond."""
     section = learner.recompute
     sizes = sorted(set(learner.stages or [shape.num_layers // (learner.pp * learner.vpp)]))
     if section.uniform is not None and (odd := [size for size in sizes if size % section.uniform]):

@@ -201,7 +201,7 @@ def _not_read(name: str, leaf: Leaf, job: str) -> str:
 
 
 def _of_other_form(config: RunConfig) -> Iterator[str]:
-    """Yields problems of sources that lack the pairs or labels of the job, or name the question as an answer."""
+    """Yields problems of sources with rows of another form than the job's, or with the question as an answer."""
     demonstrated = config.environment.function is not None  # a warm start then learns its demonstrations
     learns = not config.kind.samples or (config.warm_start.steps > 0 and not demonstrated)
     for key, source in data_sources(config.data).items():

@@ -329,8 +329,8 @@ def renamed(key: str) -> str | None:
 
 
 def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Returns the new name of a renamed key and the value there, added to the list that ``tree`` has for a switch. None
-    for any other key, and for a switch that is neither on nor off."""
+    """Returns the new name of a renamed key and its value there: a switch adds its entry to the list in ``tree``, or
+    takes it out. None for any other key, and for a switch that is neither on nor off."""
     row, name = _row(key)[1], renamed(key)
     if row is None or name is None or (row.entry is not None and value is not True and not is_off(value)):
         return None

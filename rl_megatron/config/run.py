@@ -312,7 +312,7 @@ class RunConfig(Section):
 
     @property
     def most_sampled(self) -> int:
-        """Most tokens that follow the first prompt of a trajectory to train on; 0 if nothing is sampled."""
+        """Most tokens after the first prompt of a completion or trajectory to train on; 0 if nothing is sampled."""
         return max(self._most_behind_a_prompt.values()) if self.kind.samples else 0
 
     @property

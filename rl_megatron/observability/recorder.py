@@ -100,7 +100,7 @@ class MetricsWriter:
         self._file.truncate_after(last, axis, late=_is_beside, also=lambda row: also <= row.items())
 
     def close(self) -> None:
-        """Closes all files and marks the W&B run as finished, which has half a minute, and as much to begin first.
+        """Flushes and closes all files, and ends the W&B run, which has half a minute, and as much to begin first.
 
         Raises OSError that names metrics.jsonl, once all are closed."""
         with contextlib.ExitStack() as last_first:

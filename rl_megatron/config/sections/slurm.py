@@ -160,7 +160,7 @@ class SlurmSection(Section):
         return any(_REQUESTS_GPUS.match(option) for option in self.options)
 
     def cores(self, ranks: int) -> int | None:
-        """CPU cores of so many learner ranks; None: all that the job has."""
+        """Returns the CPU cores of this many learner ranks; None: all that the job has."""
         return None if self.cpus_per_task is None else self.cpus_per_task * ranks
 
     def container_options(self, image: str | None, folder: Path) -> list[str]:
