@@ -101,7 +101,7 @@ def gigabytes(*counts: float) -> list[str]:
 
 
 def of_the_hub(folder: Path) -> str:
-    """Returns how to download a model, if ``folder`` looks like a name on the hub and is not a folder; else empty."""
+    """Returns how to download a model, if ``folder`` looks like a name on the hub and is not a folder; or empty."""
     name = str(folder)
     if folder.exists() or not _HUB_NAME.fullmatch(name):
         return ""

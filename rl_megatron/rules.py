@@ -268,7 +268,7 @@ def _holds(root: object, value: Any, test: object, bound: Mapping[str, str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A key that is no section: its value and its default."""
+    """A key that is not a section: its value and its default."""
 
     value: object
     default: object

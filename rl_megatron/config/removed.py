@@ -22,7 +22,7 @@ _OFF: tuple[object, ...] = (None, False, 0, "", [], {})
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A key that is no longer there."""
+    """A key that no longer exists."""
 
     advice: str
     """The rest of the sentence "no such key; ..."."""
@@ -243,8 +243,8 @@ REMOVED: Mapping[str, Removed] = {
     ),
     "weights.verify": Removed("receivers compare a digest of every box", fixed=(True,)),
 }
-"""By dotted key; ``*`` is the name of an entry of a mapping. A section stands for all keys in it, and so comes after
-those that have a row, for the first row of a key counts."""
+"""Dotted key -> row; ``*`` is the name of a mapping's entry. A section stands for all keys in it, and so comes after
+keys that have a row, because the first row of a key counts."""
 
 _EXAMPLE = "with docs/examples/environments on PYTHONPATH, as docs/environments.md shows"
 
@@ -263,7 +263,7 @@ VALUES: Mapping[tuple[str, str], str] = {
     },
     ("weights.transport", "package.module:name"): "'auto', 'file' or 'direct'; no code of your own moves weights",
 }
-"""By key and removed value: the rest of the sentence "must be ..."."""
+"""(key, removed value) -> the rest of the sentence "must be ..."."""
 
 COMMANDS: Mapping[str, str] = {
     "attach": "rl-megatron status RUN prints the line to type, `tail -F ...`",
@@ -277,7 +277,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": "rl-megatron convert FOLDER --verify, with the same options",
     "watch": "open runs/NAME/report.html, which is written again each minute while the run trains",
 }
-"""By name: what to do in place of a command that is no longer there."""
+"""Name of a removed command -> what to do in its place."""
 
 
 def removed_key(key: str) -> Removed | None:

@@ -55,7 +55,7 @@ class SampleRow:
     completion: str
     answer: str
     reward: float
-    turns: tuple[SampleTurn, ...] = ()  # empty if there is one
+    turns: tuple[SampleTurn, ...] = ()  # empty for a single turn
 
 
 class SamplesWriter:
@@ -193,7 +193,7 @@ class MetricColumns:
 
 Floats = NDArray[np.float64]
 STARTS = "starts.jsonl"
-"""In a run's folder: a row for each time that it was started, with the step, the UTC time, and commits and versions."""
+"""File of a run's folder: a row for each start of the run, with the step, the UTC time, and commits and versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

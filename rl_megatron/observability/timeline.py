@@ -361,7 +361,7 @@ class _Lines:
 
     def __init__(self) -> None:
         self.processes: dict[str, int] = {}
-        self._threads: dict[tuple[str, str], str] = {}  # their numbers, as a line has them
+        self._threads: dict[tuple[str, str], str] = {}  # (process, thread) -> its numbers in a line
 
     def span(
         self, process: str, thread: str, name: str, begin: int, end: int, said: SpanDetails | None, flow: int | None

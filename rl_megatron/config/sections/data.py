@@ -171,7 +171,7 @@ class CurriculumSection(Section):
     """Draws prompts by their pass rates: the shares of completions with at least eval.success_reward (docs/data.md)."""
 
     retire_above: PositiveFraction | None = None
-    """Pass rate from which on a prompt is drawn no more; null: none retires."""
+    """Pass rate from which on a prompt is no longer drawn; null: no prompt retires."""
     explore: PositiveFraction | None = None
     """Draw a prompt of pass rate p in an epoch with the probability (sqrt(p (1 - p)) + this) / (1/2 + this), so most
     often those that are solved half the time (SPO: 0.05); null: pass rates do not matter so."""

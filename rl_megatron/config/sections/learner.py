@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GPU = "cuda"
 """``learner.device`` of ranks on GPUs."""
 Part = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
-"""Of megatron-core's ``recompute_modules``."""
+"""Parts out of megatron-core's ``recompute_modules``."""
 HALVES: Mapping[str, tuple[str, ...]] = {
     "attention": ("core_attn", "mla_up_proj", "layernorm"),
     "mlp": ("mlp", "layernorm"),
@@ -294,7 +294,7 @@ class RolesSection(Section):
     """learner: each learner rank also holds a shard of the critic; separate: the critic has ranks of its own, which
     compute at the same time: as many as the learner, in its layout, unless ``roles.layouts.critic`` is another."""
     reference: Literal["learner", "separate"] = "learner"
-    """As ``roles.critic``, for the reference."""
+    """The same as ``roles.critic``, for the reference."""
     layouts: Mapping[SeparateRole, RoleLayoutSection] = Field(default_factory=dict)
 
     @property

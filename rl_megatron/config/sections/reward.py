@@ -86,7 +86,7 @@ class RewardModelSection(Section):
 RANKS = "ranks:"
 """Begins the name of a reward model on ranks, as in ranks:judge."""
 REWARD = "reward_"
-"""How roles of reward models begin."""
+"""The prefix of reward models' roles."""
 
 
 class RankedModelSection(Section):
@@ -255,5 +255,5 @@ class EnvironmentSection(Section):
     """Time limit of each call of an environment's start, step and score; and how long after ``seconds`` a function that
     leads its trajectory may still return its reward."""
     on_error: Literal["fail", "drop"] | Finite = "fail"
-    """What to do if an environment raises, is late or answers what is no answer: end the run (fail), drop the group, or
+    """What to do if an environment raises, is late or gives an invalid answer: end the run (fail), drop the group, or
     give the trajectory a number as its reward."""
