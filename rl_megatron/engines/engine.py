@@ -1,7 +1,7 @@
 """Presents engine servers as one RolloutEngine, and checks that only served versions sampled its completions.
 
-An adapter (adapter.py) translates requests and orders for its server. requests.py sends a request to replicas until one
-answers; weights.py has replicas load and serve new weights. For the timeline, servers are asked how busy they are.
+An adapter (adapter.py) translates requests and commands for its server. requests.py sends a request to replicas until
+one answers. weights.py makes replicas load and serve new weights. For the timeline, servers report their load.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from rl_megatron.types import Completion, GenerationRequest
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 2.0
-"""Between two questions, whatever the number of servers."""
+"""The time between two requests for a load, independent of the number of servers."""
 _LIMIT_SECONDS = 1.0
 
 
 class GaugePoller:
-    """Asks one server every ``seconds``, each in its turn: what that costs does not grow with their number.
+    """Asks one server for its load every ``seconds``, in rotation, so the cost does not grow with their number.
 
-    A server that does not answer in a second, or with an error, is asked again in its next turn: its supervisor finds
-    whether it works.
+    If a server does not answer in a second, or answers with an error, it is asked again at its next turn: its
+    supervisor checks whether it works.
     """
 
     def __init__(self, adapter: Sampling, replicas: ReplicaSet, seconds: float = PERIOD_SECONDS) -> None:
         self._adapter, self._replicas, self._seconds = adapter, replicas, seconds
         self._lanes: dict[int, Lane] = {}
-        self._made: dict[Server, tuple[float, int]] = {}  # tokens, and when they were counted, by the servers that are
+        self._made: dict[Server, tuple[float, int]] = {}  # present server -> its tokens, and when they were counted
 
     @contextlib.asynccontextmanager
     async def asked(self) -> AsyncIterator[None]:
-        """Ask servers while the context lasts. If an answer cannot be read, it warns and asks no more."""
+        """Context in which servers are asked. If a response cannot be read, it warns and stops asking."""
         task = asyncio.create_task(self._ask_in_turn())
         try:
             yield
@@ -95,14 +95,14 @@ class GaugePoller:
 
 
 class ServerEngine:
-    """A RolloutEngine over servers; the weight sync uses its ``weights``.
+    """A RolloutEngine over servers. The weight sync uses its ``weights``.
 
-    During a push, running requests are paused and continue with the new weights, or are aborted and sent again with
-    their tokens (``running_requests``); their answers are released after the commit. A prompt and its completion have
-    at most ``max_length`` tokens, of ids below ``vocab_size``: other requests, which a server would truncate or crash
-    on, are refused here. At most ``rollout.server.concurrency`` groups of ``group_size`` completions are in flight,
-    however many a request is for; of evaluations so many problems, with ``samples`` each, if these are more. ``slots``:
-    of each server, where they are known and each request is for one completion.
+    During a push, running requests are paused and continue with the new weights, or are aborted and resent with their
+    tokens (``running_requests``). Their completions are released after the commit. A prompt and its completion have at
+    most ``max_length`` tokens, with ids below ``vocab_size``. Other requests are an error here, because a server would
+    truncate them or crash. At most ``rollout.server.concurrency`` groups of ``group_size`` completions are in flight,
+    in requests of any size. Evaluations may have that many problems of ``samples`` completions, if these are more.
+    ``slots``: of each server, if they are known and each request is for one completion.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class ServerEngine:
         return [replica.server for replica in self.replicas.present()]
 
     def metrics(self) -> dict[str, int]:
-        """Counts of healthy replicas and of restarts."""
+        """Returns the numbers of healthy replicas and of restarts."""
         restarts = sum(replica.restarts for replica in self.replicas.all)
         return {"engine/healthy": len(self.replicas.healthy()), "engine/restarts": restarts}
 
     def step_row(self) -> dict[str, float]:
-        """Metrics of a step, after its push: those of now, and those since the call before."""
+        """Returns metrics of a step, after its push: current ones, and those since the previous call."""
         row: dict[str, float] = {**self.metrics(), "seconds/pause": self.weights.paused_seconds}
         for hooks in self.adapter.hooks:
             row |= hooks.row()
@@ -145,24 +145,24 @@ class ServerEngine:
         return row
 
     def tries(self, replica: Replica) -> int:
-        """The replica's restarts that count, but one for each of its servers that died under a dropped prompt."""
+        """Returns how many of the replica's restarts count. Deaths of its servers under dropped prompts do not."""
         explained = {server for server, _ in self.attempts.suspects.explained}
         return max(0, replica.restarts - replica.forgiven - len((replica.ended - replica.forgiven_ended) & explained))
 
     def so_far(self, request_id: str) -> Completion | None:
-        """What a running request of one completion has sampled, as far as servers have told."""
+        """Returns the tokens of a running request of one completion, as far as servers have reported them."""
         return self.attempts.so_far.get(request_id)
 
     async def interrupt(self) -> None:
-        """Have `so_far` know all tokens that running requests of one completion have sampled.
+        """Makes `so_far` include all tokens that running requests of one completion have sampled.
 
-        Servers abort them, and each is sent again with its tokens, which servers still have in their caches.
+        Servers abort the requests. Each is resent with its tokens, which servers still have in their caches.
         """
         await self.attempts.interrupt()
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """Completions sampled by served versions alone, but for what was ``begun``. Raises EngineError; PoisonPrompt if
-        the prompt is to be dropped."""
+        """Returns completions that only served versions sampled, except for tokens ``begun`` before. Raises
+        EngineError, and PoisonPrompt if the prompt is to be dropped."""
         if not request.num_completions:
             return []
         self._check(request)
@@ -180,11 +180,11 @@ class ServerEngine:
             self.attempts.aborted.pop(request.id, None)
 
     async def _begin(self, request: GenerationRequest) -> int:
-        """Wait until no update is under way and it is the request's turn; the served version. Raises EngineError."""
+        """Waits for the end of an update and for the request's turn. Returns the served version. Raises EngineError."""
         while True:
             version = await self.weights.served_version(request)
             await self.attempts.turn()
-            if version == self.weights.version:  # else an update has begun meanwhile
+            if version == self.weights.version:  # otherwise an update has begun
                 return version
 
     async def _generated(self, request: GenerationRequest) -> Sequence[Completion]:
@@ -239,11 +239,11 @@ class ServerEngine:
         state: tuple[int, int] | None,
         clock: CompletionDeadline,
     ) -> Completion:
-        """The completion at ``place``; if an update, an interrupt or a server's end aborted it, with the rest of it.
+        """Returns the completion at ``place``, also completed if an update, an interrupt or a server's end aborted it.
 
-        One whose time is over has ended, unless it has no token yet: then it waited for a slot, and gets as long again.
-        ``state`` was when it was sent, None if it was begun before. Raises EngineError where servers went on aborting
-        it although there was neither update nor interrupt.
+        A completion with no time left ends, unless it has no token yet: it waited for a slot, and gets twice the time.
+        ``state`` is the state when it was sent, or None if it began before. Raises EngineError if servers keep aborting
+        it although there is neither an update nor an interrupt.
         """
         failures = list[AttemptError]()
         while (completion := fix_finish_reason(completion, request)).finish_reason == "abort":
@@ -265,11 +265,11 @@ class ServerEngine:
         return completion
 
     def _state(self, version: int) -> tuple[int, int]:
-        """What changes before a server may abort a request: the version served, and the number of interrupts."""
+        """Returns a state that changes before a server may abort a request: (served version, number of interrupts)."""
         return version, self.attempts.interrupts
 
     async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
-        """Token ids of a text by a replica's own tokenizer; None if it has none. Raises EngineError."""
+        """Returns token ids of a text by a replica's tokenizer, or None if it has no tokenizer. Raises EngineError."""
         server = self.servers[0]
         body = {"prompt": text, "add_special_tokens": add_special_tokens}
         try:
@@ -281,23 +281,23 @@ class ServerEngine:
         return tuple(answer["tokens"])
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
         await self.attempts.close()
         await asyncio.gather(*(replica.server.close() for replica in self.replicas.all))
 
 
 class _ConcurrencyLimit:
-    """Limits completions in flight to ``most``: requests wait in their order, each for places of all its own."""
+    """Limits completions in flight to ``most``. Requests wait in order, each for places of all its completions."""
 
     def __init__(self, most: int) -> None:
         self._most, self._free, self._first = most, asyncio.Semaphore(most), asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def places(self, completions: int) -> AsyncIterator[None]:
-        """Places for a request of so many; all that there are for one of more."""
+        """Context that holds a place for each of ``completions``, or all places if there are fewer."""
         taken = 0
         try:
-            async with self._first:  # two that had a part each would wait for each other
+            async with self._first:  # otherwise two requests with a part each would wait for each other
                 while taken < min(completions, self._most):
                     await self._free.acquire()
                     taken += 1
@@ -308,7 +308,7 @@ class _ConcurrencyLimit:
 
 
 async def _all_or_none(work: Iterable[Coroutine[None, None, Completion]]) -> list[Completion]:
-    """The results; an error of one ends the others, which would go on asking servers."""
+    """Returns the results. An error of one cancels the others, which would otherwise keep sending requests."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

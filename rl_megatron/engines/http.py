@@ -22,16 +22,16 @@ from rl_megatron.http.token_file import StatusAndBody, TokenFile
 T = TypeVar("T")
 
 _PASSING = (408, 429, 503)
-_SHOWN = 2000  # characters of an answer in an error
-_beside = ThreadPoolExecutor(1, thread_name_prefix="decoding")  # the event loop would have to wait for each of several
+_SHOWN = 2000  # characters of a response in an error
+_beside = ThreadPoolExecutor(1, thread_name_prefix="decoding")  # decodes large responses outside the event loop
 
 
 class AttemptFailed(TryAgain):
-    """There was no connection, no answer in time, or a server error."""
+    """There was no connection, no response in time, or a server error."""
 
 
 class ResponseTimeout(AttemptFailed):
-    """There was a connection, but no answer in time."""
+    """There was a connection, but no response in time."""
 
 
 class ServerUnreachable(AttemptFailed):
@@ -39,23 +39,23 @@ class ServerUnreachable(AttemptFailed):
 
 
 class ConnectionBroken(ServerUnreachable):
-    """The connection broke after the request was sent, perhaps because the server died of it."""
+    """The connection broke after the request was sent, perhaps because the request crashed the server."""
 
 
 class ServerBusy(AttemptFailed):
-    """The server takes no request at present."""
+    """The server accepts no request at present."""
 
 
 class TokenRefused(ServerBusy):
-    """The server does not take the token of a file, which may hold another one later."""
+    """The server does not accept the token of a file, which may hold another one later."""
 
 
 class ServerRefusal(EngineError):
-    """The server refuses this request for good."""
+    """The server refuses this request permanently."""
 
 
 class Unauthorized(EngineError):
-    """The server does not take a token that does not change."""
+    """The server does not accept a token that does not change."""
 
 
 class TooManyOpenFiles(EngineError):
@@ -65,24 +65,24 @@ class TooManyOpenFiles(EngineError):
 class Server:
     """One engine server at ``url``, without proxies.
 
-    Every request carries ``token``, or that of the file. An answer must arrive within ``timeout_seconds``, except for
-    requests that wait in the server's queue: their time does not show whether the server works. The tokens it makes do
-    (launcher/servers/supervisor.py).
+    Every request carries ``token``, or the file's token. A response must arrive within ``timeout_seconds``, except for
+    requests that wait in the server's queue: their time does not show whether the server works. The tokens that it
+    generates do (launcher/servers/supervisor.py).
     """
 
     def __init__(
         self, url: str, *, token: str | TokenFile | None, timeout_seconds: float, answers: Path | None = None
     ) -> None:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
-        self.answers = answers  # a folder that its nodes see as this one does; None: that of the weights is one
-        self.in_flight = 0  # completions that are asked for
-        self.paused = False  # whether its sampling is paused
-        self.released = False  # whether its memory is released: of weights and cache, or of its cache alone
-        self.priorities = False  # whether it takes requests by their priority
-        self.features: Mapping[str, object] = {}  # by name, what the server can do of each
-        self.salt: str | None = None  # names the weights in each request, where prefixes of others stay in the cache
-        self.reclaimed = False  # whether that of weights is allocated again, and the cache's is not yet
-        self.checked = asyncio.Lock()  # held while its health is asked for, and while its memory is released
+        self.answers = answers  # folder that its nodes share with this one; None: the folder of the weights
+        self.in_flight = 0  # requested completions
+        self.paused = False  # its sampling is paused
+        self.released = False  # the memory of weights and cache, or of its cache alone, is released
+        self.priorities = False  # it orders requests by their priority
+        self.features: Mapping[str, object] = {}  # its settings of each feature, by name
+        self.salt: str | None = None  # names the weights in each request, if prefixes of others stay in the cache
+        self.reclaimed = False  # the weights' memory is allocated again, and the cache's is not yet
+        self.checked = asyncio.Lock()  # held during a health check, and while its memory is released
         limits = httpx2.Limits(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
         )
@@ -90,7 +90,7 @@ class Server:
 
     @contextlib.contextmanager
     def busy(self, completions: int = 1) -> Iterator[None]:
-        """Counts a request for tokens as in flight: each of its completions."""
+        """Counts a request's completions as in flight."""
         self.in_flight += completions
         try:
             yield
@@ -98,16 +98,16 @@ class Server:
             self.in_flight -= completions
 
     async def post(self, path: str, body: object = None, *, params: Mapping[str, str] | None = None) -> Any:
-        """The answer's JSON, None if it is empty. Raises as ``get`` does."""
+        """Posts a request. Returns the response's JSON, or None if it is empty. Raises like ``get``."""
         return self._json(path, await self._ask("POST", path, body, params, self._limit))
 
     async def told(self, path: str, body: object) -> None:
-        """Post what has an answer in words, which nobody reads. Raises as ``get`` does."""
+        """Posts a request and ignores the text of the response. Raises like ``get``."""
         await self._ask("POST", path, body, None, self._limit)
 
     async def sampled(self, path: str, body: object, read: Callable[[bytes], T], *, beside: bool = False) -> T:
-        """The server's samples or scores for ``body``, by ``read``, ``beside`` the event loop where it takes long;
-        without a time limit. Raises as ``get`` does, and AttemptFailed where ``read`` raises ValueError."""
+        """Returns samples or scores for ``body``, decoded by ``read``, without a time limit. Slow decoding runs in a
+        thread (``beside``). Raises like ``get``, and AttemptFailed if ``read`` raises ValueError."""
         answer = await self._ask("POST", path, body, None, None)
         try:
             return await decode_in_thread(read, answer) if beside else read(answer)
@@ -115,8 +115,8 @@ class Server:
             raise AttemptFailed(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 
     async def reported(self, path: str, body: object, read: Callable[[bytes], T]) -> T:
-        """What ranks report, by ``read`` beside the event loop: of a large model it takes long. Raises as ``get`` does,
-        and EngineError where ``read`` raises ValueError."""
+        """Returns the ranks' reports, decoded by ``read`` in a thread: a large model's take long. Raises like ``get``,
+        and EngineError if ``read`` raises ValueError."""
         answer = await self._ask("POST", path, body, None, self._limit)
         try:
             return await decode_in_thread(read, answer)
@@ -124,12 +124,12 @@ class Server:
             raise EngineError(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 
     async def get(self, path: str) -> Any:
-        """The answer's JSON. Raises AttemptFailed, or EngineError with the answer if the server refuses for good."""
+        """Returns the response's JSON. Raises AttemptFailed, or EngineError for a refusal, with the response."""
         return self._json(path, await self.text(path))
 
     async def text(self, path: str) -> str:
-        """The answer as text. Raises as ``get`` does. Asks again where the connection breaks: the server may have
-        closed it as idle just then, while one that died refuses the next (RFC 9110, 9.2.2)."""
+        """Returns the response as text. Raises like ``get``. Retries once if the connection breaks: the server may have
+        just closed it as idle, while a dead server refuses the next one (RFC 9110, 9.2.2)."""
         try:
             answer = await self._ask("GET", path, None, None, self._limit)
         except ConnectionBroken:
@@ -140,7 +140,7 @@ class Server:
         self, method: str, path: str, body: object, params: Mapping[str, str] | None, limit: float | None
     ) -> bytes:
         what = f"{self.url}{path}"
-        content = None if body is None else msgspec.json.encode(body)  # the tokens of long prompts: json takes 15 times
+        content = None if body is None else msgspec.json.encode(body)  # long prompts' tokens take json 15 times as long
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             async with asyncio.timeout(limit):
@@ -166,7 +166,7 @@ class Server:
         return answer
 
     async def _answered(self, method: str, path: str, headers: Mapping[str, str], **options: Any) -> StatusAndBody:
-        """Status and body. Raises TryAgain where a file holds no token, and httpx's errors."""
+        """Returns status and body. Raises TryAgain if a file holds no token, and httpx's errors."""
 
         async def ask(token: str) -> StatusAndBody:
             given = {**headers, **authorization(token)} if token else headers
@@ -182,7 +182,7 @@ class Server:
             raise EngineError(f"{self.url}{path}: the answer is not JSON: {text[:80]!r}") from error
 
     async def status(self, path: str, *, seconds: float) -> int | None:
-        """The status of an answer to GET; None if none arrived within ``seconds``. Raises TooManyOpenFiles."""
+        """Returns the status of a GET, or None without a response within ``seconds``. Raises TooManyOpenFiles."""
         try:
             async with asyncio.timeout(seconds):
                 return (await self._answered("GET", path, {}))[0]
@@ -194,16 +194,16 @@ class Server:
             return None
 
     async def health(self, *, seconds: float) -> int | None:
-        """The status of /health, as `status` says; 200 without asking while memory is released.
+        """Returns the status of /health like `status`, or 200 without a request while memory is released.
 
-        SGLang samples a token for the answer. Its scheduler ends if it has one to sample where memory is to be
-        released, and has no weights to sample one with afterwards. So this first waits for a release under way.
+        SGLang samples a token for its response. Its scheduler ends if it must sample one while it releases memory, and
+        afterwards it has no weights to sample with. So this first waits for a pending release.
         """
         async with self.checked:
             return 200 if self.released else await self.status("/health", seconds=seconds)
 
     async def open_to_strangers(self) -> bool:
-        """Whether it answers requests without a token. Raises AttemptFailed."""
+        """True if the server accepts requests without a token. Raises AttemptFailed."""
         async with new_client(base_url=self.url) as stranger:
             try:
                 return (await stranger.get("/openapi.json", timeout=self._limit)).status_code not in (401, 403)
@@ -211,17 +211,17 @@ class Server:
                 raise _unreachable(self.url, error) from error
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Closes its connections."""
         await self._client.aclose()
 
 
 async def decode_in_thread(read: Callable[[bytes], T], text: bytes) -> T:
-    """The large answer ``text`` by ``read``, in a thread that decodes one at a time."""
+    """Decodes the large response ``text`` with ``read``, in a thread that decodes one at a time."""
     return await asyncio.get_running_loop().run_in_executor(_beside, read, text)
 
 
 def open_files_error(what: str, error: OSError) -> TooManyOpenFiles | None:
-    """The error of a process that may open no more files, if the system said that."""
+    """Returns the error of a process that can open no more files, or None for another ``error``."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
     return TooManyOpenFiles(
@@ -231,7 +231,7 @@ def open_files_error(what: str, error: OSError) -> TooManyOpenFiles | None:
 
 
 def _unreachable(what: str, error: httpx2.TransportError) -> ServerUnreachable | TooManyOpenFiles:
-    """The error of a request without a connection, by what the system said: httpx keeps it as a cause alone."""
+    """Returns the error of a failed connection, by the system's error, which httpx keeps only as a cause."""
     causes: list[BaseException] = [error]
     for one in causes:
         if isinstance(one, OSError) and (none_left := open_files_error(what, one)):

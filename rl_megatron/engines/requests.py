@@ -1,12 +1,12 @@
 """Sends a request to one replica, and retries it on others until it is answered.
 
-It chooses a replica that has the request's prefix in its cache, unless another is less busy, and says when running
-completions should move. It counts the slots of servers.
+It chooses a replica that has the request's prefix in its cache, unless another is less busy. It decides when running
+completions should move, and counts the slots of servers.
 
-A prompt under which three servers were lost is dropped. A server is lost if it dies, if its connection breaks, or if it
-answers a request with an error. That may fail all requests in flight there, so a prompt under which two were lost is a
-*suspect*: a server has one suspect at a time, with all of its requests. The third loss drops the prompt, and counts for
-no other prompt that was in flight beside it.
+A prompt that was in flight on three servers as they were lost is dropped. A server is lost if it dies, if its
+connection breaks, or if it answers a request with an error. That may fail all requests in flight there. So a prompt
+with two losses is a *suspect*: a server has one suspect at a time, with all of its requests. The third loss drops the
+prompt, and does not count for other prompts that were in flight at the same time.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ logger = logging.getLogger(__name__)
 _LOSSES = 3
 
 ServerLoss = tuple[Server, int]
-"""A server, and how many losses of it came before."""
+"""A server, and the number of its earlier losses."""
 
 
 def is_loss(error: Exception) -> bool:
-    """True if the request may be why it failed: it was at a server that takes requests."""
+    """True if the request may have caused the error: it was at a server that accepts requests."""
     if not isinstance(error, AttemptFailed) or isinstance(error, ServerBusy):
         return False
     return isinstance(error, ConnectionBroken) or not isinstance(error, ServerUnreachable)
 
 
 class Suspects:
-    """Counts lost servers by prompt. ``changed`` is called when a request may go where it could not."""
+    """Counts lost servers by prompt. ``changed`` is called when a request may go to a server that it could not use."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
         self._requests = Counter[str]()  # unanswered ones, by prompt
-        self._under: dict[str, set[ServerLoss]] = {}  # the losses of servers while a prompt was sampled, by prompt
+        self._under: dict[str, set[ServerLoss]] = {}  # prompt -> server losses while it was sampled
         self._counts = Counter[Server]()  # losses
-        self._here: dict[Server, list[str]] = {}  # the suspect at a server, once for each of its requests
+        self._here: dict[Server, list[str]] = {}  # server -> its suspect, once for each request
         self.explained = set[ServerLoss]()
-        """The losses under prompts that were dropped."""
+        """Losses that are attributed to dropped prompts."""
 
     @contextlib.contextmanager
     def following(self, request: GenerationRequest) -> Iterator[None]:
@@ -121,15 +121,15 @@ class Suspects:
 
 
 def _prompt_of(request: GenerationRequest) -> str:
-    """The name that all requests of one prompt share."""
+    """Returns the name that all requests of one prompt share."""
     return request.group or request.id
 
 
 class SlotUse:
-    """Seconds in which slots were used, since the row before; ``slots`` are those of each server.
+    """The seconds in which slots were used since the previous row. ``slots`` is the number for each server.
 
-    A server's completions beyond its slots wait in it. The servers counted on are those that answered at the row
-    before.
+    A server's completions beyond its slots wait in it. The servers that count are those that answered at the previous
+    row.
     """
 
     def __init__(self, slots: int) -> None:
@@ -137,11 +137,11 @@ class SlotUse:
         self._running = Counter[Server]()
         self._used = 0  # completions that have a slot
         self._since: float | None = None
-        self._whole = self._seconds = 0.0  # seconds of the clock, and of all used slots
+        self._whole = self._seconds = 0.0  # seconds: elapsed, and summed over used slots
 
     @contextlib.contextmanager
     def busy(self, server: Server, completions: int) -> Iterator[None]:
-        """Count these as in flight at ``server``."""
+        """Counts ``completions`` as in flight at ``server``."""
         self._change(server, completions)
         try:
             yield
@@ -149,7 +149,7 @@ class SlotUse:
             self._change(server, -completions)
 
     def row(self, servers: int) -> dict[str, float]:
-        """Metrics since the row before; none in the first. ``servers`` answer now."""
+        """Returns metrics since the previous row; the first row is empty. ``servers`` is how many answer now."""
         self._advance()
         row = {}
         if self._servers and self._whole:
@@ -162,7 +162,7 @@ class SlotUse:
         before = self._running[server]
         self._running[server] = before + by
         if not before + by:
-            del self._running[server]  # of servers that died, too
+            del self._running[server]  # dead servers too
         self._used += min(self._slots, before + by) - min(self._slots, before)
 
     def _advance(self) -> None:
@@ -173,8 +173,8 @@ class SlotUse:
         self._seconds += seconds * self._used
 
 
-_LEAD = 2  # completions that a replica may run beyond the least busy one, at least
-_SHARE = 16  # and this part of what that one runs
+_LEAD = 2  # completions that a replica may always run beyond the least busy one
+_SHARE = 16  # 1 / the fraction of the least busy one's load that it may run beyond that one
 _MOST_LEAD, _MOST_SHARE = 2, 4  # the same, before completions move
 _REMEMBERED = 16384  # prompts and requests
 
@@ -182,17 +182,17 @@ _REMEMBERED = 16384  # prompts and requests
 class ReplicaChooser:
     """Remembers where prompts were sent last.
 
-    A request goes where its own tokens are cached (it was interrupted), else where its prompt is (requests of one
-    ``group``), unless that replica runs 2 completions, or a 16th, more than the least busy one; else to the least busy.
-    With 4 replicas of 128 slots and 16 completions of a prompt, a prompt is so computed by 2.0 replicas, and by 4.0 if
-    each goes to the least busy one.
+    A request goes where its own tokens are cached (it was interrupted), or where its prompt is (requests of one
+    ``group``). If that replica runs 2 completions, or a 16th, more than the least busy one, it goes to the least busy.
+    With 4 replicas of 128 slots and 16 completions of a prompt, 2.0 replicas compute each prompt. If each request goes
+    to the least busy replica, 4.0 do.
     """
 
     def __init__(self) -> None:
-        self._servers: dict[str, list[Server]] = {}  # that have had a request or group, oldest use first
+        self._servers: dict[str, list[Server]] = {}  # request or group -> servers that had it, oldest first
 
     def choose(self, request: GenerationRequest, healthy: Sequence[Replica], failed: Replica | None) -> Replica:
-        """One of ``healthy``; not ``failed`` if there is another."""
+        """Chooses one of ``healthy``. It is ``failed`` only if there is no other."""
         chosen = least = min(healthy, key=lambda replica: (replica is failed, replica.server.in_flight))
         keys = [request.id, *([request.group] if request.group is not None else [])]
         for key in keys:
@@ -213,11 +213,11 @@ class ReplicaChooser:
 
 
 def surplus(running: Sequence[int]) -> list[int]:
-    """How many of the completions that each server is ``running`` should move to the least busy ones.
+    """Returns how many of the completions ``running`` on each server should move to the least busy ones.
 
-    As many as are needed for none to run more than 2, or a quarter, beyond the least busy one. A server's token takes
-    longer the more rows it has, because it reads more experts and more of the cache; so uneven servers make long
-    completions wait for rows that an idler one would take. To gather what is left on few servers would slow it down
+    After the moves, none runs more than 2, or a quarter, beyond the least busy one. A token takes longer on a server
+    with more rows, because the server reads more experts and more of the cache. So uneven load makes long completions
+    wait for rows that an idler server could take. Gathering the last completions on few servers would slow them down
     (`python -m bench.moved`).
     """
     have = list(running)
@@ -230,24 +230,24 @@ def surplus(running: Sequence[int]) -> list[int]:
     return moved
 
 
-_RETRIES = 3  # tries more of a request, on another replica if there is one
+_RETRIES = 3  # further attempts of a request, on another replica if there is one
 _WAIT = 0.5  # seconds before the first retry; the wait doubles each time
 _CLOSE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
-_MOVE_SECONDS = 5.0  # after a request ended, until others may move: some seconds' tokens are the price of a move
-_PASSES = 8  # turns of the event loop in which a request is sent, when no other is
+_MOVE_SECONDS = 5.0  # seconds from a request's end to moves of others: a move costs the tokens of some seconds
+_PASSES = 8  # passes of the event loop that are reserved for sending one request
 
 
 @dataclass(slots=True)
 class CompletionDeadline:
-    """The time that a completion, or the completions of one request, may run; ``limit`` None: without end.
+    """The time that a completion, or the completions of one request, may run. ``limit`` None: no limit.
 
-    It stands still between two attempts, and an attempt that failed takes no time: its tokens are lost.
+    The clock stops between two attempts. A failed attempt takes no time, because its tokens are lost.
     """
 
     limit: float | None = None
     spent: float = 0.0
-    over: bool = False  # whether the last attempt ran until its time was over
+    over: bool = False  # the last attempt ran until its time was over
     _began: float = 0.0
 
     @property
@@ -257,15 +257,15 @@ class CompletionDeadline:
         return max(0.0, self.limit - self.spent)
 
     def start(self) -> None:
-        """Begin to count an attempt's seconds."""
+        """Starts counting an attempt's seconds."""
         self.over, self._began = False, asyncio.get_running_loop().time()
 
     def stop(self) -> None:
-        """Add the seconds of the attempt, which has ended."""
+        """Adds the seconds of the attempt that has ended."""
         self.spent += asyncio.get_running_loop().time() - self._began
 
     def extend(self) -> None:
-        """Begin again with twice the time, if it is over."""
+        """Restarts the clock with twice the time, if the time is over."""
         if self.over and self.limit is not None:
             self.limit, self.spent = 2 * self.limit, 0.0
 
@@ -290,28 +290,28 @@ class AttemptError:
 
 
 class RequestRetrier:
-    """Retries failed requests a few times; a request whose replica died goes to another, or waits for one."""
+    """Retries failed requests a few times. If a replica dies, its requests go to another, or wait for one."""
 
     def __init__(self, adapter: Adapter, replicas: ReplicaSet, *, vocab_size: int, slots: int | None = None) -> None:
         self._adapter, self._replicas = adapter, replicas
         self._vocab_size = vocab_size
         self._places = ReplicaChooser()
-        self._lanes: dict[int, FreeLanes] = {}  # the timeline's, by replica
+        self._lanes: dict[int, FreeLanes] = {}  # replica number -> its lanes in the timeline
         self._running: dict[_Attempt, None] = {}  # attempts in the order sent
-        self._cancelled: dict[Server, dict[str, GenerationRequest]] = {}  # requests to abort there, by name
+        self._cancelled: dict[Server, dict[str, GenerationRequest]] = {}  # requests to abort: server -> name -> request
         self._aborts: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._levelling: asyncio.Task[None] | None = None
         self.slot_use = None if slots is None else SlotUse(slots)
         self.suspects = Suspects(replicas.wake)
         self.so_far: dict[str, Completion | None] = {}
-        """What requests have sampled, as far as servers have told; of those whose ids are keys."""
+        """Request id -> tokens that servers have reported so far. Its keys name the requests to follow."""
         self.aborted: dict[str, AttemptError] = {}
-        """Who answered a request with an aborted completion last."""
+        """Request id -> the replica that last returned an aborted completion of it."""
         self.interrupts = 0
-        """How often running requests were interrupted or moved."""
+        """The number of times that running requests were interrupted or moved."""
         self.names: Callable[[Completion | None], NamedVersion] | None = None
-        """The version that samples a request, from its completion so far; None: servers hold one alone."""
+        """Returns the version that samples a request, from its partial completion. None: servers hold one version."""
 
     async def sampled(
         self,
@@ -322,12 +322,12 @@ class RequestRetrier:
         clock: CompletionDeadline | None = None,
         failed: Replica | None = None,
     ) -> list[Completion]:
-        """Completions by a replica that `ReplicaChooser` chooses, or by ``only``. Raises EngineError; PoisonPrompt,
-        where there is no ``only``, by the rules above.
+        """Returns completions from a replica that `ReplicaChooser` chooses, or from ``only``. Raises EngineError;
+        without ``only`` also PoisonPrompt, by the rules of the module.
 
-        Neither deaths of replicas count as attempts nor what failed beside a prompt that is dropped.
-        What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what
-        runs longer than ``clock`` allows. A replica that ``failed`` is asked only if there is no other.
+        Deaths of replicas do not count as attempts, nor do failures that a dropped prompt explains. The result includes
+        the tokens ``begun`` of the completion at ``place`` in its group. Servers abort requests that run longer than
+        ``clock`` allows. A replica that ``failed`` gets the request only if there is no other.
         """
         clock = clock or CompletionDeadline()
         failures = list[AttemptError]()
@@ -363,17 +363,17 @@ class RequestRetrier:
                 raise EngineError(f"request {request.id!r}: {error}") from error
 
     async def turn(self) -> None:
-        """Let requests and their aborts be sent one after another. A push, a checkpoint and a server's end have many:
-        their sending at once would take the event loop from all that the learner waits for."""
+        """Serializes requests and aborts. A push, a checkpoint and a server's end have many: sent together, they would
+        keep the event loop from all that the learner waits for."""
         async with self._turn:
             for _ in range(_PASSES):
                 await asyncio.sleep(0)
 
     async def after_abort(self, request: GenerationRequest, problem: str, failures: list[AttemptError]) -> Replica:
-        """The replica that has ended a completion of ``request`` unasked, as servers do that get SIGTERM.
+        """Returns the replica that aborted a completion of ``request`` by itself, like a server that gets SIGTERM.
 
-        Waits, as before each retry: ``failures`` are those of this completion before, to which it is added. Raises
-        EngineError where they are too many.
+        Waits as before each retry. ``failures`` are the earlier ones of this completion, and the abort is added to
+        them. Raises EngineError if they are too many.
         """
         failure = self.aborted[request.id]
         failures.append(failure)
@@ -381,7 +381,7 @@ class RequestRetrier:
         return failure.replica
 
     async def _wait(self, request: GenerationRequest, error: Exception, failures: Sequence[AttemptError]) -> None:
-        """Suspect the last replica of ``failures``, and wait before the retry. Raises EngineError if it is the last."""
+        """Suspects the last replica of ``failures`` and waits to retry. Raises EngineError after the last attempt."""
         replica = failures[-1].replica
         replica.suspect(error)
         foreign = isinstance(error, UnknownWeights) and not replica.supervised
@@ -398,7 +398,7 @@ class RequestRetrier:
         return self._unexplained(failures) > _RETRIES
 
     def _unexplained(self, failures: Sequence[AttemptError]) -> int:
-        """How many are neither of a server that died since nor beside a prompt that was dropped."""
+        """Counts failures that neither a server's later death nor a dropped prompt explains."""
         explained = self.suspects.explained
         return sum(one.server not in one.replica.ended and one.loss not in explained for one in failures)
 
@@ -413,14 +413,14 @@ class RequestRetrier:
         return self._places.choose(request, await self._replicas.some(places), failed)
 
     def _count_loss(self, request: GenerationRequest, loss: ServerLoss | None, error: Exception) -> None:
-        """Raises PoisonPrompt if the prompt is to be dropped. It must be called before any other request is sent."""
+        """Counts a loss. Raises PoisonPrompt to drop the prompt. Must be called before another request is sent."""
         if loss is not None and is_loss(error) and (lost := self.suspects.lost(request, loss)):
             raise PoisonPrompt(f"request {request.id!r}: servers were lost under it: {lost}; {error}") from error
 
     def _another(
         self, request: GenerationRequest, replica: Replica, error: ServerRefusal, refusals: dict[int, ServerRefusal]
     ) -> bool:
-        """Whether another replica may take a request that this one refuses. Raises PoisonPrompt if two refuse it."""
+        """True if another replica may take a request that this one refuses. Raises PoisonPrompt if two refuse it."""
         if refusals and replica.number not in refusals:
             (other,) = refusals.values()
             raise PoisonPrompt(f"request {request.id!r} is refused by two servers: {other}; {error}") from error
@@ -433,7 +433,7 @@ class RequestRetrier:
     async def _attempt(
         self, replica: Replica, asked: GenerationRequest, begun: Completion | None, clock: CompletionDeadline
     ) -> list[Completion]:
-        """What ``replica`` answers, behind what was ``begun``."""
+        """Returns the completions from ``replica``, each joined to the tokens ``begun`` before."""
         server = replica.server
         if self.names is not None and asked.named is None:  # a probe names its own
             asked = replace(asked, named=self.names(begun))
@@ -477,7 +477,7 @@ class RequestRetrier:
             yield
 
     def sampling_with(self, version: NamedVersion) -> bool:
-        """Whether a request that runs names ``version``."""
+        """True if a running request names ``version``."""
         return any(attempt.request.named == version for attempt in self._running)
 
     async def _abort(self, server: Server, requests: Mapping[str, GenerationRequest]) -> None:
@@ -486,20 +486,20 @@ class RequestRetrier:
             await self._adapter.abort_all(server, requests, self.turn)
 
     async def _abort_cancelled(self, server: Server) -> None:
-        """Have the server abort what is cancelled; it may otherwise notice closed connections only seconds later."""
-        await self.turn()  # the end of a run cancels all at once
+        """Aborts canceled requests at the server, which may otherwise notice closed connections seconds later."""
+        await self.turn()  # the end of a run cancels all requests together
         await self._abort(server, self._cancelled.pop(server))
 
     async def interrupt(self) -> None:
-        """Abort the requests in `so_far` that run now. Returns when each is over, and all its tokens are there."""
+        """Aborts the running requests in `so_far`. Returns when each is over, and all its tokens are there."""
         self.interrupts += 1
         await self._end([attempt for attempt in self._running if attempt.request.id in self.so_far])
 
     async def _level(self) -> None:
-        """Some seconds later, abort what should move: it goes on at a less busy replica, from its tokens.
+        """Waits some seconds, then aborts requests that should move. A less busy replica continues from their tokens.
 
-        Only requests of one completion of a ``group`` move, those sent last first: for them the least is computed
-        again. None moves while a push has servers paused.
+        Only requests of one completion of a ``group`` move, the last sent first: they need the least recomputation.
+        None moves while a push has servers paused.
         """
         await asyncio.sleep(_MOVE_SECONDS)
         healthy = self._replicas.healthy()
@@ -516,7 +516,7 @@ class RequestRetrier:
             await self._end(moved)
 
     async def _end_in_time(self, attempt: _Attempt, clock: CompletionDeadline) -> None:
-        """Abort what still runs when its time is over."""
+        """Aborts the attempt if it still runs when its time is over."""
         try:
             async with asyncio.timeout(clock.left):
                 await attempt.over.wait()
@@ -525,7 +525,7 @@ class RequestRetrier:
             await self._end([attempt])
 
     async def _end(self, running: Sequence[_Attempt]) -> None:
-        """Abort requests until each is over."""
+        """Aborts requests until each is over."""
         while running := [attempt for attempt in running if not attempt.over.is_set()]:
             by_server: dict[Server, dict[str, GenerationRequest]] = {}
             for attempt in running:
@@ -539,13 +539,13 @@ class RequestRetrier:
                     one.cancel()
 
     def _apart(self, work: Coroutine[None, None, None], server: Server) -> None:
-        """Have ``work`` with ``server`` done beside; `close` waits for it."""
+        """Runs ``work`` with ``server`` in the background. `close` waits for it."""
         task = asyncio.create_task(work, name=server.url)
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
     async def close(self) -> None:
-        """Wait until servers have got all aborts, for a short time: theirs may be as long as a request's."""
+        """Waits until servers have got all aborts, at most 10 s: their own limit may be as long as a request's."""
         if self._levelling is not None:
             self._levelling.cancel()
         if not self._aborts:

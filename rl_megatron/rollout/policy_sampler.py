@@ -1,6 +1,6 @@
-"""What evaluations ask of a source of groups: held-out problems, sampled as a set says.
+"""The interface of a source of groups for evaluations: it samples held-out problems by a set's parameters.
 
-An engine for what is sampled beside training, which goes first.
+Also an engine that samples in the background of training, which has priority.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tell = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """``samples`` of each of a set's prompts. ``purpose`` names the set; seeds depend on it."""
+    """A request for ``samples`` of each of a set's prompts. ``purpose`` names the set. Seeds depend on it."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -37,13 +37,13 @@ class EvalRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySampler(GroupSource):
-    """A GroupSource that samples held-out problems too. Seeds are functions of ``seed``."""
+    """A GroupSource that also samples held-out problems. Seeds are functions of ``seed``."""
 
     engine: RolloutEngine
     rollout: RolloutSection
     stop_token_ids: tuple[int, ...]
     seed: int
-    poison: dict[str, str] = field(default_factory=dict)  # the problem of each held-out prompt that was, by set and id
+    poison: dict[str, str] = field(default_factory=dict)  # "<set>: <prompt id>" -> problem of a poison held-out prompt
 
     def params(
         self,
@@ -70,29 +70,29 @@ class PolicySampler(GroupSource):
         )
 
     def over(self, engine: RolloutEngine) -> Self:
-        """It, with all that it samples from ``engine``."""
+        """Returns a copy that samples from ``engine``."""
         return replace(self, engine=engine)
 
     @abstractmethod
     async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples not to train on: log-probs may be of another distribution.
 
-        What is poison is not asked again. Raises EngineError if more than 1 % of the prompts, and more than one, are,
-        and what `groups` raises.
+        Poison prompts are not requested again. Raises the errors of `groups`, and EngineError if more than 1 % of the
+        prompts, and more than one, are poison.
         """
 
     async def closed(self) -> None:
-        """Wait for what it still releases of samples that failed. Runs and evaluations call it at their end."""
+        """Waits until resources of failed samples are released. Runs and evaluations call it at their end."""
 
     def askable(self, asked: EvalRequest) -> list[int]:
-        """The places of the prompts that are not known as poison."""
+        """Returns the places of the prompts that are not known as poison."""
         known = self.poison
         return [i for i, prompt in enumerate(asked.prompts) if f"{asked.purpose}: {prompt.id}" not in known]
 
     def among_poison(
         self, asked: EvalRequest, places: Sequence[int], answered: Sequence[GroupResult]
     ) -> list[GroupResult]:
-        """The answers of the prompts at ``places``, and for the others that they are poison. Raises EngineError."""
+        """Returns the results of the prompts at ``places``, and poison for the others. Raises EngineError."""
         prompts, purpose = asked.prompts, asked.purpose
         found = dict(zip(places, answered, strict=True))
         for place, one in found.items():
@@ -108,28 +108,28 @@ class PolicySampler(GroupSource):
 
 
 LOWEST_PRIORITY: Final = 1 << 30
-"""A ``birth`` after those of all versions that a run can have."""
+"""A ``birth`` after all versions that a run can have."""
 
 
 class LowPriorityEngine(RolloutEngine):
-    """Sends requests on as the youngest, which engines with priorities take last, and at most ``most`` of them at once;
-    the others wait here, where they take no slot of a server. None: all."""
+    """Forwards requests as the youngest, which engines with priorities sample last. At most ``most`` are in flight
+    together (None: no limit). The others wait here, where they take no slot of a server."""
 
     def __init__(self, engine: RolloutEngine, most: int | None) -> None:
         self._engine, self._free = engine, nullcontext() if most is None else asyncio.Semaphore(most)
 
     @override
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """Generates by the engine, once fewer requests are pending."""
+        """Generates with the engine, once fewer requests are in flight."""
         async with self._free:
             return await self._engine.generate(replace(request, birth=LOWEST_PRIORITY))
 
     @override
     def so_far(self, request_id: str) -> Completion | None:
-        """As the engine."""
+        """Returns the engine's partial completion."""
         return self._engine.so_far(request_id)
 
     @override
     async def interrupt(self) -> None:
-        """As the engine."""
+        """Interrupts the engine."""
         await self._engine.interrupt()

@@ -1,7 +1,7 @@
 """Turns prompts into RolloutGroups: requests completions, decodes and scores them, and handles failed rewards.
 
-Runs in the controller process. Prompts of a mixture are sampled as their source says: in an environment of its own, or
-as the run does. The time of each request is kept in the timeline.
+Runs in the controller process. A mixture's prompts are sampled as their source says: in the source's own environment,
+or like the run's. The timeline has the time of each request.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _IN_FLIGHT = FreeLanes("sampling", "request")
 async def traced_generate(
     engine: RolloutEngine, request: GenerationRequest, decode: Callable[[Sequence[int]], str]
 ) -> tuple[Completion, ...]:
-    """Returns completions by ``engine``, each cut at its first stop text, as engines do except where they continue a
-    completion. Raises the engine's errors."""
+    """Returns completions by ``engine``, each cut at its first stop text. Engines cut them too, except when they
+    continue a completion. Raises the engine's errors."""
     with _IN_FLIGHT.during("generate", request=request.id) as span:
         completions = tuple(await engine.generate(request))
         span.say(**_said(completions))
@@ -77,7 +77,7 @@ def _cut(completion: Completion, stop: Sequence[str], decode: Callable[[Sequence
 
 
 def _said(completions: Sequence[Completion]) -> dict[str, int]:
-    """What the timeline says of them: tokens, and the first and the last version that sampled some."""
+    """Returns values for the timeline: the number of tokens, and the oldest and newest version that sampled them."""
     versions = [span.version for one in completions for span in one.spans]
     tokens = sum(len(one.token_ids) for one in completions)
     return {"tokens": tokens} | ({"oldest": min(versions), "newest": max(versions)} if versions else {})
@@ -88,23 +88,23 @@ _SCORING = FreeLanes("sampling", "reward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSampler(PolicySampler):
-    """A source over an engine. Seeds are functions of the run's seed and of what `Draw` names, so that a group
+    """A source of groups over an engine. Seeds are functions of the run's seed and the name of `Draw`, so that a group
     repeats exactly."""
 
     reward_function: RewardFunction
     decode: Callable[[Sequence[int]], str]
     reward: RewardSection
-    own_rewards: Mapping[str, RewardSection] = field(default_factory=dict)  # in place of ``reward``, by source
-    greedy_baseline: bool = False  # whether each group also gets a greedy completion
-    columns: tuple[str, ...] = ()  # those to request with completions that are trained on
-    hooks: tuple[SamplerHooks, ...] = ()  # the sides of features
-    demonstrate: Callable[[Prompt], Completion] | None = None  # gives each group's demonstration, which is not sampled
-    apart: bool = False  # whether each completion of a group is requested by itself, even where none was begun
-    sampled: dict[str, Completion] = field(default_factory=dict)  # unscored groups' completions, by their requests
+    own_rewards: Mapping[str, RewardSection] = field(default_factory=dict)  # source -> its section, if not ``reward``
+    greedy_baseline: bool = False  # each group also gets a greedy completion
+    columns: tuple[str, ...] = ()  # columns to request with completions that are trained on
+    hooks: tuple[SamplerHooks, ...] = ()  # the hooks of features
+    demonstrate: Callable[[Prompt], Completion] | None = None  # returns a group's demonstration, which is not sampled
+    apart: bool = False  # send every completion of a group as its own request
+    sampled: dict[str, Completion] = field(default_factory=dict)  # request id -> completion of an unscored group
 
     @override
     async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
-        """``group_size`` completions of each prompt, scored, and after them the greedy ones, and demonstrations.
+        """Samples and scores ``group_size`` completions of each prompt, then greedy ones, then demonstrations.
 
         Raises RewardError that names the prompt if a reward fails and ``reward.on_error`` is ``fail``.
         """
@@ -129,7 +129,7 @@ class RolloutSampler(PolicySampler):
     async def _with_demonstration(
         self, sampled: GroupResult, demonstrate: Callable[[Prompt], Completion]
     ) -> GroupResult:
-        """The sampled group with the demonstration, scored; without a group if the latter was dropped."""
+        """Returns the sampled group with the scored demonstration, or without a group if the latter was dropped."""
         if sampled.group is None:
             return sampled
         prompt = sampled.group.prompt
@@ -140,19 +140,19 @@ class RolloutSampler(PolicySampler):
         return replace(sampled, group=replace(sampled.group, demonstration=shown.group), demonstrated=shown.scored)
 
     async def _in_steps(self, answered: GroupResult, group: RolloutGroup) -> GroupResult:
-        """The answer with the turns that the reward told apart."""
+        """Returns the result with the turns that the reward distinguished."""
         if not any(one.steps for one in answered.scored):
             return answered
         return replace(answered, group=await asyncio.to_thread(split_into_steps, group, answered.scored, self.decode))
 
     @override
     async def interrupt(self) -> None:
-        """Have the engine tell what its running requests have sampled."""
+        """Makes the engine report the tokens that its running requests have sampled."""
         await self.engine.interrupt()
 
     @override
     def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
-        """What is known of each completion; empty if nothing is, as where a group is one request."""
+        """Returns the partial completions, or an empty tuple, for example if a group is one request."""
         names = [_part(f"{drawn.name()}: {drawn.prompt.id}", i) for i in range(self.rollout.group_size)]
         before = drawn.begun or (None,) * len(names)
         known = [
@@ -162,7 +162,7 @@ class RolloutSampler(PolicySampler):
 
     @override
     async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
-        """Samples as `PolicySampler.held_out`, and scores the completions."""
+        """Samples like `PolicySampler.held_out`, and scores the completions."""
         places, names = self.askable(asked), list(_distinct_purposes(asked.purpose, asked.prompts))
         named = [(asked.prompts[place], names[place]) for place in places]
         answered = await self._run(
@@ -183,8 +183,8 @@ class RolloutSampler(PolicySampler):
         max_seconds: float | None = None,
         tell: Tell | None = None,
     ) -> list[GroupResult]:
-        """A group of each prompt, whose request has the name beside it; ``begun``: by the requests' ids, if they may be
-        apart."""
+        """Returns a group of each prompt. ``named`` has the prompt and its request's name. ``begun``: request id ->
+        partial completions, if separate requests are allowed."""
         async with task_group() as tasks:
             running = []
             for prompt, name in named:
@@ -254,7 +254,7 @@ class RolloutSampler(PolicySampler):
     async def _scored(
         self, prompt: Prompt, completions: tuple[Completion, ...], request: GenerationRequest | None
     ) -> GroupResult:
-        """``request``: of the completions; None of a demonstration."""
+        """Scores completions. ``request`` is theirs, or None for a demonstration."""
         section = self.own_rewards.get(prompt.source, self.reward)
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         with _SCORING.during("reward", prompt=prompt.id):
@@ -286,7 +286,7 @@ def _part(name: str, place: int) -> str:
 
 
 def _single_request(request: GenerationRequest, place: int, begun: Completion | None) -> GenerationRequest:
-    """The request for the completion at ``place`` in its group, with a seed of its own."""
+    """Returns the request for the completion at ``place`` in its group, with its own seed."""
     return replace(
         request,
         id=_part(request.id, place),
@@ -298,7 +298,7 @@ def _single_request(request: GenerationRequest, place: int, begun: Completion | 
 
 
 def _attach_greedy(sampled: GroupResult, greedy: GroupResult) -> GroupResult:
-    """The sampled group with the greedy completion; without a group if either was dropped."""
+    """Returns the sampled group with the greedy completion, or without a group if either was dropped."""
     if sampled.group is None or greedy.group is None:
         reason, problem = drop_reason((one.reason, one.problem) for one in (sampled, greedy))
         tokens = sum(
@@ -316,7 +316,7 @@ def _attach_greedy(sampled: GroupResult, greedy: GroupResult) -> GroupResult:
 
 
 def _distinct_purposes(purpose: str, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """The purpose for each prompt, another each time that a prompt comes again: equal seeds give equal completions."""
+    """Yields a purpose for each prompt, a new one for each repetition: equal seeds would give equal completions."""
     seen = Counter[str]()
     for prompt in prompts:
         seen[prompt.id] += 1
@@ -325,9 +325,9 @@ def _distinct_purposes(purpose: str, prompts: Sequence[Prompt]) -> Iterator[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSampler(PolicySampler):
-    """Has each source's own sampler, or the ``usual`` one, sample its prompts. Of several prompts at once it asks one
-    source after the other, as an engine in the learner's processes samples one batch at a time; for a run with servers
-    each prompt is asked by itself."""
+    """Samples each source's prompts with the source's own sampler, or the ``usual`` one. Several prompts in one call
+    are sampled source by source, because an engine in the learner's processes samples one batch at a time. In a run
+    with servers each prompt has its own call."""
 
     usual: PolicySampler
     own: Mapping[str, PolicySampler]  # samplers of sources that have their own, by source
@@ -356,7 +356,7 @@ class SourceSampler(PolicySampler):
 
     @override
     async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
-        """Samples as `PolicySampler.held_out`; the share that may be poison is that of each source's prompts."""
+        """Samples like `PolicySampler.held_out`. The limit of poison applies to each source's prompts."""
         found = dict[int, GroupResult]()
         for sampler, places in self._parts(asked.prompts):
             part = await sampler.held_out(replace(asked, prompts=[asked.prompts[place] for place in places]))
@@ -372,7 +372,7 @@ class SourceSampler(PolicySampler):
         return self.own.get(prompt.source, self.usual)
 
     def _parts(self, prompts: Sequence[Prompt]) -> list[tuple[PolicySampler, list[int]]]:
-        """Each sampler with the places of its prompts, the first prompt's first."""
+        """Returns each sampler with the places of its prompts. The first prompt's sampler is first."""
         places = dict[int, tuple[PolicySampler, list[int]]]()
         for place, prompt in enumerate(prompts):
             sampler = self._of(prompt)

@@ -1,24 +1,24 @@
-"""Draws prompts ahead of training, has them sampled while the learner trains, and gives each step its batch.
+"""Draws prompts ahead of training, requests their groups while the learner trains, and gives each step its batch.
 
-Letters: G prompts a step, k pushes that a trained token may be old (``train.max_staleness``), v the version served.
+Letters: G prompts a step, k the maximum age of a trained token in pushes (``train.max_staleness``), v the served version.
 
-**Admission.** A prompt is drawn while fewer than (v + k + 1) G were, and ``rollout.max_in_flight`` allows it. A group
-drawn at version b is *due* at step b + k + 1: its tokens are then k pushes old, or younger. So the groups due at a step
-or before it are at most as many as these steps have places.
+**Admission.** A prompt is drawn while fewer than (v + k + 1) G were drawn and ``rollout.max_in_flight`` allows it. A
+group drawn at version b is *due* at step b + k + 1, when its tokens are at most k pushes old. So the groups due by any
+step are at most as many as the steps until then have places.
 
-**A step** takes the G finished groups that are due first, and waits while that would leave more groups due by a later
-step than the steps until then have places. So no trained token is older than k pushes, nothing that was sampled is
-dropped for its age, and lengths are trained as they were drawn. With k = 0 the stream is the synchronous loop.
+**A step** takes the G finished groups that are due first. It waits while that would leave more groups due by a later
+step than the steps until then have places. So no trained token is older than k pushes, no sampled group is dropped for
+its age, and lengths are trained as they were drawn. With k = 0 the stream is the synchronous loop.
 
-Servers get each prompt by itself, as soon as it is admitted, and none that no step of the run would train on. An engine
-in the learner's processes samples one batch at a time, and nothing during a push, so that each k gives equal numbers
-again after a resume; for k steps after the last too, so that a resume may make the run longer.
+Servers get each prompt separately as soon as it is admitted, and only prompts that a step of the run can train on. An
+engine in the learner's processes samples one batch at a time and nothing during a push, so that each k gives equal
+numbers after a resume. It also samples for k steps after the last, so that a resume may make the run longer.
+
+**The ledger** holds the state of every drawn prompt: pending, trained on in one step, or dropped for a reason. Its file
+``runs/<name>/ledger.jsonl`` has a line for each prompt that a step trained on or found dropped. A resume truncates the
+file to its checkpoint's step and compares its end with the checkpoint's. If the ends differ, it compares each line.
 
 Seconds are those of the event loop's clock.
-
-**The ledger** has where every prompt is that a run drew: on its way, trained on in one step, or dropped for a reason.
-``runs/<name>/ledger.jsonl`` has a line for each prompt that a step trained on, or found dropped. A resume cuts the file
-back to its checkpoint's step, and compares its end with the checkpoint's, and where that differs each line before it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from rl_megatron.types import Completion, Prompt, RewardResult, RolloutGroup, Tr
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
-_CALM_STEPS = 30  # steps without such a wait before less is
-_MAX_BATCHES = 8  # batches of prompts that one step may draw
-_POISON_STEPS = 20  # the steps of whose prompts no more than POISON_SHARE may be poison
+_PATIENCE = 0.02  # fraction of a step that the learner may wait before more is sampled ahead
+_CALM_STEPS = 30  # steps without such a wait before less is sampled ahead
+_MAX_BATCHES = 8  # maximum batches of prompts that one step may draw
+_POISON_STEPS = 20  # steps: no more than POISON_SHARE of their prompts may be poison
 
 Reason = Literal[
     "equal_rewards",
@@ -57,49 +57,49 @@ Reason = Literal[
     "long_prompt",
     "nothing_sampled",
 ]
-"""Why a prompt that was drawn is not trained on."""
+"""The reason why a drawn prompt is not trained on."""
 NO_GRADIENT_REASONS: Collection[Reason] = ("equal_rewards", "zero_advantages")
-"""Of a group that would give no gradient: its rewards, or the advantages that the user's own function gives it."""
+"""The reasons of groups without gradient: equal rewards, or zero advantages from the user's custom function."""
 
 POISON_SHARE = 0.01
-"""More poison than this share of prompts, and than one, is an engine's fault or that of the data, and ends the run."""
+"""The maximum fraction of poison prompts; one is always allowed. More is a fault of engine or data: the run ends."""
 
 
 def drop_reason(parts: Iterable[tuple[Reason | None, ForeignText]]) -> tuple[Reason, ForeignText]:
-    """Why a group is left out, with the problem, of those of its parts: poison if one of them is, since the prompt must
-    not be asked again; else the first reason."""
+    """Returns why a group is dropped, and the problem, from those of its parts. Poison comes first, because the prompt
+    must not be requested again; otherwise it is the first reason."""
     reasons = [(reason, problem) for reason, problem in parts if reason is not None]
     return min(reasons, key=lambda one: one[0] != "poison")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """A prompt to sample a group of; its seeds are functions of ``batch``, ``time`` and the prompt's id."""
+    """A prompt to sample a group of. Its seeds are functions of ``batch``, ``time`` and the prompt's id."""
 
-    ordinal: int  # prompts that the run drew before it
+    ordinal: int  # number of prompts that the run drew before it
     prompt: Prompt
     batch: int  # 1 + ordinal // rollout.prompts_per_step
-    time: int = 1  # 1 + how often its ``batch`` drew the prompt before, as it may where an epoch ends
-    begun: tuple[Completion | None, ...] = ()  # the partial completions that were sampled before a resume
+    time: int = 1  # 1 + how often its ``batch`` drew the prompt before (epoch ends)
+    begun: tuple[Completion | None, ...] = ()  # partial completions from before a resume
 
     def name(self, kind: str = "") -> str:
-        """The name in requests, of ``kind`` where it has several; with the prompt's id seeds depend on it."""
+        """Returns the name in requests. ``kind`` separates several. Seeds depend on it and on the prompt's id."""
         again = f", time {self.time}" if self.time > 1 else ""
         return f"step {self.batch}{kind}{again}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """One prompt's group, and what was scored of it."""
+    """One prompt's group and the results of its rewards."""
 
-    group: RolloutGroup | None  # None: it is left out, for ``reason``
+    group: RolloutGroup | None  # None: it is dropped for ``reason``
     reason: Reason | None = None
-    problem: ForeignText = ""  # the engine's words on a prompt that is poison
-    rewards: tuple[float, ...] = ()  # the completions', also if the group is left out; empty if one of them failed
+    problem: ForeignText = ""  # the engine's message about a poison prompt
+    rewards: tuple[float, ...] = ()  # the completions', also of a dropped group; empty if a reward failed
     scored: tuple[RewardResult, ...] = ()
     greedy: tuple[RewardResult, ...] = ()  # the greedy completion's, if there is one
     demonstrated: tuple[RewardResult, ...] = ()  # the demonstration's, if there is one
-    left_out_tokens: int = 0  # sampled tokens that are in no group: it, or some of its trajectories, is left out
+    left_out_tokens: int = 0  # sampled tokens of dropped trajectories, or of a dropped group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +108,12 @@ class PendingPrompt:
 
     drawn: Draw
     birth: int  # the version served when it was drawn
-    due: int  # the last step that may train on it
-    answered: GroupResult | None = None  # once its group is scored
+    due: int  # last step that may train on it
+    answered: GroupResult | None = None  # None until its group is scored
 
     @property
     def kept(self) -> bool:
-        """Whether its group may be trained on."""
+        """True if its group can be trained on."""
         return self.answered is not None and self.answered.group is not None
 
     @property
@@ -124,23 +124,23 @@ class PendingPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """The groups of one step, and counts of what was scored, failed or left out."""
+    """The groups of one step, and counts of scored, failed and dropped completions and groups."""
 
     groups: tuple[RolloutGroup, ...] = ()
-    num_completions: int = 0  # scored, including those of groups that are left out
-    reward_sum: float = 0.0  # over these completions
-    num_tokens: int = 0  # sampled, including those of groups and trajectories that are left out
-    reward_errors: int = 0  # completions whose reward raised, timed out or was not finite
-    late_rewards: int = 0  # completions whose reward timed out
-    dropped_groups: int = 0  # groups left out for another reason than the next
-    filtered_groups: int = 0  # groups left out because they would give no gradient
-    part_sums: Mapping[str, float] = field(default_factory=dict)  # parts of a weighted reward, unweighted, by name
-    part_counts: Mapping[str, int] = field(default_factory=dict)  # completions in these: those of finite parts alone
-    places: tuple[PendingPrompt, ...] = ()  # the places of all these in the stream, if they were drawn
+    num_completions: int = 0  # scored, including those of dropped groups
+    reward_sum: float = 0.0  # sum over these completions
+    num_tokens: int = 0  # sampled, including those of dropped groups and trajectories
+    reward_errors: int = 0  # completions with a reward that raised, timed out or was not finite
+    late_rewards: int = 0  # completions with a reward that timed out
+    dropped_groups: int = 0  # groups dropped for another reason than no gradient
+    filtered_groups: int = 0  # groups dropped because they give no gradient
+    part_sums: Mapping[str, float] = field(default_factory=dict)  # name -> sum of a weighted reward's part, unweighted
+    part_counts: Mapping[str, int] = field(default_factory=dict)  # name -> completions in that sum, with a finite part
+    places: tuple[PendingPrompt, ...] = ()  # drawn prompts of these groups
 
     @classmethod
     def of(cls, answered: Sequence[GroupResult]) -> RolloutBatch:
-        """The batch of these answers; its groups are in their order."""
+        """Makes a batch of these results. Its groups are in their order."""
         rewards = [reward for one in answered for reward in one.rewards]
         scored = [scored for one in answered for scored in (*one.scored, *one.greedy, *one.demonstrated)]
         parts = [s.parts for one in answered if one.rewards for s in one.scored if s.error is None and s.parts]
@@ -160,12 +160,12 @@ class RolloutBatch:
         )
 
     def part_means(self) -> dict[str, float]:
-        """``reward/part/<name>`` of each part, over the completions of ``reward/sampled_mean`` whose reward has it."""
+        """Returns ``reward/part/<name>`` for each part, over completions of ``reward/sampled_mean`` that have it."""
         return {f"reward/part/{name}": total / self.part_counts[name] for name, total in self.part_sums.items()}
 
 
 def sampled_tokens(group: RolloutGroup) -> int:
-    """How many were sampled, those of its greedy completion too."""
+    """Returns the number of sampled tokens, including those of the greedy completion."""
     sampled = sum(one.num_sampled for one in group.trajectories)
     return sampled + (0 if group.greedy is None else sampled_tokens(group.greedy))
 
@@ -174,40 +174,40 @@ class GroupSource(Protocol):
     """Samples and scores the completions that a job trains on."""
 
     async def groups(self, drawn: Sequence[Draw]) -> Sequence[GroupResult]:
-        """A group of each prompt, in their order, all requested together; it goes on from what was ``begun``."""
+        """Returns a group of each prompt, in order. All are requested together and continue the tokens ``begun``."""
         ...
 
     async def interrupt(self) -> None:
-        """Have `so_far` know every token that was sampled up to now. Sampling goes on."""
+        """Makes `so_far` include every token sampled up to now. Sampling continues."""
         ...
 
     def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
-        """What is known of each completion of a group that is being sampled or scored; empty if nothing is."""
+        """Returns the partial completions of a group in flight, or an empty tuple."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """A Stream between two steps, for checkpoints."""
+    """The state of a stream between two steps, for checkpoints."""
 
-    version: int  # pushed last
+    version: int  # the last pushed one
     drawn: int  # prompts
-    opened: int  # places that groups left without being trained on, and that were drawn again
-    credit: int  # more places that may be so
-    ahead: int  # pushes that sampling may be ahead at present
+    opened: int  # places of dropped groups that were drawn again
+    credit: int  # further places that may be drawn again
+    ahead: int  # pushes that sampling may currently be ahead
     calm: int  # steps since the learner waited
-    batch: tuple[str, ...]  # ids of the prompts that the present batch has drawn
+    batch: tuple[str, ...]  # ids of the prompts that the current batch has drawn
     places: tuple[PendingPrompt, ...]  # prompts in the order drawn; those without an answer are sampled again
-    left_out: tuple[PendingPrompt, ...]  # since the last step
+    left_out: tuple[PendingPrompt, ...]  # dropped since the last step
     ledger: LedgerState
-    poison: tuple[int, ...] = ()  # ordinals of the prompts dropped so among those drawn last
+    poison: tuple[int, ...] = ()  # ordinals of poison prompts among those drawn last
 
 
 class RolloutStream:
-    """The groups that a run trains on, sampled ahead by the rule above. Controller process only.
+    """The groups that a run trains on, sampled ahead by the module's rule. Controller process only.
 
-    ``teaches`` says of groups whether to train on them; ``rollout.dynamic_sampling`` leaves others out, for the
-    reason ``untaught``, and draws the next prompt: in all at most 8 times what a step needs.
+    ``teaches`` returns whether each group has a gradient. ``rollout.dynamic_sampling`` drops others, for the reason
+    ``untaught``, and draws the next prompt: in total at most 8 times the prompts that a step needs.
     """
 
     def __init__(
@@ -226,27 +226,27 @@ class RolloutStream:
         self._prompts, self._source, self._section, self._teaches = prompts, source, section, teaches
         self._ledger, self._untaught = ledger, untaught
         self._size, self._most = section.prompts_per_step, max_staleness
-        self._apart = section.served  # sampling goes on while the learner trains and weights are pushed
-        self._drawn = self._opened = self._calm = self._met = 0  # met: groups that the last push met
-        self._until = last_step if self._apart else last_step + max_staleness  # the last step to sample groups for
+        self._apart = section.served  # sampling continues while the learner trains and weights are pushed
+        self._drawn = self._opened = self._calm = self._met = 0  # met: groups in flight at the last push
+        self._until = last_step if self._apart else last_step + max_staleness  # last step to sample groups for
         self._credit = (max_staleness + 1) * self._refills
         self._ahead = min(1, max_staleness) if self._apart else max_staleness
         self._batch, self._poison = Counter[str](), list[int]()
         self._places: dict[int, PendingPrompt] = {}
-        self._dues = Counter[int]()  # places that are due at each step
-        self._ready: list[tuple[int, int]] = []  # keys of the places with an answer, ascending
+        self._dues = Counter[int]()  # step -> number of places due at it
+        self._ready: list[tuple[int, int]] = []  # keys of the places with a result, ascending
         self._left_out, self._unsent = list[PendingPrompt](), list[PendingPrompt]()  # unsent: to sample again
         self._tasks, self._changed = set[asyncio.Task[None]](), asyncio.Event()
         self._failure: Exception | None = None
-        self._closed = self._begins = False  # begins: a task that draws; it then admits the next group
+        self._closed = self._begins = False  # begins: a task is drawing, and then admits the next group
         self._took: float | None = None  # the time of the last ``take``
-        self._waited = 0.0  # seconds since
-        self._described: float | None = None  # the time of the last row; there is none before the first
-        self._idle = 0.0  # seconds since, for which the learner waited
+        self._waited = 0.0  # seconds since then
+        self._described: float | None = None  # the time of the last row; None before the first
+        self._idle = 0.0  # seconds since then for which the learner waited
 
     def admit(self) -> None:
-        """Begin a group as the rule allows, whose task draws, sends and admits the next. In the learner's processes one
-        batch, if none is being sampled."""
+        """Begins a group as the rule allows. Its task draws, sends, and admits the next. In the learner's processes it
+        begins one batch, if no other is being sampled."""
         ended = self._closed or self._failure is not None
         if self._may_send and not (ended or self._begins) and (self._unsent or self._room > 0):
             self._begins = True
@@ -255,9 +255,9 @@ class RolloutStream:
             task.add_done_callback(self._ended)
 
     async def take(self, step: int) -> RolloutBatch:
-        """The batch of ``step``, which follows the version pushed last; short where groups were left out.
+        """Returns the batch of ``step``, which follows the last pushed version. It is smaller if groups were dropped.
 
-        Raises what sampling or scoring any group raised.
+        Raises the error of sampling or scoring any group.
         """
         assert step == self.version + 1 <= self._until, (step, self.version, self._until)
         chosen = await self._next(step)
@@ -276,16 +276,16 @@ class RolloutStream:
         return replace(batch, places=places)
 
     async def settled(self) -> None:
-        """Wait until weights may be pushed: an engine in the learner's processes must have sampled all that is drawn.
+        """Waits until weights may be pushed: an engine in the learner's processes must have sampled all drawn prompts.
 
-        Raises as ``take`` does.
+        Raises like ``take``.
         """
         while not self._apart and self._tasks:
             await self._change()
         self._check()
 
     def pushed(self, version: int) -> None:
-        """Admit as the new version allows; without staleness and in the learner's processes the next ``take`` does."""
+        """Admits as the new version allows. With k = 0 and in the learner's processes, the next ``take`` does that."""
         self.version = version
         self._met = self._ledger.row()["ledger/in_flight"]
         self._credit = min((self._most + 1) * self._refills, self._credit + self._refills)
@@ -293,7 +293,7 @@ class RolloutStream:
             self.admit()
 
     def row(self) -> dict[str, float]:
-        """Metrics of a step after its push; with staleness, those of the time since the last call too."""
+        """Returns metrics of a step after its push. With staleness they include those since the last call."""
         row = dict[str, float](self._ledger.row())
         if not self._most:
             return row
@@ -305,12 +305,12 @@ class RolloutStream:
         return row
 
     async def interrupt(self) -> None:
-        """Have ``state`` know every token of the completions that are being sampled."""
+        """Makes ``state`` include every token of the completions that are being sampled."""
         if self._tasks:
             await self._source.interrupt()
 
     def state(self) -> StreamState:
-        """What ``restore`` continues from, with the tokens that `interrupt` found. Call it between steps."""
+        """Returns the state for ``restore``, with the tokens that `interrupt` found. Must be called between steps."""
         return StreamState(
             version=self.version,
             drawn=self._drawn,
@@ -326,13 +326,13 @@ class RolloutStream:
         )
 
     def start_over(self) -> None:
-        """Draw from the first prompt on: the ledger of a run that was killed before its first checkpoint is removed."""
+        """Starts at the first prompt and removes the ledger of a run that was killed before its first checkpoint."""
         self._ledger.restore(LedgerState(), -1, ())
 
     def restore(self, state: StreamState) -> None:
-        """Continue from ``state``. Groups stay due when they were, even if ``train.max_staleness`` is now another.
+        """Continues from ``state``. Groups keep their due steps, even if ``train.max_staleness`` has changed.
 
-        Raises CheckpointError if the ledger's file does not fit.
+        Raises CheckpointError if the ledger's file does not match.
         """
         self._ledger.restore(state.ledger, state.version, (*state.places, *state.left_out))
         self.version, self._drawn, self._opened = state.version, state.drawn, state.opened
@@ -346,7 +346,7 @@ class RolloutStream:
         self._unsent = [place for place in state.places if place.answered is None]
 
     async def close(self) -> None:
-        """End what is being sampled."""
+        """Cancels the sampling of all groups."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -365,12 +365,12 @@ class RolloutStream:
 
     @property
     def _room(self) -> int:
-        """How many more prompts may be drawn at present; less than one: none."""
+        """The number of prompts that may still be drawn now; none if it is not positive."""
         return min(self.version + self._ahead + 1, self._until) * self._size + self._opened - self._drawn
 
     @property
     def _may_send(self) -> bool:
-        """Whether ``rollout.max_in_flight`` allows one more group, which is a task; a batch has no other beside it."""
+        """True if ``rollout.max_in_flight`` allows one more group (a task). A batch is sampled without another."""
         most = self._section.max_in_flight
         return (most is None or len(self._tasks) < most // self._section.group_size) if self._apart else not self._tasks
 
@@ -389,7 +389,7 @@ class RolloutStream:
 
     async def _sample(self, most: int) -> None:
         try:
-            if self._prompts.reads:  # a template may take seconds, in which the event loop has other work
+            if self._prompts.reads:  # a template may take seconds, so it runs outside the event loop
                 await asyncio.to_thread(self._prompts.make_next, most)
             places = self._sendable(most)
         finally:
@@ -419,7 +419,7 @@ class RolloutStream:
         self._changed.set()
 
     def _answer(self, place: PendingPrompt, answered: GroupResult) -> None:
-        """Buffer the group; or leave it out, and open its place where ``dynamic_sampling`` says so."""
+        """Buffers the group, or drops it and opens its place if ``dynamic_sampling`` says so."""
         section, group = self._section, answered.group
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
             tokens = answered.left_out_tokens + sampled_tokens(group)
@@ -438,7 +438,7 @@ class RolloutStream:
             insort(self._ready, place.key)
 
     def _count_poison(self, drawn: Draw, problem: str) -> None:
-        """Raises EngineError for the first of more than 1 % of 20 steps' prompts; one is always let pass."""
+        """Counts a poison prompt. Raises EngineError above 1 % of 20 steps' prompts; one is always allowed."""
         window = _POISON_STEPS * self._size
         self._poison = [*(one for one in self._poison if one >= self._drawn - window), drawn.ordinal]
         if len(self._poison) > max(1, POISON_SHARE * window):
@@ -449,7 +449,7 @@ class RolloutStream:
             )
 
     async def _next(self, step: int) -> list[PendingPrompt]:
-        """Take G places out of the stream, once a step may."""
+        """Takes G places out of the stream, once a step may."""
         self.admit()
         while not self._may_give(step):
             await self._change()
@@ -461,8 +461,8 @@ class RolloutStream:
         return places
 
     def _may_give(self, step: int) -> bool:
-        """Whether G groups are finished, and those due first leave a place for each of the others by its due. Without
-        staleness a step waits for all that is being sampled, which no push may meet.
+        """True if G groups are finished, and taking those due first leaves a place for each other by its due step.
+        Without staleness a step waits for all sampling, because none may be in flight at a push.
         """
         if len(self._ready) < self._size or (not self._most and self._tasks):
             return False
@@ -474,7 +474,7 @@ class RolloutStream:
         return True
 
     async def _change(self) -> None:
-        """Wait until a group ends. Raises what sampling raised."""
+        """Waits until a group ends. Raises the error of sampling."""
         self._check()
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -504,11 +504,11 @@ class RolloutStream:
 
     @property
     def _refills(self) -> int:
-        """The places that one step may have drawn again."""
+        """The maximum number of places that one step may draw again."""
         return (_MAX_BATCHES - 1) * self._size
 
     def _adapt(self) -> None:
-        """Let sampling be further ahead after a step that waited, and less far after many that did not."""
+        """Allows sampling to be further ahead after a step that waited, and less far after many that did not."""
         last, self._took = self._took, asyncio.get_running_loop().time()
         seconds, self._waited = self._waited, 0.0
         if not self._apart or not self._most or last is None:
@@ -522,7 +522,7 @@ class RolloutStream:
 
 
 Whereabouts = Literal["queued", "in_flight", "buffered", "left_out"]
-"""Of a prompt without a line: not sent yet, being sampled or scored, scored, or dropped since the last step."""
+"""The state of a prompt without a line: unsent, being sampled or scored, scored, or dropped since the last step."""
 _BEFORE: Mapping[Whereabouts, Whereabouts | None] = {
     "queued": None,
     "in_flight": "queued",
@@ -533,17 +533,17 @@ _BEFORE: Mapping[Whereabouts, Whereabouts | None] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerState:
-    """The prompts that have a line, for checkpoints."""
+    """The counts of prompts that have a line, for checkpoints."""
 
     trained: int = 0
     dropped: Mapping[Reason, int] = field(default_factory=dict)
-    digest: str = "0" * 64  # XOR of the SHA-256 of "<ordinal> <step, or why it was dropped>" of each
-    whole: bool = True  # whether the file has them all: it was not lost
-    end: str = ""  # JsonlFile.end; of older versions empty
+    digest: str = "0" * 64  # XOR of the SHA-256 of "<ordinal> <step or drop reason>" of each
+    whole: bool = True  # the file has all of them: it was not lost
+    end: str = ""  # JsonlFile.end; empty in older releases
 
 
 class Ledger:
-    """Follows each prompt of a Stream, and asserts what must be so; ``path`` is its file, if it has one."""
+    """Tracks each prompt of a stream and asserts its state. ``path`` is its file, if it has one."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else JsonlFile(path)
@@ -551,13 +551,13 @@ class Ledger:
         self._trained, self._dropped, self._digest, self._whole = 0, Counter[Reason](), 0, True
 
     def move(self, ordinals: Iterable[int], to: Whereabouts) -> None:
-        """Note where these prompts are now; each goes queued, in_flight, and then buffered or left_out."""
+        """Records the prompts' new state. The order is queued, in_flight, and then buffered or left_out."""
         for ordinal in ordinals:
             assert self._open.get(ordinal) == _BEFORE[to], (ordinal, self._open.get(ordinal), to)
             self._open[ordinal] = to
 
     def end(self, trained: Sequence[PendingPrompt], dropped: Sequence[PendingPrompt], lines: Sequence[JsonRow]) -> None:
-        """Note the prompts that a step trains on, and those that were dropped since the one before; ``lines`` are their
+        """Records the prompts that a step trains on, and those dropped since the previous step. ``lines`` are their
         `ledger_lines`, which `write` writes."""
         for one in trained:
             assert self._open.pop(one.drawn.ordinal) == "buffered", one.drawn
@@ -566,17 +566,17 @@ class Ledger:
         self._count(lines)
 
     def write(self, lines: Sequence[JsonRow]) -> None:
-        """Append the lines of prompts that have ended, durably. Called in a thread, after `end`, and one at a time."""
+        """Appends the lines of ended prompts durably. Called in a thread, after `end`, and one call at a time."""
         if self._file is not None:
             self._file.append(lines)
 
     def check(self, drawn: int) -> None:
-        """Find every prompt drawn in one place."""
+        """Asserts that every drawn prompt has exactly one state."""
         ended = self._trained + self._dropped.total()
         assert len(self._open) + ended == drawn, (len(self._open), self._trained, self._dropped, drawn)
 
     def row(self) -> dict[str, int]:
-        """The metrics ``ledger/…``."""
+        """Returns the metrics ``ledger/…``."""
         now = Counter(self._open.values())
         counts = {
             "queued": now["queued"],
@@ -588,13 +588,13 @@ class Ledger:
         return {f"ledger/{name}": count for name, count in {"drawn": sum(counts.values()), **counts}.items()}
 
     def state(self) -> LedgerState:
-        """What ``restore`` continues from."""
+        """Returns the state for ``restore``."""
         dropped, digest = dict(self._dropped), f"{self._digest:064x}"
         end = "" if self._file is None else self._file.end()
         return LedgerState(trained=self._trained, dropped=dropped, digest=digest, whole=self._whole, end=end)
 
     def restore(self, state: LedgerState, step: int, places: Iterable[PendingPrompt]) -> None:
-        """Continue after ``step``, and cut the file back to it. Prompts without an answer are queued.
+        """Continues after ``step``, and truncates the file to it. Prompts without a result are queued.
 
         Raises CheckpointError if the lines up to ``step`` are not those of the checkpoint.
         """
@@ -639,14 +639,14 @@ def _ledger_state(one: PendingPrompt) -> Whereabouts:
 
 
 def ledger_lines(step: int, places: Sequence[PendingPrompt]) -> list[JsonRow]:
-    """The lines of prompts that end with ``step``; visits every turn."""
+    """Returns the lines of prompts that end with ``step``. It visits every turn."""
     return [_line(step, one) for one in places]
 
 
 def _line(step: int, one: PendingPrompt) -> JsonRow:
-    """A line of the file; ``spans`` are of each completion or trajectory.
+    """Returns a line of the file. ``spans`` are of each completion or trajectory.
 
-    ``failed`` counts completions whose reward failed, and trajectories whose environment did.
+    ``failed`` counts completions with a failed reward, and trajectories with a failed environment.
     """
     assert one.answered is not None
     group, reason = one.answered.group, one.answered.reason
@@ -663,7 +663,7 @@ def _line(step: int, one: PendingPrompt) -> JsonRow:
 
 
 def _spans(trajectory: Trajectory) -> str:
-    """The versions that sampled it, each as <first token>:<version>, counted over the sampled tokens of all turns."""
+    """Returns the sampling versions, each as <first token>:<version>, counted over sampled tokens of all turns."""
     found, sampled, last = list[str](), 0, None
     for turn in trajectory.turns:
         for span in turn.spans:
