@@ -1,4 +1,4 @@
-"""Decodes servers' answers straight into columns, checks them, and joins completions that a weight update cut.
+"""Decodes servers' responses into columns, checks them, and joins completions that a weight update interrupted.
 
 Fields that a type does not name are skipped. This file imports neither torch nor pydantic.
 """
@@ -25,11 +25,11 @@ from rl_megatron.types import Completion, FinishReason, GenerationRequest, Span
 
 T = TypeVar("T")
 
-_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}  # by form: to make one takes longer than to use it
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}  # form -> decoder: making one takes longer than using it
 
 
 class LabeledSpan(msgspec.Struct, frozen=True):
-    """A part of a completion that one version of the weights sampled."""
+    """A part of a completion that one version sampled."""
 
     start: int
     version: Any
@@ -44,13 +44,13 @@ class SampledColumns:
     finish_reason: FinishReason
     spans: Sequence[LabeledSpan]
     routes: str | None
-    counts: tuple[int, ...] = ()  # one for each of the ``counters`` of features
+    counts: tuple[int, ...] = ()  # one for each of the features' ``counters``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopLogprobs:
-    """What a server says of a text of L tokens, at temperature 1: the log-prob [L - 1] of every token after the first,
-    and behind each beginning the most probable tokens [L - 1, k], the first the most probable, with theirs."""
+    """Log-probs at temperature 1 of a text of L tokens: [L - 1] of every token after the first, and for each of these
+    positions the k most probable tokens [L - 1, k] and their log-probs, in descending order."""
 
     logprobs: LogProbs
     top_ids: NDArray[np.int32]
@@ -58,20 +58,20 @@ class TopLogprobs:
 
 
 def decode_as(text: bytes, form: type[T]) -> T:
-    """The JSON ``text`` as ``form``. Raises ValueError that names the first part that is not of this form, or where the
-    text breaks off."""
+    """Decodes the JSON ``text`` as ``form``. Raises ValueError that names the first part that does not match, or
+    the position where the text ends early."""
     try:
         return cast(T, _decoder(form).decode(text))
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        return msgspec.convert(json.loads(text), form)  # NaN and infinity, which JSON lacks, and what is broken
+        return msgspec.convert(json.loads(text), form)  # NaN and infinity, which JSON lacks, and invalid text
     except RecursionError as error:
         raise ValueError(f"the answer is nested too deeply: {error}") from error
 
 
 def decode_raw(text: bytes, form: type[T]) -> T | None:
-    """The same, for a form with parts as they are written (`msgspec.Raw`); None for what it would raise or convert."""
+    """Decodes like `decode_as`, for a form with `msgspec.Raw` parts. Returns None instead of an error or conversion."""
     try:
         return cast(T, _decoder(form).decode(text))
     except (msgspec.DecodeError, RecursionError):
@@ -85,7 +85,7 @@ def _decoder(form: type[T]) -> msgspec.json.Decoder[Any]:
 
 
 def whole_numbers(written: msgspec.Raw) -> TokenIds | None:
-    """The column of a JSON array of whole numbers from 0 to 2**31 - 1 without blanks; None for anything else."""
+    """Parses a JSON array of whole numbers from 0 to 2**31 - 1 without blanks. Returns None for other text."""
     text = bytes(written)
     inner = text[1:-1]
     if text[:1] != b"[" or inner.translate(None, b"0123456789,"):
@@ -96,7 +96,7 @@ def whole_numbers(written: msgspec.Raw) -> TokenIds | None:
 
 
 def token_column(token_ids: Sequence[int]) -> TokenIds:
-    """Raises ValueError for what is no token id."""
+    """Returns the int32 column. Raises ValueError for a number that is not a token id."""
     try:
         return np.array(token_ids, np.int32)
     except OverflowError as error:
@@ -104,7 +104,7 @@ def token_column(token_ids: Sequence[int]) -> TokenIds:
 
 
 def logprob_column(logprobs: Sequence[float]) -> LogProbs:
-    """A float32 column."""
+    """Returns the float32 column."""
     column: NDArray[np.float32] = np.array(logprobs, np.float32)
     return column
 
@@ -113,7 +113,7 @@ _LOGPROBS = (-1000.0, 0.01)  # nats: excludes vLLM's -9999 for -inf; rounding al
 
 
 def completion_problem(completion: Completion, request: GenerationRequest, *, vocab_size: int) -> str | None:
-    """The reason why a completion must not be trained on; None if it may."""
+    """Returns the reason why a completion must not be trained on, or None."""
     tokens, logprobs, most = completion.token_ids, completion.logprobs, request.params.max_new_tokens
     if len(tokens) != len(logprobs):
         return f"it has {len(logprobs)} log-probs for {len(tokens)} tokens"
@@ -140,7 +140,7 @@ def completion_problem(completion: Completion, request: GenerationRequest, *, vo
 
 
 def fix_finish_reason(completion: Completion, request: GenerationRequest) -> Completion:
-    """Correct the finish reason of an aborted completion that ends with a stop token or has reached its limit."""
+    """Corrects the finish reason of an aborted completion that ends with a stop token or has reached its limit."""
     params = request.params
     if completion.finish_reason != "abort":
         return completion
@@ -152,12 +152,12 @@ def fix_finish_reason(completion: Completion, request: GenerationRequest) -> Com
 
 
 def completion_seed(seed: int, place: int) -> int:
-    """The seed of the completion at ``place`` in its group, whose request has ``seed``: 63 bits."""
+    """Returns the seed, 63 bits, of the completion at ``place`` in its group. ``seed`` is the request's."""
     return text_seed(f"{seed} {place}")
 
 
 def continuation_request(request: GenerationRequest, completion: Completion, place: int) -> GenerationRequest:
-    """A request for the rest of the completion at ``place`` in its group: its tokens are appended to the prompt."""
+    """Returns a request for the rest of the completion at ``place`` in its group. Its tokens extend the prompt."""
     left = request.params.max_new_tokens - len(completion.token_ids)
     return replace(
         request,
@@ -169,7 +169,7 @@ def continuation_request(request: GenerationRequest, completion: Completion, pla
 
 
 def make_spans(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
-    """Spans from the (first token, version) of each part; merges neighbors of one version."""
+    """Returns spans from the (first token, version) of each part. It merges neighbors of one version."""
     spans: list[Span] = []
     for start, version in parts:
         if not spans or version != spans[-1].version:
@@ -178,12 +178,12 @@ def make_spans(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
 
 
 def with_adapter_version(request: GenerationRequest, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """The spans of a completion: ``spans`` are of what was pushed last; a version that the request names made all."""
+    """Returns a completion's spans: ``spans``, or one span if the request names the version that samples it."""
     return spans if request.named is None else (Span(0, request.named.version),)
 
 
 def join_continuation(first: Completion, more: Completion) -> Completion:
-    """Join two completions, of which the second was sampled after prompt and first."""
+    """Joins two completions. The second was sampled after the prompt and the first."""
     if not len(first.token_ids):
         return more
     if not len(more.token_ids):
@@ -200,8 +200,8 @@ def join_continuation(first: Completion, more: Completion) -> Completion:
 
 
 def _joined_column(name: str, first: Completion, more: Completion) -> ColumnData | None:
-    """A column of both; None where the first part's tokens have none. What a position has of the first part, which
-    computed its tokens, stays."""
+    """Joins a column of both, or returns None if the first part has no values for its tokens. Positions keep the
+    values of the first part, which computed their tokens."""
     before, column = first.columns.get(name), more.columns[name]
     if declared_columns()[name].of == "positions":
         return column if before is None else one_after_the_other([before, column[len(before) :]])
@@ -209,8 +209,8 @@ def _joined_column(name: str, first: Completion, more: Completion) -> ColumnData
 
 
 def check_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> NDArray[Any]:
-    """Routes, [positions, MoE layers, experts a token] of the shape's ``route_dtype``, from an answer's expert numbers
-    [positions, all layers, experts a token].
+    """Returns routes, [positions, MoE layers, experts a token] in the shape's ``route_dtype``, from a response's expert
+    numbers [positions, all layers, experts a token].
 
     Raises EngineError for a wrong shape or an unknown expert.
     """

@@ -3,7 +3,7 @@
     HEALTHY -> DEAD -> RESTARTING -> STALE -> HEALTHY
 
 Only a healthy replica serves. A stale one answers, but it is not verified that it holds the served weights: its server
-was restarted, or answers again. The supervisor (launcher/servers/supervisor.py) changes states; the engine waits for
+was restarted, or answers again. The supervisor (launcher/servers/supervisor.py) changes states. The engine waits for
 them.
 """
 
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEALTH_SECONDS = 60.0
-"""Time limit for a server to answer one of three health checks or to make a token; one that exceeds it is dead."""
-_END_SECONDS = 90.0  # of a dead server's processes; guards, and Ray's actors, kill them after 10 to 40
+"""The time limit to answer one of three health checks or to sample a token. A server that exceeds it is dead."""
+_END_SECONDS = 90.0  # limit for a dead server's processes; guards, and Ray's actors, kill them after 10 to 40
 
 
 class Health(Enum):
@@ -33,7 +33,7 @@ class Health(Enum):
     HEALTHY = "healthy"
     DEAD = "dead"
     RESTARTING = "restarting"
-    GONE = "gone"  # dead, and will not be restarted
+    GONE = "gone"  # dead without a restart
 
 
 class Event(Enum):
@@ -49,7 +49,7 @@ class Event(Enum):
 TRANSITIONS: Mapping[tuple[Health, Event], Health] = {
     (Health.STALE, Event.REFITTED): Health.HEALTHY,
     (Health.STALE, Event.DIED): Health.DEAD,
-    (Health.HEALTHY, Event.REFITTED): Health.HEALTHY,  # by the next version
+    (Health.HEALTHY, Event.REFITTED): Health.HEALTHY,  # refitted with the next version
     (Health.HEALTHY, Event.DIED): Health.DEAD,
     (Health.DEAD, Event.RESTARTED): Health.RESTARTING,
     (Health.DEAD, Event.GIVEN_UP): Health.GONE,
@@ -60,7 +60,7 @@ PRESENT = frozenset({Health.STALE, Health.HEALTHY})
 
 
 def next_health(health: Health, event: Event) -> Health:
-    """The health after ``event``. Raises ValueError for an event that cannot happen in ``health``."""
+    """Returns the health after ``event``. Raises ValueError for an event that cannot happen in ``health``."""
     if (health, event) not in TRANSITIONS:
         raise ValueError(f"a replica that is {health.value} cannot become one that {event.value}")
     return TRANSITIONS[health, event]
@@ -71,24 +71,24 @@ class ReplicaDied(AttemptFailed):
 
 
 class Replica:
-    """One site and its present server, which a restart replaces."""
+    """One place for a server and its current server, which a restart replaces."""
 
     def __init__(self, number: int, server: Server, changed: Callable[[], None]) -> None:
         self.number, self.server, self._changed = number, server, changed
         self.title = f"replica {number}"
         self.health = Health.STALE
-        self.reason = ""  # why it died last
+        self.reason = ""  # reason of its last death
         self.restarts = 0
         self.ended = set[Server]()  # its servers that died
-        self.forgiven, self.forgiven_ended = 0, set[Server]()  # of both, those that do not count for the limit
-        self.supervised = False  # whether a supervisor restarts it
-        self.ending: float | None = None  # since when its dead server's processes are being ended, by the loop's clock
+        self.forgiven, self.forgiven_ended = 0, set[Server]()  # restarts and deaths that do not count for the limit
+        self.supervised = False  # a supervisor restarts it
+        self.ending: float | None = None  # loop's time at which the end of its dead server's processes began
         self.suspicion: Exception | None = None
         self.suspected = asyncio.Event()
         self._down = asyncio.Event()
 
     def apply(self, event: Event, reason: str = "") -> None:
-        """Change the state, log it, and wake all waiters."""
+        """Changes the state, logs it, and wakes all waiters."""
         before, self.health = self.health, next_health(self.health, event)
         if event is Event.DIED:
             self.reason = reason
@@ -103,30 +103,30 @@ class Replica:
         self._changed()
 
     async def end(self, server: Awaitable[None]) -> None:
-        """Wait until the processes of its server, which died, have ended. Until then they may hold memory."""
+        """Waits until the processes of its dead server have ended. Until then they may hold memory."""
         self.ending = asyncio.get_running_loop().time()
         await server
         self.ending = None
         self._changed()
 
     def forgive(self) -> None:
-        """Count its restarts for their limit from now on."""
+        """Counts only later restarts for their limit."""
         self.forgiven, self.forgiven_ended = self.restarts, set(self.ended)
 
     def suspect(self, error: Exception) -> None:
-        """Report to the supervisor that it did not answer."""
+        """Reports to the supervisor that the server did not answer."""
         if not self.suspected.is_set():
             self.suspicion = error
             self.suspected.set()
 
     def trust(self) -> None:
-        """Withdraw the suspicion: it answers."""
+        """Withdraws the suspicion, because the server answers."""
         self.suspected.clear()
         self.suspicion = None
         self._changed()
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``. Raises ReplicaDied as soon as the server is known to be dead."""
+        """Returns the result of ``work``. Raises ReplicaDied as soon as the server is known to be dead."""
         task, down = asyncio.ensure_future(work), asyncio.ensure_future(self._down.wait())
         try:
             await asyncio.wait({task, down}, return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +140,7 @@ class Replica:
 
 
 class ReplicaSet:
-    """All replicas of an engine; waits for some of them. The engine fails once all are gone."""
+    """All replicas of an engine, with waits for some of them. The engine fails once all are gone."""
 
     def __init__(self, name: str, servers: Sequence[Server]) -> None:
         self._name = name
@@ -149,29 +149,29 @@ class ReplicaSet:
         self.all = tuple(Replica(number, server, self.wake) for number, server in enumerate(servers))
 
     def wake(self) -> None:
-        """Have all waiters look again."""
+        """Wakes all waiters, which then check the replicas again."""
         turn, self._turn = self._turn, asyncio.Event()
         turn.set()
 
     def fail(self, error: BaseException) -> None:
-        """Report that the supervisor of the replicas has failed."""
+        """Reports that the supervisor of the replicas has failed."""
         self._failure = error
         self.wake()
 
     def present(self) -> list[Replica]:
-        """The replicas that answer."""
+        """Returns the replicas that answer."""
         return [r for r in self.all if r.health in PRESENT]
 
     def healthy(self) -> list[Replica]:
-        """The replicas that may serve."""
+        """Returns the replicas that may serve."""
         return [r for r in self.all if r.health is Health.HEALTHY]
 
     def left(self) -> list[Replica]:
-        """The replicas that serve, or may serve again."""
+        """Returns the replicas that serve, or may serve again."""
         return [r for r in self.all if r.health is not Health.GONE]
 
     async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
-        """Wait until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if none is left.
+        """Waits until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if none is left.
 
         The wait ends because every start has a time limit and the number of starts is limited.
         """
@@ -184,27 +184,27 @@ class ReplicaSet:
             await self.change()
 
     def none_is_released(self) -> bool:
-        """Whether all that answer have their memory."""
+        """True if all replicas that answer have their memory."""
         return not any(replica.server.released for replica in self.present())
 
     async def change(self) -> None:
-        """Wait until a replica changes. Raises the error of a failed supervisor."""
+        """Waits until a replica changes. Raises the error of a failed supervisor."""
         if self._failure is not None:
             raise self._failure
         await self._turn.wait()
 
     async def judged(self) -> None:
-        """Wait until supervisors have found whether the suspected servers live on.
+        """Waits until supervisors have found whether the suspected servers are alive.
 
-        That takes them `HEALTH_SECONDS` at most. Raises the error of a failed supervisor.
+        That takes at most `HEALTH_SECONDS`. Raises the error of a failed supervisor.
         """
         while any(r.supervised and r.suspected.is_set() and r.server not in r.ended for r in self.all):
             await self.change()
 
     async def all_at_rest(self) -> None:
-        """Wait until no server is being restarted, and none that died is still ending.
+        """Waits until no server is being restarted, and all processes of dead servers have ended.
 
-        Raises EngineError where that takes one longer than a minute and a half, and the error of a failed supervisor.
+        Raises EngineError if an end takes longer than a minute and a half, and the error of a failed supervisor.
         """
         while any(r.ending is not None or r.health is Health.RESTARTING for r in self.all):
             if self._failure is not None:

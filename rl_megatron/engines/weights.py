@@ -1,4 +1,4 @@
-"""Has replicas load, report, score and commit weight versions, so that all serve the same one."""
+"""Makes replicas load, report, score and commit weight versions, so that all serve the same one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rl_megatron.weights.routes.mirror import shapes
 
 T = TypeVar("T")
 
-_GRACE_SECONDS = 2.0  # a dying server fails its last requests before its end is known
+_GRACE_SECONDS = 2.0  # seconds: a dying server fails its last requests before its end is known
 
 
 class ReplicaWeights:
-    """Serves a version from ``commit`` on, and none from ``load`` until then."""
+    """Serves a version from ``commit`` on. Between ``load`` and ``commit`` it serves nothing."""
 
     def __init__(
         self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, attempts: RequestRetrier
@@ -36,57 +36,56 @@ class ReplicaWeights:
         self._holding: dict[Replica, Server] = {}  # the servers that loaded the latest weights
         self._version: int | None = None
         self.paused_seconds = 0.0
-        """The longest that a push paused the sampling of a server; of the last push to all."""
+        """The longest time that the last push to all servers paused the sampling of one."""
         self._released, self._releasing = False, asyncio.Lock()
-        self.refitting = asyncio.Lock()  # held while a server that came back is refitted: its memory is not released
-        self._turn = asyncio.Event()  # set while GPUs are the servers', not the learner's
+        self.refitting = asyncio.Lock()  # held while a returning server is refitted: its memory is not released
+        self._turn = asyncio.Event()  # set while the GPUs are in use by servers, not by the learner
         self._turn.set()
         self._settled = asyncio.Event()
         self._settled.set()
 
     @property
     def updating(self) -> bool:
-        """Whether a push is under way or memory is released, so that servers may be paused."""
+        """True during a push and while memory is released: servers may be paused then."""
         return self._released or not self._settled.is_set()
 
     @property
     def version(self) -> int | None:
-        """The version that is served; None during a push, and before the first."""
+        """The served version, or None during a push and before the first."""
         return self._version
 
     async def room(self) -> None:
-        """Wait until a server can start: with ``rollout.server.colocated``, until the next push has given those that
-        answer their memory, or begins if none does. One that starts takes what is allocated meanwhile for its own.
-
-        `release` waits for one that has started before.
+        """Waits until a server can start. With ``rollout.server.colocated`` that is when the next push has returned
+        memory to answering servers, or begins if no server answers. A starting server would otherwise count memory
+        that others allocate as its own. `release` waits for a server that has started before.
         """
         while self._takes_turns and not (self._turn.is_set() and self._replicas.none_is_released()):
             await (self._replicas.change() if self._turn.is_set() else self._turn.wait())
 
     @property
     def _takes_turns(self) -> bool:
-        """Whether the learner's GPUs are those of servers that this run starts."""
+        """True if servers that this run starts share the learner's GPUs in turns."""
         return self._section.colocated and self._section.addresses is None
 
     async def served_version(self, request: GenerationRequest) -> int:
-        """Wait until no update is under way; the served version. Raises EngineError if there is none."""
+        """Waits for the end of an update. Returns the served version. Raises EngineError if there is none."""
         await self._settled.wait()
         if self._version is None:
             raise EngineError(f"request {request.id!r}: no weights are served; push some first")
         return self._version
 
     def stale(self, url: str) -> bool:
-        """Whether the server at ``url`` answers but does not serve."""
+        """True if the server at ``url`` answers but does not serve, and memory is not released."""
         return not self._released and any(r.health is Health.STALE and r.server.url == url for r in self._replicas.all)
 
     def names(self) -> list[str]:
-        """URLs of the replicas that answer."""
+        """Returns the URLs of the replicas that answer."""
         return [replica.server.url for replica in self._replicas.present()]
 
     async def boxes(self, path: Path) -> dict[str, list[Boxes]]:
-        """The boxes of the mirror file's tensors that each rank of each replica holds, by URL. Raises SyncError.
+        """Returns URL -> boxes of the mirror file's tensors that each rank of the replica holds. Raises SyncError.
 
-        Released weights get their memory again: an engine's loader may compute with what it is recorded on.
+        Released weights get their memory again: an engine's loader may compute with the tensors during recording.
         """
         self._turn.set()
 
@@ -98,13 +97,13 @@ class ReplicaWeights:
         return await self.on_each(present, "recording layouts", lambda r: one(r.server))
 
     async def _reclaim_weights(self, server: Server) -> None:
-        """Allocate released weights again, once."""
+        """Allocates released weights again, once."""
         if server.released and not server.reclaimed:
             await self._adapter.reclaim(server, "weights")
             server.reclaimed = True
 
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
-        """Join the replicas' ranks to a group, each replica's from its ``first`` on, by URL. Raises SyncError."""
+        """Joins the replicas' ranks to a process group. ``first``: URL -> its first rank there. Raises SyncError."""
         wanted = {r: r.server for r in self._replicas.present() if r.server.url in first}
         await self.on_each(
             wanted, "joining a group", lambda r: self._adapter.join(r.server, path, rendezvous, first[r.server.url])
@@ -119,10 +118,10 @@ class ReplicaWeights:
         straight: Collection[str] = (),
         private: Kinds = NO_KINDS,
     ) -> dict[str, list[ChecksumReport]]:
-        """Have every replica that answers load ``version``; nothing is served after that. Returns the ranks' reports.
+        """Makes every replica that answers load ``version``. Nothing is served after that. Returns the ranks' reports.
 
-        ``only``: the replica at that URL alone; the others still serve. ``straight``: the replicas at these URLs, which
-        have joined a group, receive it there. Reports leave out ``private`` kinds, by URL. Raises SyncError;
+        ``only``: only the replica at that URL loads, and others still serve. ``straight``: the replicas at these URLs
+        receive it over the group that they joined. Reports omit ``private`` kinds, by URL. Raises SyncError, and
         AllReplicasLost if all died: requests wait until another ``load`` is committed, or `refuse`.
         """
         if only is None:
@@ -138,7 +137,7 @@ class ReplicaWeights:
                 await self._adapter.pause(server, self._section.running_requests)
                 for hooks in self._adapter.hooks:
                     await hooks.paused(server)
-                # From now on: what is sent waits for the new weights. Another run may have cached by this version.
+                # From now on, requests wait for the new weights. Another run may have cached by this version.
                 keeps = self._section.running_requests == "keep_cache"
                 server.salt = f"{version}-{uuid.uuid4().hex}" if keeps else None
                 await self._reclaim_weights(server)
@@ -149,9 +148,9 @@ class ReplicaWeights:
                     server.released = server.reclaimed = False
                 await self._adapter.resume(server)
                 if only is None:
-                    self.paused_seconds = clock.time() - began  # all began together: the last one's
+                    self.paused_seconds = clock.time() - began  # all began together: the time of the last
             finally:
-                server.paused = False  # also after a failure, when nothing resumes it
+                server.paused = False  # also after a failure, when nothing resumes the server
             return reports
 
         try:
@@ -170,7 +169,7 @@ class ReplicaWeights:
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> dict[str, list[list[Completion]]]:
-        """Completions by each loaded replica, or by ``only``; by URL."""
+        """Returns URL -> completions by each loaded replica, or by ``only``."""
 
         async def all_of(replica: Replica) -> list[list[Completion]]:
             return list(await asyncio.gather(*(self._attempts.sampled(r, replica) for r in requests)))
@@ -180,7 +179,7 @@ class ReplicaWeights:
     async def score_everywhere(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None, named: NamedVersion | None = None
     ) -> dict[str, list[list[float]]]:
-        """Log-probs of each text's tokens after the first, likewise; with the weights, or those that are ``named``."""
+        """Returns URL -> log-probs of each text's tokens after the first, with the weights or those ``named``."""
         more = () if named is None else (named,)
 
         async def all_of(replica: Replica) -> list[list[float]]:
@@ -190,24 +189,24 @@ class ReplicaWeights:
         return await self.on_each(self.loaded(only), "a probe of new weights", all_of)
 
     async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
-        """How many of the mirror's tensors checksums cover, and those that differ; by URL. Raises SyncError."""
+        """Returns URL -> (number of the mirror's tensors with checksums, names that differ). Raises SyncError."""
         said = await self.on_each(self.loaded(None), "comparing weights", lambda r: self._adapter.held(r.server, path))
         known, checks = shapes(path), ServerComparisons()
         found = {url: await asyncio.to_thread(checks.find, url, checksums, known, said[url]) for url in said}
         return {url: (len(known) - len(one.unseen), sorted(one.differing)) for url, one in found.items()}
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
-        """Serve the loaded weights as ``version``; with ``only``, also on that replica."""
+        """Serves the loaded weights as ``version``. With ``only``, that replica joins the others."""
         await self.label(version, only=only)
         self.serve(version, only=only)
 
     async def label(self, version: int, *, only: str | None = None) -> None:
-        """Have servers label the loaded weights as ``version``, without serving them."""
+        """Makes servers label the loaded weights as ``version``, without serving them."""
         loaded = self.loaded(only)
         await self.on_each(loaded, f"version {version}", lambda r: self._adapter.relabel(r.server, version))
 
     def serve(self, version: int, *, only: str | None = None) -> None:
-        """Have replicas that hold the loaded weights serve ``version``: these, or others beside them."""
+        """Makes replicas that hold the loaded weights serve ``version`` (these weights, or others that they have)."""
         for replica in self.loaded(only):
             replica.apply(Event.REFITTED)
         if only is None:
@@ -215,11 +214,11 @@ class ReplicaWeights:
             self._settled.set()
 
     async def release(self) -> None:
-        """Release the servers' memory for training. Nothing is served until the next ``load`` is committed.
+        """Releases the servers' memory for training. Nothing is served until the next ``load`` is committed.
 
-        No request may run. Does nothing if the memory is released; concurrent callers wait for the same release; a
-        server that was restarted since releases its own. One that is being restarted is waited for, and none is from
-        now on (`room`); one that died is waited for too, until its processes have ended.
+        No request may run. Does nothing if the memory is released, except for servers restarted since. Concurrent
+        callers wait for the same release. It waits for servers that are being restarted, and none restarts from now on
+        (`room`). It also waits until the processes of dead servers have ended.
         """
         self._released, self._version = True, None
         self._turn.clear()
@@ -234,19 +233,19 @@ class ReplicaWeights:
 
         async with self.refitting, self._releasing:
             present = {replica: replica.server for replica in self._replicas.present()}
-            with contextlib.suppress(AllReplicasLost):  # dead servers, which have ended, hold no memory
+            with contextlib.suppress(AllReplicasLost):  # dead servers, with their processes ended, hold no memory
                 await self.on_each(present, "releasing memory", one)
 
     async def served_somewhere(self) -> None:
-        """Wait until a replica serves. Raises EngineError if none will."""
+        """Waits until a replica serves. Raises EngineError if none will."""
         await self._replicas.some(self._replicas.healthy)
 
     def refuse(self) -> None:
-        """Serve nothing until another ``load`` is committed; requests that wait fail."""
+        """Serves nothing until another ``load`` is committed. Waiting requests fail."""
         self._settled.set()
 
     def loaded(self, only: str | None) -> dict[Replica, Server]:
-        """The replicas that hold the weights loaded last, or ``only``; a server that was restarted since does not."""
+        """Returns the replicas that hold the last loaded weights, or ``only``. Servers restarted since do not."""
         return {
             replica: server
             for replica, server in self._holding.items()
@@ -256,13 +255,13 @@ class ReplicaWeights:
     async def on_each(
         self, replicas: Mapping[Replica, Server], what: str, order: Callable[[Replica], Coroutine[Any, Any, T]]
     ) -> dict[str, T]:
-        """Apply ``order`` to all replicas concurrently; leave out those that die meanwhile.
+        """Applies ``order`` to all replicas concurrently, and omits those that die before it ends.
 
         Raises SyncError that names the replicas on which it failed, AllReplicasLost if all died, TooManyOpenFiles.
         """
         answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
         for (replica, server), answer in zip(replicas.items(), answers, strict=True):
-            if isinstance(answer, AttemptFailed) and replica.server is server:  # not one that came since
+            if isinstance(answer, AttemptFailed) and replica.server is server:  # not its successor
                 replica.suspect(answer)
         if any(isinstance(a, AttemptFailed) for a in answers):
             await self._ends_are_known()
@@ -285,7 +284,7 @@ class ReplicaWeights:
         return done
 
     async def _ends_are_known(self) -> None:
-        """Wait until it is known which servers that failed have died: on a busy machine that may take long."""
+        """Waits until it is known which failed servers have died. On a busy machine that may take long."""
         await asyncio.sleep(_GRACE_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_SECONDS):

@@ -1,4 +1,4 @@
-"""Requests to servers: without redirects and proxies. Answers of servers that others write are bounded."""
+"""Requests to servers, without redirects and proxies. Responses of servers written by others are bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
+KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5 s: a request must not coincide
 _PASSING = (408, 429)  # statuses below 500 after which another attempt may succeed
 
 
@@ -24,12 +24,12 @@ class TryAgain(Exception):
 
 
 def new_client(**options: Any) -> httpx2.AsyncClient:
-    """A client without time limits: its user's limits bound the waits. ``options`` are httpx's."""
+    """Returns a client without time limits: its user's limits bound the waits. ``options`` are httpx's."""
     return httpx2.AsyncClient(timeout=None, trust_env=False, verify=_trusted(), **options)
 
 
 async def read_bounded(response: httpx2.Response, most: int) -> bytes:
-    """The body as it was sent; of one longer than ``most`` bytes a beginning that is longer too."""
+    """Returns the undecoded body. Of a body over ``most`` bytes it returns a beginning that is also longer."""
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
@@ -39,21 +39,21 @@ async def read_bounded(response: httpx2.Response, most: int) -> bytes:
 
 
 def describe_transport(error: httpx2.TransportError) -> str:
-    """Why there is no answer, for a message."""
+    """Returns the reason of a missing response, for a message."""
     return f"{type(error).__name__}: {error!s:.500}"
 
 
 def beginning_of(body: bytes) -> str:
-    """The beginning of a body, quoted for a message."""
+    """Returns the beginning of a body, quoted for a message."""
     return repr(body[:80].decode(errors="replace"))
 
 
 async def post_json(
     url: str, body: bytes, headers: Mapping[str, str], *, most: int, seconds: float, limit: str
 ) -> tuple[int, bytes]:
-    """Status and body, by `read_bounded`, of one request on its own connection, which a cancellation closes.
+    """Sends one request on its own connection, which a cancellation closes. Returns status and `read_bounded` body.
 
-    Raises TryAgain without a connection, and without an answer in ``seconds``, which the message calls ``limit``.
+    Raises TryAgain without a connection, and without a response in ``seconds``, which the message calls ``limit``.
     """
     always = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     try:
@@ -70,7 +70,7 @@ async def post_json(
 
 
 def check_status(status: int, body: bytes) -> None:
-    """Raises TryAgain for status 408, 429 and 5xx, ValueError for any other but 200."""
+    """Raises TryAgain for status 408, 429 and 5xx, and ValueError for any other except 200."""
     if status == 200:
         return
     said = f"status {status}: {beginning_of(body)}"
@@ -80,9 +80,9 @@ def check_status(status: int, body: bytes) -> None:
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], *, retries: int, wait: float, about: str | None = None) -> T:
-    """What ``attempt`` returns, after at most ``retries`` more attempts, each after a wait that doubles.
+    """Returns the result of ``attempt``, after at most ``retries`` more attempts, each after a wait that doubles.
 
-    With ``about`` it logs each wait, and of what. Raises the last TryAgain, which then tells the number of attempts.
+    With ``about`` it logs each wait with this name. Raises the last TryAgain, with the number of attempts.
     """
     for left in range(retries, -1, -1):
         try:
@@ -99,9 +99,9 @@ async def retried(attempt: Callable[[], Awaitable[T]], *, retries: int, wait: fl
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """The certificates that SSL_CERT_FILE or SSL_CERT_DIR names, else the system's."""
+    """Returns the certificates of SSL_CERT_FILE or SSL_CERT_DIR, or otherwise the system's."""
     try:
         return httpx2.create_ssl_context()
-    except OSError as error:  # of http:// nobody needs them
+    except OSError as error:  # http:// does not need them
         logger.warning("SSL_CERT_FILE or SSL_CERT_DIR cannot be read, and the system's certificates count: %s", error)
         return httpx2.create_ssl_context(trust_env=False)

@@ -13,7 +13,7 @@ _SECRET = re.compile(r"(^|[_.-])(key|apikey|auth|credentials?|passw(or)?d|secret
 
 
 def split_url(url: str, *, key: str, example: str) -> SplitResult:
-    """Its parts. Raises ConfigError, with the configuration's ``key``, for an invalid port or character."""
+    """Returns the URL's parts. Raises ConfigError that names ``key`` for an invalid port or character."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  # raises for an invalid port
@@ -25,7 +25,7 @@ def split_url(url: str, *, key: str, example: str) -> SplitResult:
 
 
 def is_plain_address(text: str) -> bool:
-    """Whether it is http(s)://host:port, without user, path or query."""
+    """True if ``text`` is http(s)://host:port, without user, path or query."""
     try:
         url = urlsplit(text)
         fits = url.scheme in {"http", "https"} and url.hostname and url.port is not None and url.path in {"", "/"}
@@ -35,7 +35,7 @@ def is_plain_address(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine by its name alone."""
+    """True if the name of a host alone shows that it is this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -43,13 +43,13 @@ def is_loopback(host: str) -> bool:
 
 
 def secret_in(url: str) -> str:
-    """What of an address is a secret by its name, as ``user name and password`` or ``token=``; empty if nothing is.
+    """Returns the part of an address that is a secret by its name (``user name and password``, ``token=``), or "".
 
-    The configuration is in a file that others may read, and addresses are in errors and logs.
+    Others may read the configuration's file, and errors and logs contain addresses.
     """
     try:
         parts = urlsplit(url)
-    except ValueError:  # refused elsewhere
+    except ValueError:  # another check refuses it
         return ""
     if "@" in parts.netloc:
         return "user name and password"

@@ -1,4 +1,4 @@
-"""Says where files of weights for servers are, and which learner ranks write each. No torch."""
+"""Chooses where files of weights for servers are, and which learner ranks write each. No torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from rl_megatron.placement.seats import server_placements
 
 
 def engines_on_own_nodes(config: RunConfig) -> bool:
-    """Whether servers are on nodes that no learner rank is on: a run starts them there, or an address is not of this
-    machine. Raises ConfigError if they do not fit."""
+    """True if servers are on nodes without a learner rank: a run starts them there, or an address is not this machine.
+    Raises ConfigError if they do not fit."""
     elsewhere = any(not is_loopback(host) for host in hosts_of(config.rollout.server.addresses or ""))
     return elsewhere or any(node is None for node in _nodes_of_servers(config))
 
 
 def hosts_of(addresses: str) -> list[str]:
-    """The hosts of the servers at ``addresses``."""
+    """Returns the hosts of the servers at ``addresses``."""
     return [urlsplit(address.strip()).hostname or "" for address in addresses.split(",") if address]
 
 
 def weights_folder(config: RunConfig) -> Path | None:
-    """The folder in which servers find weights: a path in each node's memory, or of one folder; None: the run's."""
+    """Returns the folder of weights for servers: in each node's memory, or a shared one. None: the run's folder."""
     return config.weights.folder or (None if engines_on_own_nodes(config) else NODE_MEMORY)
 
 
 def file_writer_ranks(config: RunConfig) -> list[range]:
-    """The learner ranks that write a whole copy of the weights for servers together, one group for each file.
+    """Returns the groups of learner ranks that each write one file with a full copy of the weights for servers.
 
-    In the nodes' memory each node of the learner that has servers has a file, and so has the first, where the
-    controller is; else the first rank writes the only one. Raises ConfigError if the ranks do not fit the nodes.
+    In the nodes' memory, each learner node with servers has a file, and so has the first, with the controller.
+    Otherwise the first rank writes the only file. Raises ConfigError if the ranks do not fit the nodes.
     """
     folder, world = weights_folder(config), config.learner.dims.world_size
     if folder is None or not folder.is_relative_to(NODE_MEMORY):
@@ -47,7 +47,7 @@ def file_writer_ranks(config: RunConfig) -> list[range]:
 
 
 def _nodes_of_servers(config: RunConfig) -> list[int | None]:
-    """The number among the learner's nodes of each server's nodes; None: it is none of them."""
+    """Returns each server node's index among the learner's nodes. None: it is another node."""
     if config.run.launcher == "local":
         return []
     nodes = placeholder_nodes(config)

@@ -1,7 +1,7 @@
-"""Places ranks on nodes by integer arithmetic, for `submit` to show and for the job's steps to use.
+"""Places ranks on nodes by integer arithmetic. `submit` shows the placement, and the job's steps use it.
 
 Ranks fill a node before the next. In megatron-core's order (``tp-cp-ep-dp-pp``, tp fastest) tensor-parallel ranks are
-then neighbors in one node, pipeline stages far apart, and expert-parallel groups span as many nodes as they must.
+then neighbors in one node, pipeline stages are far apart, and expert-parallel groups span as many nodes as they need.
 
 Shares a node's CPUs among its ranks.
 
@@ -32,11 +32,11 @@ class RankPlacement:
     role: str = LEARNER
 
     def node_of(self, rank: int) -> str:
-        """The node that the rank runs on."""
+        """Returns the node that the rank runs on."""
         return self.nodes[rank // self.ranks_per_node]
 
     def spans(self, nodes: int = 1) -> Mapping[str, int]:
-        """The most nodes, or blocks of ``nodes``, that a group of two or more ranks spans, by its kind."""
+        """Returns kind -> maximum number of nodes, or blocks of ``nodes``, that a group of two or more ranks spans."""
         return {
             kind: max(len({rank // (self.ranks_per_node * nodes) for rank in group}) for group in groups)
             for kind, groups in group_ranks(self.dims).items()
@@ -44,7 +44,7 @@ class RankPlacement:
         }
 
     def describe(self) -> str:
-        """Lines to show: the ranks of each node (like neighbors in one line), then the nodes that groups span."""
+        """Returns lines to show: the ranks of each node (three of many nodes), then the nodes that groups span."""
         count, each = len(self.nodes), self.ranks_per_node
         shown = range(count) if count <= 8 else (0, 1, count - 1)
         whose = "" if self.role == LEARNER else f"{self.role}: "
@@ -65,7 +65,7 @@ class RankPlacement:
 def place_ranks(
     dims: ParallelDims, nodes: Sequence[str], ranks_per_node: int, *, domain: int = 1, role: str = LEARNER
 ) -> RankPlacement:
-    """Ranks on nodes. Raises ConfigError if their numbers do not match or a tensor-parallel group would leave NVLink.
+    """Places ranks on nodes. Raises ConfigError if their numbers differ or a tensor-parallel group would leave NVLink.
 
     ``domain``: neighboring nodes that NVLink joins.
     """
@@ -99,7 +99,7 @@ def place_ranks(
 
 
 def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -> RankPlacement:
-    """The ranks of the learner, or of a separate role, on its nodes. Raises as `place_ranks` does."""
+    """Places the ranks of the learner, or of a separate role, on its nodes. Raises like `place_ranks`."""
     dims, slurm = config.learner_of(role).dims, config.slurm
     each = slurm.tasks_per_node(dims.world_size) if role == LEARNER else -(-dims.world_size // max(1, len(nodes)))
     try:
@@ -116,15 +116,15 @@ def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -
 
 
 def ranks_by_role(config: RunConfig) -> dict[str, int]:
-    """The number of ranks of the learner, and of each separate role in the order of a job's nodes."""
+    """Returns the number of ranks of the learner, and of each separate role in the order of a job's nodes."""
     return {role: config.learner_of(role).dims.world_size for role in (LEARNER, *separate(config))}
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:
-    """The ranks of each group of megatron-core 0.16.1, by the kind of group.
+    """Returns kind -> ranks of each process group of megatron-core 0.16.1.
 
-    Dense groups are over tp, cp, dp, pp; groups of experts over etp, ep, the experts' data parallelism, pp; the first
-    axis varies fastest (megatron/core/parallel_state.py, RankGenerator).
+    Dense groups are over tp, cp, dp, pp. Groups of experts are over etp, ep, the experts' data parallelism, pp. The
+    first axis varies fastest (megatron/core/parallel_state.py, RankGenerator).
     """
     dense = {"tp": dims.tp, "cp": dims.cp, "dp": dims.dp, "pp": dims.pp}
     rest = dims.tp * dims.cp * dims.dp // (dims.etp * dims.ep)
@@ -136,7 +136,7 @@ def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:
 
 
 def _groups(sizes: Mapping[str, int], kind: str) -> Iterable[list[int]]:
-    """Groups of ranks that differ only in their coordinate of ``kind``."""
+    """Yields groups of ranks that differ only in their coordinate of ``kind``."""
     world, stride = 1, 1
     for name, size in sizes.items():
         stride = world if name == kind else stride
@@ -147,10 +147,10 @@ def _groups(sizes: Mapping[str, int], kind: str) -> Iterable[list[int]]:
 
 
 def shares_of_cores(cpus: Mapping[int, tuple[int, int]], ranks: int) -> list[list[int]]:
-    """Each rank's CPUs, given each CPU's package and core. Nothing for every rank if there are fewer cores than ranks.
+    """Divides CPUs among ranks, given each CPU's package and core. Shares are empty if there are too few cores.
 
-    Shares are equal to one core. They are neighbors in the order of packages, as GPUs are in the order of ranks, and
-    both threads of a core belong to one rank.
+    Shares differ by at most one core. They are neighbors in the order of packages, like GPUs in the order of ranks.
+    Both threads of a core belong to one rank.
     """
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu, where in cpus.items():
@@ -163,13 +163,13 @@ def shares_of_cores(cpus: Mapping[int, tuple[int, int]], ranks: int) -> list[lis
 
 
 def extra_role_nodes(config: RunConfig) -> dict[str, int]:
-    """The number of nodes of each role that has nodes of its own besides the learner's, in the order of the job."""
+    """Returns the number of nodes of each role with its own nodes, without the learner, in the order of the job."""
     slurm, counts = config.slurm, {role: num_role_nodes(config, role) for role in separate(config)}
     return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
 
 
 def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """The nodes of each role, cut from a list of like nodes: first the learner's, which are all that others leave."""
+    """Divides equal nodes among roles. The learner's are first: all nodes that the others leave."""
     first = max(1, len(nodes) - sum(others.values()))
     found = {LEARNER: tuple(nodes[:first])}
     for role, count in others.items():
@@ -179,15 +179,15 @@ def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str,
 
 
 def placeholder_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Invented names for the nodes of a job that does not exist yet, by role."""
+    """Returns role -> placeholder names for the nodes of a job that does not exist yet."""
     others = extra_role_nodes(config)
     return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
 
 
 def gpus_by_role(config: RunConfig) -> dict[str, int]:
-    """The GPUs of a job's nodes by role, servers on nodes of their own as "engines".
+    """Returns role -> GPUs of a job's nodes. "engines" are servers on their own nodes.
 
-    Where slurm.gpus_per_node=0 does not say them, those of the ranks, and of servers that do not share them.
+    If slurm.gpus_per_node=0 leaves them open, it counts the GPUs of ranks, and of servers that do not share them.
     """
     slurm, server = config.slurm, config.rollout.server
     if not slurm.gpus_per_node:

@@ -1,4 +1,4 @@
-"""Says how pushes of weights reach the engines: by which transport, and what the bytes cross. No torch."""
+"""Finds how pushes of weights reach the engines: the transport, and the links that the bytes cross. No torch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from rl_megatron.placement.seats import server_placements
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How pushes reach the engines: the ``transport``, what its bytes cross, and the file that engines read, if any.
+    """The route of pushes to engines: the ``transport``, the links that bytes cross, and the file that engines read.
 
-    ``shared``: whether that file is on a file system that several nodes share.
+    ``shared``: that file is on a file system that several nodes share.
     """
 
     transport: str
-    over: str  # between learner ranks and engines, or the ranks that write a file; empty if nothing
+    over: str  # links from learner ranks to engines or writers of a file; "": none
     file: str | None = None
     shared: bool = False
 
     @property
     def name(self) -> str:
-        """The route in a row of metrics; "shared_file" where a file system of several nodes carries the weights."""
+        """The route in a row of metrics: the transport, or "shared_file" for weights on a shared file system."""
         return "shared_file" if self.shared else self.transport
 
     def describe(self) -> str:
-        """What bytes cross, in order, for a line."""
+        """Returns the links that bytes cross, in order, for a line."""
         return " and then through ".join(filter(None, (self.over, self.file)))
 
 
 def route_of(config: RunConfig) -> Route:
-    """The route of a run's pushes. Raises ConfigError if servers do not fit the job's nodes."""
+    """Returns the route of a run's pushes. Raises ConfigError if servers do not fit the job's nodes."""
     kind, served = config.transport, config.rollout.served
     learner_apart = config.run.launcher != "local" and config.slurm.nodes > 1
     if pushes_of(config) is not None:
@@ -61,8 +61,8 @@ def route_of(config: RunConfig) -> Route:
 
 
 def engine_nodes(config: RunConfig) -> list[int]:
-    """The node of each rank of each server that the run starts, counted from the learner's first; of servers by address
-    only one each, as their ranks are not known. Raises ConfigError if servers do not fit the job's nodes."""
+    """Returns the node of each rank of each server that the run starts, counted from the learner's first. A server by
+    address counts once, because its ranks are unknown. Raises ConfigError if servers do not fit the job's nodes."""
     section = config.rollout.server
     if section.addresses is not None:
         hosts = hosts_of(section.addresses)
@@ -77,13 +77,13 @@ def engine_nodes(config: RunConfig) -> list[int]:
 
 
 def _over(config: RunConfig, apart: bool, together: bool = True) -> str:
-    """What weights cross without a file, between processes of several nodes (``apart``), of one, or of both."""
+    """Returns the links without a file, between processes of several nodes (``apart``), of one node, or both."""
     inside = "NVLink" if config.learner.device != "cpu" else "a node's loopback"
     return " and ".join([inside] * (together or not apart) + ["the network"] * apart)
 
 
 def _served_file(config: RunConfig) -> tuple[str, bool]:
-    """The files that servers read, in words, and whether it is one on a file system that several nodes share."""
+    """Describes the files that servers read. Also returns whether several nodes share their file system."""
     folder, nodes = weights_folder(config), engine_nodes(config)
     if any(node >= config.slurm.nodes for node in nodes):
         return _file(config.weights.folder or "the run's folder", shared=True), True

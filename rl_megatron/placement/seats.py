@@ -14,17 +14,17 @@ from rl_megatron.placement.ranks import placeholder_nodes, ranks_by_role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlacement:
-    """A node of an engine server and its GPUs there; without GPUs it runs on the node's CPUs."""
+    """A node of an engine server and its GPUs there. Without GPUs it runs on the node's CPUs."""
 
     node: str
     gpus: tuple[int, ...]
     server: int = 0
-    part: int = 0  # the node's number among the server's
-    shared: bool = False  # whether ranks may have its GPUs too
+    part: int = 0  # index of this node within the server
+    shared: bool = False  # ranks may use its GPUs too
 
 
 def describe_placements(seats: Sequence[ServerPlacement]) -> str:
-    """One line per node of each server: the node and the GPUs."""
+    """Returns a line per node of each server, with the node and the GPUs."""
     return "\n".join(
         f"engine {s.server}: {s.node}" + (f", GPUs {s.gpus[0]}-{s.gpus[-1]}" if s.gpus else "") for s in seats
     )
@@ -33,7 +33,7 @@ def describe_placements(seats: Sequence[ServerPlacement]) -> str:
 def place_servers(
     section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool
 ) -> tuple[ServerPlacement, ...]:
-    """Seats of the servers, spread evenly over the nodes in order; a server on several nodes has neighboring ones.
+    """Places servers, spread evenly over the nodes in order. A server on several nodes has neighboring ones.
 
     If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if there
     are too few GPUs or nodes, or a tensor-parallel group would span nodes although ``nodes`` does not say so.
@@ -67,7 +67,7 @@ def place_servers(
 
 
 def _node_problems(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, span: int) -> Iterator[str]:
-    """Why servers of ``span`` nodes do not fit."""
+    """Yields the reason why servers of ``span`` nodes do not fit."""
     given = f"rollout.server.nodes={span}"
     if gpus_per_node and section.tp > gpus_per_node and section.nodes is None:
         yield (
@@ -90,7 +90,7 @@ def _node_problems(section: ServerSection, nodes: Sequence[str], gpus_per_node: 
 
 
 def _degrees(section: ServerSection) -> str:
-    """``rollout.server.tp=8``, with the other degrees above 1."""
+    """Returns text like ``rollout.server.tp=8``, with the other degrees above 1."""
     others = "".join(f" * {key}={getattr(section, key)}" for key in ("pp", "dp") if getattr(section, key) > 1)
     return f"rollout.server.tp={section.tp}{others}"
 
@@ -98,7 +98,7 @@ def _degrees(section: ServerSection) -> str:
 def server_placements(
     config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str]
 ) -> tuple[ServerPlacement, ...]:
-    """The seats of the servers that a run starts; empty if it starts none. Raises as `place_servers` does."""
+    """Places the servers that a run starts; empty if it starts none. Raises like `place_servers`."""
     section, slurm = config.rollout.server, config.slurm
     if not config.rollout.served or section.addresses:
         return ()
@@ -107,12 +107,11 @@ def server_placements(
 
 
 def gpus_on_learner_nodes(config: RunConfig, here: int | None = None) -> list[list[int]]:
-    """The GPUs of each server that a run starts on the learner's nodes, numbered as ranks are that have them, and
-    after them those without a rank; empty if servers are elsewhere. Raises as `place_servers` does, or
-    `local_server_placements`.
+    """Returns the GPUs of each server that a run starts on the learner's nodes, or [] if servers are on other nodes.
 
-    ``here``: GPUs of the one machine that the run is on; None: it is a job's, or not known, and servers have GPUs of
-    their own there if slurm.gpus_per_node are enough.
+    A GPU has its rank's number. GPUs without a rank follow after all ranks. ``here``: GPUs of the one machine that the
+    run is on. None: it is a job, or the number is unknown, and servers have their own GPUs there if
+    slurm.gpus_per_node are enough. Raises like `place_servers` or `local_server_placements`.
     """
     by_role, each = placeholder_nodes(config), config.slurm.gpus_per_node
     wanted = sum(ranks_by_role(config).values()) + config.rollout.server.count * config.rollout.server.ranks
@@ -136,10 +135,10 @@ def gpus_on_learner_nodes(config: RunConfig, here: int | None = None) -> list[li
 
 
 def local_server_placements(config: RunConfig, gpus: int) -> tuple[ServerPlacement, ...]:
-    """The seats of the servers that a run starts on one machine with ``gpus`` GPUs: those after the ranks' GPUs.
+    """Places the servers that a run starts on one machine with ``gpus`` GPUs: they get those after the ranks' GPUs.
 
-    If there are too few, servers share the ranks' GPUs, provided that the configuration allows it: in turns, or with a
-    part of each GPU's memory. Raises ConfigError if it does not.
+    If there are too few, servers share the ranks' GPUs in turns, or with a part of each GPU's memory. Raises
+    ConfigError if the configuration does not allow that.
     """
     section, ranks = config.rollout.server, sum(ranks_by_role(config).values())
     if not config.rollout.served or section.addresses:
@@ -165,10 +164,10 @@ def local_server_placements(config: RunConfig, gpus: int) -> tuple[ServerPlaceme
 
 
 def standalone_placements(config: RunConfig, gpus: int) -> tuple[ServerPlacement, ...]:
-    """The seats of ``rollout.server.replicas`` on one machine with ``gpus`` GPUs that no rank has; one alone sees all.
+    """Places ``rollout.server.replicas`` on one machine with ``gpus`` GPUs without ranks. A single server sees all.
 
-    If there are too few, several share a GPU, provided that rollout.server.memory_fraction has room for them. Raises
-    ConfigError if it does not.
+    If there are too few, several share a GPU. Raises ConfigError if rollout.server.memory_fraction has no room for
+    them.
     """
     section = config.rollout.server
     if not config.rollout.served or section.addresses:
@@ -187,7 +186,7 @@ def standalone_placements(config: RunConfig, gpus: int) -> tuple[ServerPlacement
 
 
 def _in_turn(servers: int, own: int, gpus: int, *, first: int = 0, shared: bool = False) -> tuple[ServerPlacement, ...]:
-    """The next ``own`` GPUs for each server, from the ``first`` on, and round again."""
+    """Gives each server the next ``own`` GPUs, from the ``first`` on, in rotation."""
     starts = (first + i * own for i in range(servers))
     return tuple(
         ServerPlacement(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i, shared=shared)

@@ -1,6 +1,6 @@
 """Draws prompts ahead of training, requests their groups while the learner trains, and gives each step its batch.
 
-Letters: G prompts a step, k the maximum age of a trained token in pushes (``train.max_staleness``), v the served version.
+Letters: G prompts a step, k the maximum age of trained tokens in pushes (``train.max_staleness``), v served version.
 
 **Admission.** A prompt is drawn while fewer than (v + k + 1) G were drawn and ``rollout.max_in_flight`` allows it. A
 group drawn at version b is *due* at step b + k + 1, when its tokens are at most k pushes old. So the groups due by any

@@ -1,4 +1,4 @@
-"""The adapter for servers of the in-process engine, which run on this machine's CPUs in processes of their own.
+"""The adapter for servers of the in-process engine, which run as separate processes on this machine's CPUs.
 
 Adapter and server exchange the JSON that this file defines; columns are base64.
 """
@@ -31,7 +31,7 @@ from rl_megatron.weights.checks.reports import ChecksumReport
 from rl_megatron.weights.layouts.recorded import Boxes
 
 PROTOCOL = "5"
-"""Both ends have the same."""
+"""The protocol's version, which must be equal at both ends."""
 
 
 class Said(TypedDict):
@@ -41,14 +41,14 @@ class Said(TypedDict):
     logprobs: str
     finish_reason: FinishReason
     spans: list[tuple[int, int]]
-    columns: dict[str, dict[str, Any]]  # by name, as `written_column` has them
+    columns: dict[str, dict[str, Any]]  # name -> column as `written_column` encodes it
 
 
 SAID = TypeAdapter(list[Said])
 
 
 def asked(name: str, request: GenerationRequest) -> dict[str, object]:
-    """A request that the server knows by ``name``."""
+    """Returns the JSON of a request with the given ``name``."""
     return {
         "name": name,
         "token_ids": request.token_ids,
@@ -59,7 +59,7 @@ def asked(name: str, request: GenerationRequest) -> dict[str, object]:
 
 
 def request_of(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
-    """The inverse of `asked`."""
+    """Returns the inverse of `asked`."""
     params = dict(body["params"])
     stops, texts = tuple(params.pop("stop_token_ids")), tuple(params.pop("stop"))
     return body["name"], GenerationRequest(
@@ -72,7 +72,7 @@ def request_of(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
 
 
 def answer_of(completions: Sequence[Completion]) -> list[Said]:
-    """The completions' JSON."""
+    """Returns the completions' JSON."""
     return [
         Said(
             tokens=base64.b64encode(one.token_ids.astype("<i4").tobytes()).decode(),
@@ -86,7 +86,7 @@ def answer_of(completions: Sequence[Completion]) -> list[Said]:
 
 
 def completions_of(answer: Sequence[Said]) -> list[Completion]:
-    """The inverse of `answer_of`. Raises ValueError for what is no base64 of whole numbers."""
+    """Returns the inverse of `answer_of`. Raises ValueError if columns are not base64 of whole numbers."""
     return [
         Completion(
             token_ids=np.frombuffer(base64.b64decode(one["tokens"], validate=True), "<i4"),
@@ -108,7 +108,7 @@ def _decoded(given: Any) -> NDArray[np.uint8]:
 
 
 class EmbeddedAdapter(Adapter):
-    """``rollout.engine=local`` with ``rollout.server.replicas``."""
+    """The adapter for ``rollout.engine=local`` with ``rollout.server.replicas``."""
 
     name = "local"
     module = "rl_megatron"
@@ -199,7 +199,7 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
-        """Does nothing: what they load is labeled with its version, and is served after this."""
+        """Does nothing: loaded weights are labeled with their version, and are served after this."""
 
     @override
     async def release(self, server: Server) -> None:
@@ -207,7 +207,7 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
-        """Does nothing, as `release`."""
+        """Does nothing, like `release`."""
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:

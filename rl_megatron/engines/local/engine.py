@@ -1,15 +1,15 @@
 """The in-process rollout engine: a plain torch model decodes in batches, for small models and tests.
 
-A RolloutEngine asks the ranks' engines for lists of requests: requests that are made together are one batch of each.
+A RolloutEngine sends lists of requests to the ranks' engines. Requests that are made together are one batch of each.
 
-Decodes with continuous batching: each sequence takes a row of the cache until it ends. Requests may come at any time;
-they wait in the order in which they came. Prompts are prefilled a block at a time; the completions of a prompt copy its
-keys and values. The first decoding step computes the last prompt token, so that the same code produces every sampled
-token. Active rows are always the first n: a step works on slices, and Python loops run over requests and blocks, over
-the sequences of a step only if they have stop texts.
+Decodes with continuous batching: each sequence takes a row of the cache until it ends. Requests may come at any time,
+and wait in order of arrival. Prompts are prefilled a block at a time. The completions of a prompt copy its keys and
+values. The first decoding step computes the last prompt token, so that the same code produces every sampled token.
+Active rows are always the first n: a step works on slices, and Python loops run over requests and blocks. They run
+over the sequences of a step only if they have stop texts.
 
-A sequence has a place from its request until its completion is taken: the tables of what it is and of what it has made
-are indexed by places. It has a row only while it decodes, and moves to another when rows are closed up.
+A sequence has a place from its request until its completion is taken. The tables of its parameters and of its output
+are indexed by places. It has a row only while it decodes, and moves to another when gaps between rows are closed.
 
 Letters: n active rows, S places, P prompts of a block, V vocabulary.
 """
@@ -43,20 +43,20 @@ from rl_megatron.types import Completion, GenerationRequest, Span
 from rl_megatron.weights.layouts.families import find_family, hf_layout
 from rl_megatron.weights.layouts.layout import float32_in_files
 
-# Padded prompt tokens prefilled at once: bounds a block's memory.
+# Padded prompt tokens that are prefilled together: bounds a block's memory.
 MAX_PREFILL_TOKENS = 16384
 
 _ROUTES = "routes"
 
 ROW_MULTIPLE = 8
 
-# Integer state of a sequence. The first three grow by one in each step.
+# Integer state of a sequence. The first three increase by one in each step.
 _POSITION, _PRODUCED, _OUT, _LIMIT, _STOPS, _OLDEST, _TOKEN = range(7)
 _COLUMNS = 7
 
 
 class BatchingEngine(RolloutEngine, ABC):
-    """Distributes the requests of one turn of the event loop over ``replicas``."""
+    """Distributes the requests of one pass of the event loop over ``replicas``."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
@@ -65,14 +65,14 @@ class BatchingEngine(RolloutEngine, ABC):
 
     @abstractmethod
     async def batch(self, replica: int, requests: list[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of each request, in order. What it raises, every request of the batch raises."""
+        """Returns completions of each request, in order. Its error is the error of every request of the batch."""
 
     @override
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Sequence[Completion]] = loop.create_future()
         if not self._pending:
-            loop.call_soon(self._dispatch)  # after all callers that are ready have asked
+            loop.call_soon(self._dispatch)  # runs when all ready callers have added their requests
         self._pending.append((request, answer))
         return await answer
 
@@ -123,7 +123,7 @@ class InProcessEngine(BatchingEngine):
 class LocalEngine:
     """Generates synchronously with the weights in ``tensors``, which a weight push overwrites in place.
 
-    It decodes at most ``slots`` sequences at once; a prompt and its completion have at most ``max_length`` tokens.
+    It decodes at most ``slots`` sequences together. A prompt and its completion have at most ``max_length`` tokens.
     """
 
     def __init__(
@@ -137,29 +137,29 @@ class LocalEngine:
         self.version: int | None = 0
         self._slots, self.max_length = slots, max_length
         self.decode: Callable[[Sequence[int]], str] | None = None
-        """Makes text of tokens, for requests with stop texts; None: these are refused."""
+        """Decodes tokens to text for requests with stop texts. None: these requests are refused."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every Hugging Face tensor, as a view to write in place between calls of `generate`.
 
-        Those of draft layers, if ``shape`` has some, are held for exports, and sample nothing.
+        Tensors of draft layers, if ``shape`` has some, are held for exports and not used to sample.
         """
         return self._tensors
 
     def withdraw(self) -> None:
-        """Stop serving until `serve`, because ``tensors`` are being written."""
+        """Stops serving until `serve`, because ``tensors`` are being written."""
         self.version = None
 
     def serve(self, version: int) -> None:
-        """Serve the weights in ``tensors`` as ``version``, which labels everything sampled from then on."""
+        """Serves the weights in ``tensors`` as ``version``, which labels everything sampled from then on."""
         self.version = version
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of each request, in order. Raises EngineError for a request that cannot be served.
+        """Returns completions of each request, in order. Raises EngineError for a request that cannot be served.
 
-        A completion depends only on its request and its number in it (up to rounding by other batch shapes).
+        A completion depends only on its request and its number in it (up to rounding with other batch shapes).
         """
         version = self.version
         if version is None:
@@ -182,8 +182,8 @@ class LocalEngine:
         return [[next(completions) for _ in range(request.num_completions)] for request in requests]
 
     def _cache(self, requests: Sequence[GenerationRequest]) -> KVCache:
-        """A cache of their own, just large enough. A kept one would give products the shapes and idle rows of earlier
-        batches, so that a resumed run samples other bits than one that went on."""
+        """Makes a cache for these requests, just large enough. A reused one would keep the shapes and idle rows of
+        earlier batches, and a resumed run would sample other bits than one that was not interrupted."""
         rows = min(self._slots, sum(request.num_completions for request in requests))
         columns = max(len(request.token_ids) + request.params.max_new_tokens - 1 for request in requests)
         model = self.model
@@ -223,7 +223,7 @@ class LocalEngine:
 
 
 def decoder_of(folder: Path) -> Callable[[Sequence[int]], str]:
-    """Makes text of tokens by the tokenizer of a folder, special tokens included."""
+    """Returns a function that decodes tokens with a folder's tokenizer, including special tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -245,7 +245,7 @@ def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingSequences:
-    """Sequences that continue one prompt with the parameters of ``request``; their prompt is prefilled once.
+    """Sequences that continue one prompt with the parameters of ``request``. Their prompt is prefilled once.
 
     The lists have an entry for each sequence: its place, the seed of its random numbers, its number among the seed's
     completions, and the first of its random numbers.
@@ -259,12 +259,12 @@ class PendingSequences:
 
     @property
     def prefix_length(self) -> int:
-        """Tokens that are prefilled: all of the prompt but the last."""
+        """The number of tokens to prefill: all of the prompt except the last."""
         return len(self.request.token_ids) - 1
 
 
 def continuations_of(requests: Sequence[GenerationRequest]) -> list[PendingSequences]:
-    """All completions of the requests, at places from 0 on."""
+    """Returns all completions of the requests, at places from 0 on."""
     ends = accumulate(request.num_completions for request in requests)
     return [
         PendingSequences(
@@ -280,11 +280,11 @@ def continuations_of(requests: Sequence[GenerationRequest]) -> list[PendingSeque
 
 @dataclass(slots=True, kw_only=True)
 class _Block:
-    """Prompts prefilled together, and the sequences that wait for rows to continue them."""
+    """Prompts that are prefilled together, and the sequences that wait for rows to continue them."""
 
-    prefix: PrefixCache  # of each prompt without its last token
+    prefix: PrefixCache  # cache of each prompt without its last token
     places: Tensor
-    prompts: Tensor  # of each place's sequence: the number of its prompt in ``prefix``
+    prompts: Tensor  # number of each sequence's prompt in ``prefix``
     started: int = 0
 
 
@@ -307,7 +307,7 @@ class Decoding:
         self._initial_sampling = torch.zeros(5, places, device=device)
         self._stop_rows: dict[tuple[int, ...], int] = {}
         self._stop_table = torch.zeros(0, dtype=torch.bool, device=device)
-        self._decode, self._texts = decode, dict[int, tuple[str, ...]]()  # stop texts, by place
+        self._decode, self._texts = decode, dict[int, tuple[str, ...]]()  # place -> stop texts
         self._uniforms = torch.zeros(places * width, device=device)
         self._noise_streams = torch.zeros(places, dtype=torch.int64)
         self._noise_levels = torch.zeros(places)
@@ -316,7 +316,7 @@ class Decoding:
         self._out_tokens = self._initial.new_zeros(places * width)
         self._out_logprobs = self._initial_sampling.new_zeros(places * width)
         self._out_routes: Tensor | None = None  # made with the first request for routes
-        self._prompt_routes: dict[int, Tensor] = {}  # of each place's prompt without its last token
+        self._prompt_routes: dict[int, Tensor] = {}  # place -> routes of its prompt without its last token
         self._lengths = self._initial.new_zeros(places)
         self._stopped = self._initial.new_zeros(places, dtype=torch.bool)
         self._clock = self._oldest = self._active = 0
@@ -326,11 +326,11 @@ class Decoding:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a sequence is still decoding (if one waits, another decodes)."""
+        """True if a sequence is still decoding (if one waits, another decodes)."""
         return self._active > 0
 
     def add(self, asked: Sequence[PendingSequences]) -> None:
-        """Have the sequences wait behind all others, and start as many as there are free rows."""
+        """Appends sequences to the queue, and starts as many as there are free rows."""
         if not asked:
             return
         if not self._active:  # nothing depends on the clock
@@ -346,7 +346,7 @@ class Decoding:
         self._admit()
 
     def step(self) -> None:
-        """Decode one token in every active row; waiting sequences take the rows of finished ones."""
+        """Decodes one token in every active row. Waiting sequences take the rows of finished ones."""
         # A few idle rows are computed too: few batch sizes, few kernels to prepare (see `linear`).
         padded = min(-(-self._active // ROW_MULTIPLE) * ROW_MULTIPLE, self._cache.rows)
         self._cache.open_column(self._clock, active=padded, oldest=self._oldest)
@@ -398,18 +398,18 @@ class Decoding:
         return torch.tensor(found, device=state.device)
 
     def ended(self) -> list[int]:
-        """The places of sequences that have ended since the last call."""
+        """Returns the places of sequences that have ended since the last call."""
         ended, self._ended = self._ended, []
         return torch.cat(ended).tolist() if ended else []
 
     def made(self) -> dict[int, int]:
-        """How many tokens each sequence that decodes has made, by place."""
+        """Returns place -> number of tokens that each decoding sequence has produced."""
         state = self._state[:, : self._active]
         places = (state[_OUT] - state[_PRODUCED]) // self._width
         return dict(zip(places.tolist(), state[_PRODUCED].tolist(), strict=True))
 
     def cut(self, places: Collection[int]) -> None:
-        """End the sequences at ``places``, all of which decode, where they are; what they made is their completion."""
+        """Ends running sequences at ``places`` early and keeps the tokens sampled so far."""
         if places:
             state = self._state[:, : self._active]
             ended = torch.isin((state[_OUT] - state[_PRODUCED]) // self._width, self._initial.new_tensor([*places]))
@@ -417,7 +417,7 @@ class Decoding:
             self._see_oldest()
 
     def completions(self, asked: Sequence[PendingSequences], version: int) -> list[Completion]:
-        """The sequences' completions, in order, labeled with weight ``version``; their places are free again.
+        """Returns the sequences' completions, in order, labeled with weight ``version``. Their places become free.
 
         Raises EngineError if a log-prob is not finite.
         """
@@ -449,7 +449,7 @@ class Decoding:
         ]
 
     def _room(self, rows: int) -> Tensor:
-        """A buffer for the routes of ``rows`` tokens, [rows, layers with experts, k]."""
+        """Makes a buffer for the routes of ``rows`` tokens, [rows, layers with experts, k]."""
         s = self._model.shape
         size = (rows, len(s.moe_layers), s.experts_per_token)
         return torch.zeros(size, dtype=getattr(torch, s.route_dtype), device=self._model.device)
@@ -457,7 +457,7 @@ class Decoding:
     def _routes(
         self, asked: Sequence[PendingSequences], places: Tensor, inside: Tensor, lengths: Sequence[int]
     ) -> Iterator[NDArray[Any] | None]:
-        """The routes of each sequence whose request asks for them: its prompt's, then its sampled tokens'."""
+        """Yields each sequence's routes, prompt's first, or None if its request does not ask for them."""
         wanted = [_ROUTES in one.request.columns for one in asked for _ in one.places]
         if self._out_routes is None:
             yield from [None] * len(wanted)
@@ -471,7 +471,7 @@ class Decoding:
                 yield torch.cat((of_prompt.cpu(), own)).numpy()
 
     def _write_tables(self, asked: Sequence[PendingSequences]) -> None:
-        """Write what each of the sequences is: its first state, how it is sampled, its random numbers."""
+        """Writes each sequence's initial state, sampling parameters and random numbers."""
         device, vocabulary = self._model.device, self._model.shape.vocab_size
         counts = torch.tensor([len(one.places) for one in asked], device=device)
         prompt = torch.arange(len(counts), device=device).repeat_interleave(counts)
@@ -512,7 +512,7 @@ class Decoding:
         self._noise_levels[places.cpu()] = torch.tensor([p.router_noise for p in params])[prompt.cpu()]
 
     def _know_stops(self, sets: Sequence[tuple[int, ...]]) -> None:
-        """Have a row of the table of stop tokens for each set of them."""
+        """Adds a row for each new set of stop tokens to their table."""
         for tokens in dict.fromkeys(sets):
             if tokens not in self._stop_rows:
                 row = self._stop_table.new_zeros(self._model.shape.vocab_size)
@@ -521,13 +521,13 @@ class Decoding:
                 self._stop_table = torch.cat((self._stop_table, row))
 
     def _noise_of_rows(self, rows: int) -> RouterNoise:
-        """The noise of the next step's tokens; idle rows have that of some sequence."""
+        """Returns the noise of the next step's tokens. Idle rows get the noise of some sequence."""
         places = (self._state[_OUT, :rows] // self._width).clamp(max=self._num - 1)
         streams, levels = self._noise_streams.to(places.device), self._noise_levels.to(places.device)
         return self._noise(streams.take(places), self._state[_POSITION, :rows], levels.take(places))
 
     def _noise_of_prompts(self, asked: Sequence[PendingSequences], positions: Tensor) -> RouterNoise:
-        """The noise of these prompts without their last tokens."""
+        """Returns the noise of these prompts without their last tokens."""
         seeds = torch.tensor([_signed(one.seeds[0]) for one in asked])
         levels = torch.tensor([one.request.params.router_noise for one in asked])
         lengths = torch.tensor([one.prefix_length for one in asked])
@@ -545,7 +545,7 @@ class Decoding:
         )
 
     def _prefill(self) -> _Block:
-        """Prefill the prompts that waited longest, as many as the free rows can start within the token limit."""
+        """Prefills the prompts that waited longest, as many as the free rows can start within the token limit."""
         longest, sequences, taken = 0, 0, list[PendingSequences]()
         free = self._cache.rows - self._active
         while self._waiting and (not taken or sequences < free):
@@ -575,7 +575,7 @@ class Decoding:
         )
 
     def _retire(self, finished: Tensor, stopped: Tensor) -> None:
-        """Record the rows marked in ``finished`` [n] and close the gaps with rows from the end."""
+        """Records the rows marked in ``finished`` [n] and closes the gaps with rows from the end."""
         out = self._state[:, finished.nonzero().view(-1)]
         places = (out[_OUT] - out[_PRODUCED]) // self._width
         self._lengths[places] = out[_PRODUCED]
@@ -590,7 +590,7 @@ class Decoding:
             self._cache.move(movers, gaps)
 
     def _admit(self) -> None:
-        """Start waiting sequences in the free rows."""
+        """Starts waiting sequences in the free rows."""
         while self._active < self._cache.rows and (self._block is not None or self._waiting):
             block = self._block or self._prefill()
             num = min(self._cache.rows - self._active, len(block.places) - block.started)
@@ -607,13 +607,13 @@ class Decoding:
         self._see_oldest()
 
     def _see_oldest(self) -> None:
-        """Find the oldest column still in use."""
+        """Finds the oldest column that is still in use."""
         if self._active:
             self._oldest = int(self._state[_OLDEST, : self._active].min())
 
 
 def _signed(seed: int) -> int:
-    """Any int as an int64."""
+    """Maps any int to an int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -626,7 +626,7 @@ _MIX_2 = -0x6B2FB644ECCEEE15
 class RowSampling:
     """Sampling parameters of each row. ``greedy`` rows have temperature 1 here: their log-probs are the model's own.
 
-    ``any_greedy`` and ``any_limit`` say whether any row needs that work, so that a step need not read the tensors.
+    ``any_greedy`` and ``any_limit`` are true if any row needs that work, so that a step need not read the tensors.
     """
 
     inverse_temperature: Tensor  # [n, 1] float32
@@ -639,25 +639,25 @@ class RowSampling:
 
 
 def stream_keys(seeds: Tensor, completions: Tensor) -> Tensor:
-    """One random stream per (request seed, completion number), both [n] int64 -> [n] int64."""
+    """Returns the random stream of each (request seed, completion number), both [n] int64 -> [n] int64."""
     return _mix(_mix(seeds * _GOLDEN) + completions * _GOLDEN)
 
 
 def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
-    """Number ``counters`` [n] of each stream: float32 in [0, 1) with 24 random bits.
+    """Returns number ``counters`` [n] of each stream: float32 in [0, 1) with 24 random bits.
 
     splitmix64 of Steele, Lea and Flood (2014).
     """
-    # In a counter-based stream a token's number depends on its place alone, not on the rest of the batch.
+    # In a counter-based stream a token's number depends only on its place, not on the rest of the batch.
     bits = _mix(keys + (counters + 1) * _GOLDEN) >> 40
     return (bits & 0xFFFFFF).float().mul_(2.0**-24)
 
 
 def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
-    """Tokens [n] int64 and their log-probs [n] under the distribution that they are drawn from.
+    """Draws tokens [n] int64, and returns them with their log-probs [n] under the distribution of the draw.
 
     ``logits`` [n, V] float32 are overwritten. Inverse-CDF sampling with ``uniform`` [n] in [0, 1). Greedy rows take
-    the most likely token; its log-prob is the model's, at temperature 1.
+    the most likely token, with the model's log-prob at temperature 1.
     """
     probabilities = logits.mul_(rows.inverse_temperature).softmax(-1)
     cumulative = probabilities.cumsum(-1)
@@ -676,9 +676,9 @@ def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[T
 
 
 def _draw_likely(probabilities: Tensor, uniform: Tensor, rows: RowSampling, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the fewest most likely tokens whose mass reaches top_p, renormalized (Holtzman et al., 2020).
+    """Draws from the fewest most likely tokens that reach a mass of top_p, renormalized (Holtzman et al., 2020).
 
-    In rows that are ``cut`` [n, 1], of what min_p (arXiv:2407.01082) and top_k leave, renormalized: vLLM's order.
+    In rows that are ``cut`` [n, 1] it first applies min_p (arXiv:2407.01082) and top_k, renormalized: vLLM's order.
     """
     ordered, token_of_rank = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
@@ -692,7 +692,7 @@ def _draw_likely(probabilities: Tensor, uniform: Tensor, rows: RowSampling, cut:
 
 
 def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first column whose cumulative mass exceeds ``target``: never one of zero probability; the last for NaN."""
+    """Returns the first column with cumulative mass over ``target``, never of probability zero; the last for NaN."""
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
 
 
@@ -703,39 +703,39 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
-_STREAM = 0x6E6F697365  # "noise": apart from the stream that chooses the tokens
-_STEP = 2.0**-24  # between two numbers of `uniforms`, which begin at 0
-_PROMPT = -1  # completions of a request share its prompt's keys and values, and so this stream
+_STREAM = 0x6E6F697365  # "noise": another stream than the one that chooses the tokens
+_STEP = 2.0**-24  # distance between two numbers of `uniforms`, which begin at 0
+_PROMPT = -1  # completions share their prompt's keys and values, and so this stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterNoise:
-    """Noise for the router logits of N tokens; called with a layer's number: [N, E] float32, in logits."""
+    """Noise for the router logits of N tokens. A call with a layer's number returns [N, E] float32, in logits."""
 
     keys: Tensor  # [N] int64, the tokens' streams
-    positions: Tensor  # [N] int64, in their own sequences
-    deviations: Tensor  # [N] float32, standard deviations; 0 is none
+    positions: Tensor  # [N] int64, positions in their sequences
+    deviations: Tensor  # [N] float32, standard deviations; 0: no noise
     num_layers: int
     num_experts: int
 
     def __call__(self, layer: int) -> Tensor:
-        """Independent normal numbers for each token and expert of the layer, times the token's deviation."""
+        """Returns independent normal numbers for each token and expert of the layer, times the token's deviation."""
         first = (self.positions * self.num_layers + layer) * self.num_experts
         counters = first[:, None] + torch.arange(self.num_experts, device=first.device)
         return normal_of(uniforms(self.keys[:, None], counters)).mul_(self.deviations[:, None])
 
 
 def normal_of(uniform: Tensor) -> Tensor:
-    """Normal numbers of float32 multiples of 2**-24 in [0, 1), in their place; all finite, and of 0 and the largest of
-    one size."""
+    """Converts float32 multiples of 2**-24 in [0, 1) to normal numbers, in place. All are finite, and 0 and the
+    largest input give numbers of equal size."""
     return uniform.mul_(2).add_(_STEP - 1).erfinv_().mul_(math.sqrt(2))  # the sum is exact, and never -1 or 1
 
 
 def completion_streams(seeds: Tensor, completions: Tensor) -> Tensor:
-    """The stream of each completion's last prompt token and of those that it samples: [n] int64 of [n] and [n]."""
+    """Returns the stream of each completion's last prompt token and sampled tokens: [n] int64 of [n] and [n]."""
     return stream_keys(stream_keys(seeds, completions), torch.full_like(seeds, _STREAM))
 
 
 def prompt_streams(seeds: Tensor) -> Tensor:
-    """The stream of the other tokens of each request's prompt: [n] int64 of [n]."""
+    """Returns the stream of the other tokens of each request's prompt: [n] int64 of [n]."""
     return completion_streams(seeds, torch.full_like(seeds, _PROMPT))

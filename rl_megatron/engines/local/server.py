@@ -1,7 +1,7 @@
 """Serves the in-process engine over HTTP: ``python -m rl_megatron.engines.local.server <options>``.
 
-So what engine servers do can be tried where no vLLM or SGLang is: several of them sample while the learner trains, and
-take weights while completions run. Requests come and go while others decode, and go on after their weights were
+It can be used to try engine servers without vLLM or SGLang: several servers sample while the learner trains, and load
+weights while completions run. Requests come and go while others decode, and continue after their weights were
 replaced. Every request needs the run's token (`engine_token`).
 """
 
@@ -45,7 +45,7 @@ from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.routes import mirror
 
 Ended = list[tuple[str, list[Completion]]]
-"""Requests by name whose every completion has ended, with these in order."""
+"""(name, completions in order) of each request that has ended."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,12 +55,12 @@ class _Sequence:
     name: str
     number: int
     request: GenerationRequest
-    part: Completion | None = None  # made before a replacement of weights that computes again
-    versions: list[tuple[int, int]] = field(default_factory=list)  # of what is made since: (first token, version)
+    part: Completion | None = None  # sampled before a replacement of weights that recomputes
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, version) of later tokens
 
     @property
     def text(self) -> tuple[int, ...]:
-        """The tokens to go on from."""
+        """The tokens to continue from."""
         made = () if self.part is None else self.part.token_ids.tolist()
         return (*self.request.token_ids, *made)
 
@@ -71,16 +71,16 @@ class _Sequence:
         return replace(self.request.params, max_new_tokens=self.request.params.max_new_tokens - made)
 
     def whole(self, rest: Completion) -> Completion:
-        """The completion, of which ``rest`` was made since ``part``."""
+        """Returns the completion: ``part``, and then ``rest``."""
         rest = replace(rest, spans=make_spans(self.versions))
         return rest if self.part is None else join_continuation(self.part, rest)
 
 
 class RunningBatch:
-    """The completions that a process samples, at most ``slots`` at once. One thread calls every method.
+    """The completions that a process samples, at most ``slots`` together. One thread calls every method.
 
     A completion's random numbers depend on its request's seed, its number and a token's position in its text, so that
-    they go on where other weights stopped.
+    they continue where other weights stopped.
     """
 
     def __init__(self, engine: LocalEngine, *, slots: int) -> None:
@@ -92,30 +92,30 @@ class RunningBatch:
         )
         self._free = list(range(slots))
         self._queue: deque[_Sequence] = deque()
-        self._decoded: dict[int, tuple[_Sequence, PendingSequences]] = {}  # by place
-        self._done: dict[str, dict[int, Completion]] = {}  # of requests that are not finished, by number
+        self._decoded: dict[int, tuple[_Sequence, PendingSequences]] = {}  # place -> sequence
+        self._done: dict[str, dict[int, Completion]] = {}  # unfinished request -> number -> completion
         self._counts: dict[str, int] = {}
         self.tokens = 0  # sampled since the start
 
     @property
     def unfinished(self) -> bool:
-        """Whether a completion decodes or waits."""
+        """True if a completion decodes or waits."""
         return bool(self._queue or self._decoded)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Completions that decode, and that wait; any thread may ask."""
+        """The numbers of completions that decode, and that wait. Any thread may read it."""
         return len(self._decoded), len(self._queue)
 
     def start(self, name: str, request: GenerationRequest) -> None:
-        """Have the request's completions wait for a slot. Raises EngineError if it cannot be served."""
+        """Queues the request's completions for slots. Raises EngineError if it cannot be served."""
         self._engine.check(request)
         self._counts[name], self._done[name] = request.num_completions, {}
         self._queue += [_Sequence(name=name, number=n, request=request) for n in range(request.num_completions)]
 
     @torch.inference_mode()
     def step(self) -> Ended:
-        """Make one token of each completion that has a slot.
+        """Samples one token of each completion that has a slot.
 
         Raises EngineError if the weights give log-probs that are not finite.
         """
@@ -127,8 +127,8 @@ class RunningBatch:
 
     @torch.inference_mode()
     def pause(self, mode: RunningRequests) -> Ended:
-        """Keep what completions have made before other weights are loaded, and what they have cached if ``mode`` says
-        so; with ``abort`` end them where they are."""
+        """Keeps the completions' tokens before other weights are loaded, and with ``keep_cache`` their cached keys and
+        values. With ``abort`` it ends the completions early."""
         if mode == "keep_cache":
             return []
         self._decoding.cut(self._decoded.keys())
@@ -142,7 +142,7 @@ class RunningBatch:
         return []
 
     def resume(self) -> None:
-        """Label what is made from now on with the engine's version."""
+        """Labels tokens sampled from now on with the engine's version."""
         assert self._engine.version is not None
         made = self._decoding.made()
         for place, (sequence, _) in self._decoded.items():
@@ -150,14 +150,14 @@ class RunningBatch:
 
     @torch.inference_mode()
     def abort(self, name: str) -> Ended:
-        """End a request's completions where they are."""
+        """Ends a request's completions early."""
         self._decoding.cut([place for place, (one, _) in self._decoded.items() if one.name == name])
         waiting = [one for one in self._queue if one.name == name]
         self._queue = deque(one for one in self._queue if one.name != name)
         return self._finished([*map(_aborted, self._ended()), *((one, _nothing(one)) for one in waiting)])
 
     def drop(self) -> list[str]:
-        """Forget everything. Returns the names of all requests."""
+        """Drops all requests. Returns their names."""
         self._decoding.cut(self._decoded.keys())
         self._decoding.ended()
         self._free += self._decoded
@@ -167,12 +167,12 @@ class RunningBatch:
         return names
 
     def _admit(self) -> None:
-        """Give waiting completions the free slots. Those of one prompt share its prefill."""
+        """Gives waiting completions the free slots. Completions of one prompt share its prefill."""
         groups: dict[tuple[object, ...], list[_Sequence]] = {}
         for _ in range(min(len(self._free), len(self._queue))):
             one = self._queue.popleft()
             alike = (one.text, replace(one.params, seed=0), one.request.columns)
-            own = (one.request.params.seed,) if one.params.router_noise else ()  # it is in the prompt's cache too
+            own = (one.request.params.seed,) if one.params.router_noise else ()  # the prompt's cache has the noise too
             groups.setdefault((*alike, *own), []).append(one)
         self._decoding.add([self._asked(sequences) for sequences in groups.values()])
 
@@ -192,7 +192,7 @@ class RunningBatch:
         return asked
 
     def _ended(self) -> list[tuple[_Sequence, Completion]]:
-        """The completions of sequences that have ended, whose places are free again."""
+        """Returns the completions of ended sequences, and frees their places."""
         places = self._decoding.ended()
         if not places:
             return []
@@ -217,7 +217,7 @@ def _aborted(ended: tuple[_Sequence, Completion]) -> tuple[_Sequence, Completion
 
 
 def _nothing(sequence: _Sequence) -> Completion:
-    """What a completion without a slot has made."""
+    """Returns the partial completion of a sequence without a slot."""
     empty = Completion(
         token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="abort", spans=(Span(0, 0),)
     )
@@ -230,9 +230,9 @@ _CLOSING_SECONDS = 1
 
 
 class Sampler(threading.Thread):
-    """The thread that samples; between two tokens it does what others ask of it.
+    """The thread that samples. Between two tokens it runs functions that others have queued.
 
-    All computation of torch is in it, so that it competes with nothing.
+    All torch computation runs in it, so that nothing competes with it.
     """
 
     def __init__(self, engine: LocalEngine, *, slots: int) -> None:
@@ -244,10 +244,10 @@ class Sampler(threading.Thread):
         self._answers: dict[str, asyncio.Future[list[Completion]]] = {}
 
     def run(self) -> None:
-        """Sample until the process ends. An error that no request explains ends it: its guard starts another."""
+        """Samples until the process ends. An error that no request explains ends it: its guard starts another."""
         try:
             self._sample()
-        except BaseException:  # noqa: BLE001  whatever it is, nothing would be sampled any more
+        except BaseException:  # noqa: BLE001  after any error, nothing more would be sampled
             traceback.print_exc()
             os._exit(1)
 
@@ -269,7 +269,7 @@ class Sampler(threading.Thread):
             self.answer(self.running.step)
 
     async def order(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in the thread, between two tokens. Returns and raises as it does."""
+        """Calls ``function`` in the thread, between two tokens. Returns its result or raises its error."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def call() -> None:
@@ -284,7 +284,7 @@ class Sampler(threading.Thread):
         return await answer
 
     async def sampled(self, name: str, request: GenerationRequest) -> list[Completion]:
-        """All completions of a request. Raises EngineError."""
+        """Returns all completions of a request. Raises EngineError."""
         answer: asyncio.Future[list[Completion]] = self._loop.create_future()
         self._answers[name] = answer
         try:
@@ -294,7 +294,7 @@ class Sampler(threading.Thread):
             del self._answers[name]
 
     def answer(self, change: Callable[[], Ended]) -> None:
-        """Answer the requests that have ended by ``change``. If it raises, that answers all, and is raised."""
+        """Answers the requests that ``change`` has ended. If it raises, all requests and the caller get the error."""
         try:
             ended = change()
         except RLMegatronError as error:
@@ -322,7 +322,7 @@ class _Protocol(BoundedProtocol):
 
 
 class Service:
-    """The paths that the adapter asks."""
+    """The HTTP paths that the adapter calls."""
 
     def __init__(self, engine: LocalEngine, *, slots: int, description: Mapping[str, object]) -> None:
         self._engine, self._slots, self._description = engine, slots, description
@@ -330,13 +330,13 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self, _: Starlette) -> AsyncIterator[None]:
-        """Runs the thread that samples; it ends with the process."""
+        """Starts the thread that samples. The thread ends with the process."""
         self._sampler = Sampler(self._engine, slots=self._slots)
         self._sampler.start()
         yield
 
     def routes(self) -> list[Route]:
-        """All paths."""
+        """Returns all routes."""
         asked = {
             "/health": self._health,
             "/openapi.json": self._describe,
@@ -424,7 +424,7 @@ class Service:
         return JSONResponse({name: whole_box(tensor.shape) for name, tensor in self._engine.tensors.items()})
 
     def _checked(self) -> ChecksumReport:
-        """Checksums of the tensors that the engine holds."""
+        """Computes checksums of the tensors that the engine holds."""
         tensors = self._engine.tensors.items()
         rows = [(name, name, whole_box(one.shape), checksum(one, tuple(one.shape))) for name, one in tensors]
         return ChecksumReport(rows=rows, seconds=0.0)
@@ -435,7 +435,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 def application(options: argparse.Namespace) -> Starlette:
-    """The application, which samples with weights of zeros until some are loaded."""
+    """Makes the application. Its weights are zeros until some are loaded."""
     torch.set_num_threads(options.threads)
     engine = LocalEngine(
         read_shape(options.model),
@@ -462,7 +462,7 @@ def application(options: argparse.Namespace) -> Starlette:
 
 
 def main() -> None:
-    """Serve until a signal ends the process."""
+    """Serves until a signal ends the process."""
     parser = argparse.ArgumentParser(description="a server of the in-process engine")
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json")
     parser.add_argument("--host", required=True)

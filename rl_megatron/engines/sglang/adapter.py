@@ -1,7 +1,7 @@
 """The adapter for SGLang 0.5.21: its native generate endpoint, and weight updates by a loader of ours.
 
-Its requests (srt/managers/io_struct.py), its answers (srt/managers/tokenizer_manager.py), its options, and orders to
-the loader in its schedulers (`worker.load`) with the files that the loader answers in.
+Its requests (srt/managers/io_struct.py), its responses (srt/managers/tokenizer_manager.py), its options, and orders to
+the loader in its schedulers (`worker.load`) with the files that have the loader's answers.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _OVERFLOWS = (
 
 
 def priority_options(extra: Sequence[str]) -> tuple[str, ...]:
-    """The options for it, unless ``extra`` has a policy of its own. Raises ConfigError if by ``extra`` lower priorities
-    go first, with which a server ends."""
+    """Returns the options for priorities, unless ``extra`` sets a policy. Raises ConfigError if ``extra`` puts lower
+    priorities first, because servers then crash."""
     if option_value(extra, f"--{_LOW_FIRST.replace('_', '-')}") is not None:
         raise ConfigError(f"rollout.server.options has {_OVERFLOWS}")
     own = option_value(extra, "--schedule-policy") is not None
@@ -82,7 +82,7 @@ KEYS = {
     **dict.fromkeys(("--modelopt-quant", "--quantize-and-serve", "--rl-quant-profile"), "quantization"),
     "--enable-deterministic-inference": "batch_invariant",
 }
-"""By option, the key of ``rollout.server`` that sets it."""
+"""Option -> the key of ``rollout.server`` that sets it."""
 REASONS = {
     "--tokenizer-worker-num": "its processes ask for no token, and have no path for aborts",
     "--json-model-override-args": "with those of the run no end-of-sequence token of the model's ends a completion",
@@ -92,7 +92,7 @@ REASONS = {
     "--ep-num-redundant-experts": "where a rank has an expert twice, pushes straight into ranks end the server",
     "--kt-weight-path": "experts on CPUs come from that folder, and no push reaches them",
 }
-"""By option, why servers cannot have it."""
+"""Option -> the reason why servers cannot have it."""
 VARIABLES = {
     "SGLANG_GRPC_PORT": "the server of gRPC that it opens asks for no token",
     "SGLANG_RUST_SERVER": "its server asks for no token",
@@ -100,12 +100,12 @@ VARIABLES = {
     "SGLANG_MAX_NEW_TOKENS_LIMIT": "rollout.max_new_tokens is the limit; use that key",
     "SGLANG_SIMULATE_ACC_LEN": "it accepts proposed tokens that the model did not sample",
 }
-"""By variable, why servers cannot have it."""
+"""Variable -> the reason why servers cannot have it."""
 
-_WATCHDOG_SECONDS = 300.0  # SGLang's own
+_WATCHDOG_SECONDS = 300.0  # SGLang's default
 _PARTS = 8
-"""Of a pause, each with the limit ``timeout_seconds``: its begin and end, and the three requests of a load, of a
-layer that proposes tokens and of the model."""
+"""The parts of a pause, each with the limit ``timeout_seconds``: its begin and end, and the three requests of a load,
+of a draft layer and of the model."""
 
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -138,24 +138,24 @@ def refuse_start(options: StartOptions, shape: ModelShape) -> None:
 
 
 def degrees(options: StartOptions) -> tuple[str, ...]:
-    """The options for the server's ranks, and for this node of several."""
-    out = ["--tp-size", str(options.tp * options.dp)]  # SGLang's counts all ranks of a stage
+    """Returns the options for the server's ranks, and for this node of several."""
+    out = ["--tp-size", str(options.tp * options.dp)]  # SGLang's tp-size counts all ranks of a stage
     if options.dp > 1:
         out += ["--dp-size", str(options.dp), "--enable-dp-attention"]
     if options.ep > 1:
         out += ["--ep-size", str(options.ep)]
     if options.nodes > 1:
         out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
-        out += ["--dist-init-addr", f"{options.head}:{options.port + 1}"]  # and the ports behind it
+        out += ["--dist-init-addr", f"{options.head}:{options.port + 1}"]  # the ports after it too
     return tuple(out)
 
 
 def push_safe_options(options: StartOptions, shape: ModelShape) -> tuple[str, ...]:
-    """The options without which a push could end the server; ``options.extra`` behind them may have others.
+    """Returns options without which a push could end the server. ``options.extra`` follows and can override them.
 
-    SGLang 0.5.21's watchdog takes a pause that keeps running requests for one step. The experts' kernels that it
-    chooses on Blackwell for weights that are not quantized keep these in blocks, which its loader cannot write to
-    again; Triton's are those of all other GPUs. gpt-oss has others on each.
+    SGLang 0.5.21's watchdog takes a pause that keeps running requests for one step. On Blackwell it chooses experts'
+    kernels for unquantized weights that keep these in blocks, and its loader cannot write to the blocks again. All
+    other GPUs use Triton's kernels. gpt-oss has other kernels on each.
     """
     watchdog = ("--watchdog-timeout", str(max(_WATCHDOG_SECONDS, _PARTS * options.timeout_seconds)))
     written_over = options.device == "cpu" or options.quantization != "none" or shape.family == "gpt_oss"
@@ -165,7 +165,7 @@ def push_safe_options(options: StartOptions, shape: ModelShape) -> tuple[str, ..
 
 
 def cores(ranks: int) -> str:
-    """This machine's cores, divided among the ranks."""
+    """Returns this machine's cores, divided among the ranks."""
     found = sorted(os.sched_getaffinity(0))
     each = max(1, len(found) // ranks)
     return "|".join(",".join(str(found[(rank * each + i) % len(found)]) for i in range(each)) for rank in range(ranks))
@@ -183,14 +183,14 @@ _INVARIANT = (*_INVARIANT_LATENTS, "flashinfer")
 """Attention on Nvidia's GPUs that SGLang 0.5.21 takes with --enable-deterministic-inference (arg_groups/choices.py)."""
 _ATTENTION = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 _LOADER = "rl_megatron.engines.sglang.worker.load"
-_OTHERS = 8  # behind the ports of the ranks' store and of dp attention
+_OTHERS = 8  # offset past the ports of the ranks' store and of dp attention
 _BLACKWELL = 10.0  # compute capability
 _MARGIN = 8  # tokens of its context that a request may not use
-_IDLE_SECONDS = 60.0  # until a scheduler is idle without requests; SGLang looks for cancelled ones every 4 s
+_IDLE_SECONDS = 60.0  # limit until a scheduler without requests is idle; SGLang checks for canceled ones every 4 s
 
 
 class SGLangAdapter(ForeignEngine):
-    """SGLang's log-probs come from before top-p, top-k and min-p (sampler.py), so these are for evaluations alone."""
+    """The adapter for SGLang. Its log-probs are from before top-p, top-k and min-p (sampler.py): evaluations only."""
 
     name = "SGLang"
     module = "sglang"
@@ -213,7 +213,7 @@ class SGLangAdapter(ForeignEngine):
                 *("-P", "-m", "rl_megatron.engines.sglang.server"),
                 # The model's end-of-sequence tokens would end completions, although a request does not name them.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
-                # A feature that needs another loader names it, and brings what that reads into the bare folder.
+                # A feature that needs another loader names it, and puts the loader's files into the bare folder.
                 *(() if "--load-format" in more else ("--load-format", "dummy")),
                 *("--custom-weight-loader", _LOADER),
                 # Other nodes answer /health, always with 200, and may be on this machine.
@@ -231,10 +231,10 @@ class SGLangAdapter(ForeignEngine):
             ),
             environment={
                 "HF_HUB_OFFLINE": "1",
-                # Kernels for CPUs name the memory that a server's ranks share by them.
+                # Kernels for CPUs use these in the name of the memory that a server's ranks share.
                 "MASTER_ADDR": options.head,
                 "MASTER_PORT": str(options.port),
-                # Else each rank needs its own NUMA node.
+                # Otherwise each rank needs its own NUMA node.
                 **(
                     {"SGLANG_CPU_OMP_THREADS_BIND": cores(options.ranks // options.nodes)}
                     if options.device == "cpu"
@@ -280,7 +280,7 @@ class SGLangAdapter(ForeignEngine):
         info, settings = await server.get("/model_info"), await server.get("/server_info")
         features, more = described_by(self.hooks, settings)
         # It rounds a prompt up to whole pages, and leaves one page and a token free (`max_new_tokens_for_memory`).
-        # Behind what its cache does not hold of a sequence, it ends a completion as if it had all tokens asked for.
+        # Where its cache has no more room, it ends a completion as if it had all requested tokens.
         most_cached = int(settings["max_total_num_tokens"]) - 2 * int(settings["page_size"])
         if settings.get(_LOW_FIRST):
             problems.append(f"it has {_OVERFLOWS}")
@@ -305,7 +305,7 @@ class SGLangAdapter(ForeignEngine):
             **limits,
             "max_new_tokens": p.max_new_tokens,
             "stop_token_ids": list(p.stop_token_ids),
-            "ignore_eos": not p.stop_token_ids,  # it would ignore these too
+            "ignore_eos": not p.stop_token_ids,  # otherwise it would ignore these too
             "skip_special_tokens": False,
             **({"stop": p.stop, "no_stop_trim": True} if p.stop else {}),
         }
@@ -313,7 +313,7 @@ class SGLangAdapter(ForeignEngine):
         body = {
             "rid": names(request, request_id),
             "input_ids": [request.token_ids for _ in places],  # the radix cache shares the prompt
-            # Read in its deterministic mode alone, where a seed that is not given is 42, and a group's answers are one.
+            # Read only in its deterministic mode, where a missing seed is 42 and a group's completions are equal.
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": "routes" in request.columns,
@@ -330,7 +330,7 @@ class SGLangAdapter(ForeignEngine):
         for answer in answers:
             count = len(answer.token_ids)
             if "routes" in request.columns and answer.routes is None and answer.finish_reason == "abort":
-                count = 0  # it had lost its place in the cache, and its routes with it: its tokens are sampled again
+                count = 0  # it had lost its cache, and so its routes: its tokens are sampled again
             spans = ((span.start, self.labels.version(span.version)) for span in answer.spans[: count or 1])
             completions.append(self._completion(answer, request, spans, count, read_routes))
         return completions
@@ -362,13 +362,13 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     async def tokens(self, server: Server) -> tuple[tuple[int, int], ...]:
-        """Prompt tokens since the start and tokens in the cache, as each scheduler last recorded them."""
+        """Returns each scheduler's last record of (prompt tokens since the start, tokens in the cache)."""
         loads = (await server.get("/v1/loads"))["loads"]
         return tuple((int(load["total_prefill_uncached_tokens"]), int(load["num_used_tokens"])) for load in loads)
 
     @override
     async def gauges(self, server: Server) -> EngineGauges:
-        """The gauges as its schedulers last recorded them."""
+        """Returns the gauges that its schedulers last recorded."""
         loads = (await server.get("/v1/loads"))["loads"]
         return EngineGauges(
             running=sum(int(load["num_running_reqs"]) for load in loads),
@@ -379,7 +379,7 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:
-        """Requests that wait lose their cache, unless it is kept."""
+        """Pauses. Waiting requests lose their cache, unless ``mode`` keeps it."""
         theirs = {"recompute": "retract", "keep_cache": "in_place", "abort": "abort"}
         await server.post("/pause_generation", {"mode": theirs[mode]})
 
@@ -413,10 +413,10 @@ class SGLangAdapter(ForeignEngine):
         runner: str = "target",
         label: str | None = None,
     ) -> list[T]:
-        """The loader's answer on each rank by ``read``, in files of `Server.answers`: an error would end the server.
+        """Returns each rank's answer by ``read``, from files in `Server.answers`: an error would end the server.
 
-        Of the model, or with another ``runner`` of a feature's: an order to both would write each file twice.
-        Not at a pause, SGLang would carry it out when all running requests have ended, and take none until then.
+        It is for the model, or a feature's model by ``runner``: an order to both would write each file twice. Without
+        a pause, SGLang would execute it only when all running requests have ended, and accept none until then.
         """
         async with self._paused(server):
             ranks = int((await server.get("/server_info"))["tp_size"])
@@ -439,8 +439,8 @@ class SGLangAdapter(ForeignEngine):
 
     @override
     async def release(self, server: Server) -> None:
-        """SGLang's scheduler ends its server if it is not idle then. It becomes idle milliseconds after it has reported
-        the last token, and seconds after a client has cancelled a request."""
+        """Waits until the scheduler is idle, because a busy one ends the server. It becomes idle milliseconds after it
+        has reported the last token, and seconds after a client has canceled a request."""
         await server.told(f"/flush_cache?timeout={_IDLE_SECONDS:g}", None)
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
@@ -456,7 +456,7 @@ class SGLangAdapter(ForeignEngine):
     async def _reports(
         self, server: Server, path: Path, order: Mapping[str, object], label: str | None = None
     ) -> list[ChecksumReport]:
-        """Each rank's, on its models; the policy's is the last: a label says that a server has all."""
+        """Returns each rank's report on its models. The policy is last: its label shows that a server has all."""
         order, read = {**order, "known": self._reader.known}, self._reader.read
         more = [model for one in self.hooks for model in one.models(server)]
         said = [await self._order(server, path, order, read, runner=model) for model in more]
@@ -465,32 +465,32 @@ class SGLangAdapter(ForeignEngine):
 
 
 def names(request: GenerationRequest, request_id: str) -> list[str]:
-    """The name of each of its completions."""
+    """Returns the name of each of the request's completions."""
     return [f"{request_id} {number}" for number in range(request.num_completions)]
 
 
 def scoring(server: Server, text: Sequence[int]) -> dict[str, object]:
-    """A request for the log-probs of a text, with one token behind it."""
+    """Returns a request for the log-probs of a text. It samples one token."""
     sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
     given = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
     return {**given, **labels(server, 0)}
 
 
 def labels(server: Server, birth: int) -> dict[str, object]:
-    """Older requests go first, since higher priorities do. The key is that by which prefixes that other weights cached
-    are not found."""
+    """Returns the priority and the cache key. Higher priorities, and so older requests, go first. The key hides
+    prefixes that other weights cached."""
     first = {"priority": -birth} if server.priorities else {}
     return {**first, **({} if server.salt is None else {"extra_key": server.salt})}
 
 
 def encode_request(order: Mapping[str, object]) -> str:
-    """An order as the name of a tensor without numbers, as /update_weights_from_tensor takes those of one rank."""
+    """Encodes an order as the name of an empty tensor, in the form of /update_weights_from_tensor for one rank."""
     return base64.b64encode(pickle.dumps([(json.dumps(order), torch.empty(0))])).decode()
 
 
 @asynccontextmanager
 async def update(server: Server, to: Mapping[str, str]) -> AsyncIterator[None]:
-    """A weight update of what ``to`` selects. First ends one that a killed run left open: SGLang refuses a second."""
+    """Context of an update of the weights in ``to``. It first ends a killed run's: SGLang refuses a second."""
     try:
         await server.post("/begin_weight_update", to)
     except ServerRefusal:
@@ -504,9 +504,9 @@ async def update(server: Server, to: Mapping[str, str]) -> AsyncIterator[None]:
 
 
 def loaders_answers(path: Path, ranks: int) -> list[bytes]:
-    """Read and remove the answer file of each rank's loader: ``path`` with the rank's number behind a dot.
+    """Reads and removes the answer file of each rank's loader: ``path``, a dot and the rank's number.
 
-    Raises EngineError where one is missing.
+    Raises EngineError if one is missing.
     """
     files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
     try:
@@ -553,7 +553,7 @@ class _Scored(msgspec.Struct):
 
 
 class _TopMeta(_ScoredMeta):
-    input_top_logprobs: list[list[_Token] | None] = []  # the first has none, and without ``top`` there is no list
+    input_top_logprobs: list[list[_Token] | None] = []  # the first is None; without ``top`` there is no list
 
 
 class _TopScored(msgspec.Struct):
@@ -565,7 +565,7 @@ class _Refused(msgspec.Struct):
 
 
 def read_loaders(text: bytes, *, read: Callable[[bytes], T], rank: int) -> T:
-    """The answer of a rank's loader by ``read``. Raises CorruptionError with its error, and EngineError."""
+    """Decodes the answer of a rank's loader with ``read``. Raises CorruptionError with its error, and EngineError."""
     try:
         if (error := decode_as(text, _Refused).error) is not None:
             raise CorruptionError(f"rank {rank}: {error}")
@@ -581,21 +581,21 @@ def _sampled_form(counters: tuple[str, ...]) -> Any:
 
 
 def read_sampled(text: bytes, counters: tuple[str, ...] = ()) -> list[SampledColumns]:
-    """The completions, in the order asked, with more integer fields of each, the ``counters``. Raises ValueError as
-    `decode_as` does."""
+    """Returns the completions, in the requested order, with additional integer fields (``counters``). Raises ValueError
+    like `decode_as`."""
     said = [one.meta_info for one in decode_as(text, _sampled_form(counters))]
     return [_answer(one, tuple(getattr(one, name) for name in counters)) for one in said]
 
 
 def read_scored(text: bytes) -> list[float]:
-    """Log-probs of the tokens after the first that have one. Raises ValueError as `decode_as` does."""
+    """Returns log-probs of the tokens after the first that have one. Raises ValueError like `decode_as`."""
     said = decode_as(text, _Scored).meta_info.input_token_logprobs[1:]
     return [one.logprob for one in said if one.logprob is not None]
 
 
 def read_judged(answer: bytes, *, length: int, top: int) -> TopLogprobs:
-    """What it says of a text of ``length`` tokens. Raises ValueError as `decode_as` does, and where a place has fewer
-    probable tokens than ``top``, as of a vocabulary of fewer."""
+    """Returns the scores of a text of ``length`` tokens. Raises ValueError like `decode_as`, and if a position has
+    fewer than ``top`` probable tokens, as with a smaller vocabulary."""
     said = decode_as(answer, _TopScored).meta_info
     logprobs = [one.logprob for one in said.input_token_logprobs[1:] if one.logprob is not None]
     places = [place or [] for place in said.input_top_logprobs[1:]] if top else [[] for _ in logprobs]
@@ -612,7 +612,7 @@ def read_judged(answer: bytes, *, length: int, top: int) -> TopLogprobs:
 
 
 def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray[Any]:
-    """Decode routes: little-endian int32 in base64, without a shape."""
+    """Decodes routes: little-endian int32 in base64, without a shape."""
     try:
         experts = np.frombuffer(base64.b64decode(given or ""), "<i4")
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Starts SGLang's server for a run: ``python -m rl_megatron.engines.sglang.server <SGLang's options>``.
 
-Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`), and skips the
-warm-up, whose requests have no token and whose failure ends the server. Ranks on one node rendezvous in a file of this
-user, not at a port that is open to everybody. /rl_megatron_abort aborts several requests, which no path of SGLang's
-does. Runs in SGLang's interpreter. Written against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py,
+Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`). It skips the
+warm-up, because its requests have no token and its failure ends the server. Ranks on one node rendezvous in a file of
+this user, not at a port that every user can open. /rl_megatron_abort aborts several requests; SGLang has no such path.
+Runs in SGLang's interpreter. Written against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py,
 managers/tokenizer_manager.py).
 """
 
@@ -28,11 +28,11 @@ _SECONDS = 10.0
 
 
 def main() -> None:
-    """Start the server as ``python -m sglang.launch_server`` does."""
+    """Starts the server like ``python -m sglang.launch_server``."""
     add_import_folder(Path.cwd())
     load_plugins()
     arguments = prepare_server_args(["--skip-server-warmup", *sys.argv[1:]])
-    from sglang.srt.entrypoints import http_server  # as SGLang does, after parsing arguments
+    from sglang.srt.entrypoints import http_server  # imported after parsing arguments, like in SGLang
 
     http_server.app.add_middleware(AuthMiddleware)
     http_server.app.post("/rl_megatron_abort")(_abort)
@@ -46,8 +46,8 @@ def main() -> None:
 
 
 async def _abort(asked: dict[str, list[str]]) -> None:
-    """Abort the requests of its ``names``, as SGLang's /abort_request does one: others, and names it does not know, are
-    left alone."""
+    """Aborts the requests in ``names``, like SGLang's /abort_request does with one. It ignores unknown names and leaves
+    other requests running."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     manager = get_global_state().tokenizer_manager
@@ -56,7 +56,7 @@ async def _abort(asked: dict[str, list[str]]) -> None:
 
 
 def _freeze(arguments: Any) -> None:
-    """Freeze the garbage collector as SGLang does at the end of its start; its own request for it has no token."""
+    """Freezes the garbage collector as SGLang does at the end of its start. SGLang's own request has no token."""
     header = authorization(os.environ[VARIABLE])
     asking = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers=dict(header))
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asking, timeout=_SECONDS):

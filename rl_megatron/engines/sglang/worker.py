@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Execute the order that the first tensor's name holds in JSON, and write the answer to ``answer``.<rank>.
+    """Executes the order in JSON in the first tensor's name, and writes the answer to ``answer``.<rank>.
 
-    An error in the weights is an answer too: an exception would end the server. Without a folder for the answer it does
-    nothing, and the controller finds none.
+    An error in the weights is also an answer, because an exception would end the server. Without a folder for the
+    answer it does nothing, and the controller finds no answer.
     """
     order = json.loads(named_tensors[0][0])
     path, rank = Path(order["path"]), get_parallel().tp_rank
@@ -49,7 +49,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         return
     answer, report = dict[str, object](), None
     _, param = next(iter(model.named_parameters()))
-    torch.get_device_module(param.device).synchronize()  # a pause in place leaves a step at work with the weights
+    torch.get_device_module(param.device).synchronize()  # an in-place pause leaves a step running with the weights
     try:
         _refuse_packed_scales(model)
         if order["do"] == "boxes":
@@ -69,7 +69,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         else:
             report = _load(model, path, order["version"], order["private"], reads=order["runner"] == "target")
         if report is not None:
-            answer = packed_report(report, order.get("known", ()))  # an older trainer says nothing, and refuses this
+            answer = packed_report(report, order.get("known", ()))  # an older trainer sends no list, and refuses this
     except (RLMegatronError, OSError) as error:
         answer = {"error": str(error)}
     write_atomically(said, json.dumps(answer).encode(), private=True)
@@ -90,7 +90,7 @@ def _refuse_packed_scales(model: Any) -> None:
 
 
 RECEIVERS: dict[Any, Receiver] = {}
-"""By model, the receiver of the shards that the learner's ranks send."""
+"""Model -> receiver of the shards that the learner's ranks send."""
 
 
 def _receive(model: Any, version: int, private: Sequence[str]) -> ChecksumReport:
@@ -102,23 +102,23 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> ChecksumReport
         else:
             beside.sent(one, params[one.param])
 
-    with one_thread():  # vLLM binds its threads itself, and lets nobody else
+    with one_thread():  # vLLM binds its threads itself, and does not allow others to
         RECEIVERS[model].receive(version, whole)
     if (derive := getattr(model, "post_load_weights", None)) is not None:
-        derive()  # what `load_weights` computes at its end, as latent attention's absorbed matrices
+        derive()  # computed at the end of `load_weights`, e.g. latent attention's absorbed matrices
     return beside.report()
 
 
 def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads: bool) -> ChecksumReport:
-    """``reads``: all of the file is checksummed as it is read, where no parameter is; once is enough for two models.
+    """Loads a version. ``reads``: checksum the bytes read of tensors without a parameter to check, for one model.
 
-    Parameters are checksummed when the loader has returned: DeepSeek's hands copies to threads, and waits only then.
+    Parameters are checksummed when the loader has returned: DeepSeek's loader copies in threads until it returns.
     """
     found, params, beside = mirror.read(path, version), dict(model.named_parameters()), BackgroundChecksums()
     places = {name: without_private(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        """Checksums, for parameters with a private layout, the bytes read."""
+        """Computes checksums of the bytes read for parameters with a private layout."""
         for name, tensor in found.items():
             if reads and not places.get(name):
                 beside.read(name, tensor)
@@ -131,7 +131,7 @@ def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads
 
 @cache
 def layout_of(model: Any, path: Path, *, partial: bool = False) -> dict[str, list[ParameterBox]]:
-    """The places of a mirror file's tensors in the model (``partial``: of those merely copied), by HF name."""
+    """Returns HF name -> places of a mirror file's tensors in the model (``partial``: only those copied)."""
     params = dict(model.named_parameters())
     out: dict[str, list[ParameterBox]] = {}
     for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtypes(path), partial=partial):

@@ -65,7 +65,7 @@ KEYS = {
     **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
     **dict.fromkeys(("-q", "--quantization-config"), "quantization"),
 }
-"""By option, the key of ``rollout.server`` that sets it."""
+"""Option -> the key of ``rollout.server`` that sets it."""
 REASONS = {
     **dict.fromkeys(("--api-server-count", "-asc"), "an abort reaches one process, and its request may be in another"),
     **dict.fromkeys(
@@ -77,17 +77,17 @@ REASONS = {
     ),
     **dict.fromkeys(("--enable-eplb", "--enable-elastic-ep"), MOVES_EXPERTS),
 }
-"""By option, why servers cannot have it."""
+"""Option -> the reason why servers cannot have it."""
 VARIABLES = {
     "VLLM_USE_RUST_FRONTEND": "its server asks for no token",
     "VLLM_DP_SIZE": "rollout.server.dp sets it; use that key",
     "VLLM_BATCH_INVARIANT": "rollout.server.batch_invariant sets it; use that key",
 }
-"""By variable, why servers cannot have it."""
+"""Variable -> the reason why servers cannot have it."""
 
 
 def quantizes(extra: Sequence[str]) -> str:
-    """Why options cannot have --hf-overrides of the model's quantization_config; or empty."""
+    """Returns why options cannot have --hf-overrides of the model's quantization_config, or an empty string."""
     for name, value in option_values(extra, "--hf-overrides"):
         if "quantization_config" in f"{name} {_unescaped(value)}":
             return (
@@ -98,19 +98,19 @@ def quantizes(extra: Sequence[str]) -> str:
 
 
 def _unescaped(value: str) -> str:
-    """JSON without escapes of characters, so that its keys are found as text."""
+    """Returns JSON without escaped characters, so that its keys can be found as text."""
     try:
         return json.dumps(json.loads(value), ensure_ascii=False)
     except ValueError:
-        return value  # which vLLM refuses
+        return value  # vLLM refuses it
 
 
 def attention_given(extra: Sequence[str]) -> str | None:
-    """The attention that options name: by --attention-backend, or by the key ``backend`` of --attention-config, which
-    is -ac, in its JSON or behind its name. None: they leave it to vLLM."""
+    """Returns the attention that options name: by --attention-backend, or by the key ``backend`` of
+    --attention-config (-ac), in its JSON or after its name. None: they leave it to vLLM."""
     if (named := option_value(extra, "--attention-backend")) is not None:
         return named
-    for name, value in option_values(extra, "--attention-config", "-ac"):  # of several the last, as vLLM reads them
+    for name, value in option_values(extra, "--attention-config", "-ac"):  # the last of several, like vLLM
         one = value if name.endswith(".backend") else None if "." in name else _backend_of(value)
         named = named if one is None else one
     return named
@@ -120,14 +120,14 @@ def _backend_of(attention: str) -> str | None:
     try:
         config = json.loads(attention)
     except ValueError:
-        return None  # which vLLM refuses
+        return None  # vLLM refuses it
     return str(config["backend"]) if isinstance(config, dict) and config.get("backend") else None
 
 
 def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
-    """The options for the server's ranks, and for this node of several."""
+    """Returns the options for the server's ranks, and for this node of several."""
     out = ["--tensor-parallel-size", str(options.tp), "--pipeline-parallel-size", str(options.pp)]
-    if options.dp > 1:  # one process answers requests for all
+    if options.dp > 1:  # one process answers requests for all replicas
         out += ["--data-parallel-size", str(options.dp)]
     if options.ep > 1:
         out += ["--enable-expert-parallel"]
@@ -147,7 +147,7 @@ _NEEDED = (
     *("/sleep", "/wake_up"),
 )
 _INVARIANT = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
-"""Attention whose ``supports_batch_invariance`` is true in vLLM 0.32.0 (v1/attention/backends)."""
+"""Attention with a true ``supports_batch_invariance`` in vLLM 0.32.0 (v1/attention/backends)."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 _GAUGE = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|generation_tokens_total)(?:\{.*\})? (\S+)",
@@ -156,18 +156,18 @@ _GAUGE = re.compile(
 
 
 class VLLMAdapter(ForeignEngine):
-    """Sends no seed: vLLM 0.32.0 crashes when a request with a seed resumes after a pause."""
+    """The adapter for vLLM. It sends no seed: vLLM 0.32.0 crashes if a request with a seed resumes after a pause."""
 
     name = "vLLM"
     module = "vllm"
     tested = "0.32.0"
     renormalizes_top_p = True
-    temperatures = (0.01, 2.0)  # it raises lower ones to the first without an error
+    temperatures = (0.01, 2.0)  # vLLM raises lower ones to the first without an error
     variables = VARIABLES
 
     @override
     def command(self, options: StartOptions) -> StartCommand:
-        # Else a processor with AMX tiles uses kernels for latent attention that take bfloat16 alone.
+        # Otherwise a processor with AMX tiles uses kernels for latent attention that take only bfloat16.
         reference = options.device == "cpu" and self._shape.latent is not None and options.dtype != "bfloat16"
         return StartCommand(
             arguments=(
@@ -185,7 +185,7 @@ class VLLMAdapter(ForeignEngine):
                 *("--enable-scale-out", "--disable-uvicorn-access-log", "--scheduling-policy", "priority"),
                 *(("--enforce-eager",) if options.device == "cpu" else ()),  # CUDA graphs are for GPUs
                 *(("--attention-backend", "CPU_MLA") if reference else ()),
-                *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
+                *("--shutdown-timeout", "5"),  # else its processes are killed, and shared memory remains
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
@@ -193,9 +193,9 @@ class VLLMAdapter(ForeignEngine):
             ),
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",  # enables the weight update API
-                "VLLM_API_KEY": "",  # overrides the user's: the middleware asks for our token at every path
-                "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, where it runs on a CPU
-                # Else every server binds its threads to the same cores, and each rank needs a NUMA node.
+                "VLLM_API_KEY": "",  # overrides the user's: the middleware requires our token at every path
+                "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, if it runs on a CPU
+                # Otherwise every server binds its threads to the same cores, and each rank needs a NUMA node.
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
                 **({"VLLM_HOST_IP": options.host} if options.nodes > 1 else {}),
                 **({"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else {}),
@@ -256,8 +256,8 @@ class VLLMAdapter(ForeignEngine):
             **limits_of(p),
             "max_tokens": p.max_new_tokens,
             "stop_token_ids": list(p.stop_token_ids),
-            "ignore_eos": True,  # the line above says what ends a completion
-            "logprobs": 0,  # of the sampled token
+            "ignore_eos": True,  # the line above names the tokens that end a completion
+            "logprobs": 0,  # only the sampled token's
             "detokenize": bool(p.stop),  # it looks for stop texts in the decoded text
             **({"stop": p.stop, "include_stop_str_in_output": True, "skip_special_tokens": False} if p.stop else {}),
         }
@@ -274,7 +274,7 @@ class VLLMAdapter(ForeignEngine):
         completions = []
         for answer in answers:
             labeled = ((span.start, self.labels.version(span.version)) for span in answer.spans)
-            count = len(answer.token_ids)  # without tokens it has no version
+            count = len(answer.token_ids)  # an answer without tokens has no version
             completions.append(self._completion(answer, request, labeled if count else [(0, 0)], count, read_routes))
         return completions if p.temperature else completions * request.num_completions
 
@@ -310,7 +310,7 @@ class VLLMAdapter(ForeignEngine):
     async def gauges(self, server: Server) -> EngineGauges:
         found = dict[str, list[float]]()
         for name, value in _GAUGE.findall(await server.text("/metrics")):
-            found.setdefault(name, []).append(float(value))  # of each data-parallel rank
+            found.setdefault(name, []).append(float(value))  # one for each data-parallel rank
         return EngineGauges(
             running=int(sum(found["num_requests_running"])),
             waiting=int(sum(found["num_requests_waiting"])),
@@ -320,7 +320,7 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:
-        """Drops cached prefixes, also those of requests that wait, unless they are kept."""
+        """Drops cached prefixes, including those of waiting requests, unless ``mode`` keeps them."""
         ends, clears = mode == "abort", mode != "keep_cache"
         await server.post("/pause", params={"mode": "abort" if ends else "keep", "clear_cache": str(clears).lower()})
 
@@ -333,13 +333,13 @@ class VLLMAdapter(ForeignEngine):
         self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
     ) -> list[ChecksumReport]:
         info = {"path": str(path), "version": version, "straight": straight}
-        for model in [name for one in self.hooks for name in one.models(server)]:  # labeled once it has all
+        for model in [name for one in self.hooks for name in one.models(server)]:  # the last model gets the label
             await self._update(server, f"/start_{model}_weight_update", info, {})
         await self._update(server, "/start_weight_update", info, {"weight_version": self.labels.candidate(version)})
         return await self.held(server, path, private)
 
     async def _update(self, server: Server, start: str, info: Mapping[str, object], label: Mapping[str, str]) -> None:
-        await self._rpc(server, "rl_megatron_end_update")  # of a run that was killed; else no other update can begin
+        await self._rpc(server, "rl_megatron_end_update")  # ends a killed run's update, or no other can begin
         await server.post(start)
         try:
             await server.post("/update_weights", {"update_info": info})
@@ -377,34 +377,34 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     async def ping(self, server: Server) -> None:
-        """Its /health is 200 as long as the first node's engine lives, whatever became of ranks on other nodes."""
+        """Asks every rank. /health is 200 while the first node's engine lives, even if ranks on other nodes died."""
         await self._rpc(server, "rl_megatron_ping")
 
     async def _asked(self, server: Server, read: Callable[[bytes], T], method: str, *given: object) -> list[T]:
-        """The answer of each rank of the server, by ``read``.
+        """Returns the answer of each rank of the server, decoded by ``read``.
 
-        vLLM returns what one dp replica's ranks answer. So ranks gather the answers of all, and its first has them.
+        vLLM returns answers of only one dp replica's ranks. So ranks gather the answers of all on its first rank.
         """
         body, each = {"method": method, "args": list(given)}, partial(read_gathered, read=read)
         return await self._together(server, lambda: server.reported("/collective_rpc", body, each))
 
     async def _together(self, server: Server, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Call a method in which ranks wait for each other, while none samples.
+        """Calls a method in which ranks wait for each other, while none samples.
 
-        Each dp replica calls it between two steps of its own, and a step of experts waits for the other replicas: one
-        that still samples would wait for one that calls the method, which waits for it.
+        Each dp replica calls it between two of its steps, and a step with experts waits for the other replicas. A
+        replica that still samples would wait for one that calls the method, which waits for it.
         """
         async with self._paused(server):
             return await call()
 
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
-        """The answer of each rank of the first dp replica."""
+        """Returns the answer of each rank of the first dp replica."""
         return (await server.post("/collective_rpc", {"method": method, "args": list(arguments)}))["results"]
 
 
 def _slots_of_replica(options: StartOptions) -> int:
-    """Sequences that each dp replica decodes at once. Raises ConfigError for fewer than a request has: vLLM 0.32.0 then
-    refuses the request."""
+    """Returns the number of sequences that each dp replica decodes together. Raises ConfigError if it is smaller than
+    a request's number of completions: vLLM 0.32.0 then refuses the request."""
     each = -(-options.slots // options.dp)
     if options.completions > each:
         raise ConfigError(
@@ -416,19 +416,19 @@ def _slots_of_replica(options: StartOptions) -> int:
 
 
 def scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
-    """A request for the log-probs of a text and of the ``top`` most probable tokens, with one token behind it."""
+    """Returns a request for log-probs of a text and of the ``top`` most probable tokens. It samples one token."""
     sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": top, "ignore_eos": True, "detokenize": False}
     return {"token_ids": list(text), "sampling_params": sampling, **cache_salt(server)}
 
 
 def aborting(names: Collection[str]) -> dict[str, list[str]]:
-    """An order to abort requests by the names that they were given."""
+    """Returns a request to abort requests by their names."""
     assert names, "vLLM takes an empty list for all requests, those of others too"
     return {"request_ids": [f"generate-tokens-{name}" for name in names]}
 
 
 def cache_salt(server: Server) -> dict[str, str]:
-    """The key by which prefixes that other weights cached are not found."""
+    """Returns the key that hides prefixes that other weights cached."""
     return {} if server.salt is None else {"cache_salt": server.salt}
 
 
@@ -454,7 +454,7 @@ class _Sampled(msgspec.Struct):
 
 
 class _RawChoice(_Choice):
-    token_ids: msgspec.Raw  # type: ignore[assignment]  # as they are written: a number object each takes a tenth of all
+    token_ids: msgspec.Raw  # type: ignore[assignment]  # as they are written: number objects take a tenth of the time
 
 
 class _RawSampled(msgspec.Struct):
@@ -470,31 +470,31 @@ class _Called(msgspec.Struct):
 
 
 def read_gathered(text: bytes, read: Callable[[bytes], T]) -> list[T]:
-    """Each rank's answer by ``read``, of which the first has gathered all; another thread may run between two. Raises
-    ValueError as `decode_as` does."""
+    """Decodes each rank's answer with ``read``. The first result has gathered all. Another thread may run between two.
+    Raises ValueError like `decode_as`."""
     gathered = bytes(decode_as(text, _Called).results[0])
     return [read(bytes(one)) for one in decode_as(gathered, list[msgspec.Raw])]
 
 
 def read_sampled(text: bytes) -> list[SampledColumns]:
-    """The choices, in order. Raises ValueError as `decode_as` does."""
+    """Returns the choices, in order. Raises ValueError like `decode_as`."""
     raw = decode_raw(text, _RawSampled)
     of_raw = [] if raw is None else [(choice, whole_numbers(choice.token_ids)) for choice in raw.choices]
     plain: list[tuple[_Choice, TokenIds]] = [(choice, ids) for choice, ids in of_raw if ids is not None]
-    if raw is None or len(plain) < len(of_raw):  # anything else than usual, such as NaN, null and what is wrong
+    if raw is None or len(plain) < len(of_raw):  # unusual text, such as NaN, null and errors
         plain = [(choice, token_column(choice.token_ids or [])) for choice in decode_as(text, _Sampled).choices]
     return [_answer(choice, ids) for choice, ids in sorted(plain, key=lambda one: one[0].index)]
 
 
 def read_scored(text: bytes) -> Sequence[Mapping[str, float]]:
-    """Log-probs by token id of each token after the first. Raises ValueError as `decode_as` does."""
+    """Returns token id -> log-prob for each token after the first. Raises ValueError like `decode_as`."""
     said = decode_as(text, _Scored).prompt_logprobs[1:]
     return [{token: one.logprob for token, one in (found or {}).items()} for found in said]
 
 
 def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> TopLogprobs:
-    """What it says of the ``text``. Raises ValueError as `decode_as` does, and where a token has no log-prob, or a
-    place fewer probable tokens than ``top``, as of a vocabulary of fewer."""
+    """Returns the scores of ``text``. Raises ValueError like `decode_as`, and if a token has no log-prob or a position
+    has fewer than ``top`` probable tokens, as with a smaller vocabulary."""
     said = read_scored(answer)
     if len(said) != len(text) - 1:
         raise ValueError(f"log-probs of {len(said) + 1} tokens, and {len(text)} were sent")
@@ -511,12 +511,12 @@ def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> TopLogprobs:
 
 
 def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray[Any]:
-    """Decode routes: a .npy file in base64."""
+    """Decodes routes: a .npy file in base64."""
     if not given:
         raise EngineError("it returned no routes; start it with --enable-return-routed-experts")
     try:
         experts = np.load(io.BytesIO(base64.b64decode(given)), allow_pickle=False)
-    except (ValueError, EOFError, MemoryError) as error:  # MemoryError: its header asks for too much memory
+    except (ValueError, EOFError, MemoryError) as error:  # MemoryError: its header declares too much memory
         raise EngineError(f"its routes are not an array: {error!s:.200}") from error
     return check_routes(experts, positions=positions, shape=shape)
 

@@ -1,7 +1,7 @@
 """Starts vLLM's server for a run, on one of its nodes: ``python -m rl_megatron.engines.vllm.server <options>``.
 
-``vllm serve`` is its command over several nodes, where all but the first run ``--headless``; without a distribution of
-the name vllm, as in builds for CPUs, that program does not start, and the API server's module has no headless mode.
+``vllm serve`` is its command for several nodes, where all except the first run ``--headless``. That program does not
+start without a distribution named vllm, as in builds for CPUs. The API server's module has no headless mode.
 Runs in vLLM's interpreter. Written against vLLM 0.32.0 (entrypoints/cli/serve.py).
 """
 
@@ -18,7 +18,7 @@ from rl_megatron.user_code import add_import_folder
 
 
 def main() -> None:
-    """Serve until a signal ends it."""
+    """Serves until a signal ends it."""
     add_import_folder(Path.cwd())
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(description="vLLM's server for a run"))

@@ -1,8 +1,7 @@
-"""Memory for a version that arrives layer by layer, as the model's loader expects its parameters.
+"""Memory for a version that arrives layer by layer, in the form that the model's loader expects.
 
-Kernels keep parameters of their own, in layouts of their own, which the loader cannot write. So each layer arrives
-beside them, and memory is there for about two layers at a time: for one that arrives, and for one whose checksums are
-computed.
+Kernels keep separate parameters in private layouts, which the loader cannot write. So each layer arrives in additional
+memory, for about two layers at a time: one that arrives, and one while its checksums are computed.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from rl_megatron.weights.checks.places import ParameterBox
 from rl_megatron.weights.checks.reports import BackgroundChecksums, ChecksumReport, Read
 
 Names = Mapping[str, str]
-"""By its name in a module, the parameter's name in the model."""
+"""A parameter's name in a module -> its name in the model."""
 
 
 class LayerWindow:
-    """The boxes ``held`` of ``params``, which are meta tensors, in memory of ``device`` that comes and goes.
+    """The boxes ``held`` of ``params`` (meta tensors), in temporary memory of ``device``.
 
-    A module's memory is made before its first byte arrives, and zeroed, as padding never arrives. Once the module is
-    whole and its checksums are known, ``take`` gives it to the kernels, and its memory is released: at the latest when
-    the turn after the next begins.
+    A module's memory is allocated before its first byte arrives, and zeroed, because padding never arrives. Once the
+    module is complete and its checksums are known, ``take`` gives it to the kernels, and its memory is released: at the
+    latest when the turn after the next begins.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class LayerWindow:
         self.begin()
 
     def begin(self) -> None:
-        """Start a new version: nothing of it has arrived."""
+        """Starts a new version, with no boxes arrived."""
         self._left, self._turn, self._beside = Counter(self._expected), 0, BackgroundChecksums()
         self._open: dict[nn.Module, int] = {}  # the turn of each module that has memory
         self._whole: deque[nn.Module] = deque()
         self._sums: defaultdict[nn.Module, list[Future[Read]]] = defaultdict(list)
-        self._bytes = self.most_bytes = 0  # memory that is taken now, and the most since this version began
+        self._bytes = self.most_bytes = 0  # bytes in use now, and their maximum in this version
 
     def coming(self, turn: int, held: Collection[ParameterBox]) -> None:
-        """Make memory for boxes that are about to arrive. All that arrives in earlier turns has arrived."""
+        """Allocates memory for boxes that are about to arrive. All boxes of earlier turns have arrived."""
         while self._whole and (self._open[self._whole[0]] < self._turn < turn or self._known(self._whole[0])):
             self._convert(self._whole.popleft())
         self._turn = turn
@@ -72,7 +71,7 @@ class LayerWindow:
                 self._make(module, turn)
 
     def whole(self, one: ParameterBox) -> None:
-        """Note that a box has arrived."""
+        """Records that a box has arrived."""
         module = self._module_of[one.param]
         self._sums[module] += self._beside.sent(one, self._tensors[one.param])
         self._left[module] -= 1
@@ -80,19 +79,19 @@ class LayerWindow:
             self._whole.append(module)
 
     def finish(self) -> ChecksumReport:
-        """Give the last layers to the kernels. Returns the checksums of all that arrived."""
+        """Gives the last layers to the kernels. Returns the checksums of all boxes that arrived."""
         while self._whole:
             self._convert(self._whole.popleft())
         return replace(self._beside.report(), window=self.most_bytes)
 
     def release(self) -> None:
-        """Release the memory that is left of a version that did not arrive whole."""
+        """Releases the remaining memory of a version that did not arrive completely."""
         self._beside.report()  # its thread reads the memory
         for module in list(self._open):
             self._free(module)
 
     def _known(self, module: nn.Module) -> bool:
-        """Whether all checksums of the module's boxes are computed."""
+        """True if all checksums of the module's boxes are computed."""
         return all(future.done() for future in self._sums[module])
 
     def _make(self, module: nn.Module, turn: int) -> None:
@@ -104,7 +103,7 @@ class LayerWindow:
 
     def _convert(self, module: nn.Module) -> None:
         for future in self._sums[module]:
-            future.result()  # before kernels can write there
+            future.result()  # must end before kernels can write there
         self._take(module, {name: self._tensors[param] for name, param in self._modules[module].items()})
         self._free(module)
 

@@ -50,17 +50,17 @@ from rl_megatron.weights.routes.rendezvous import Rendezvous, gather_json
 T = TypeVar("T")
 
 BACKEND = "rl_megatron_mirror"
-_SMALL = 16  # scales and biases are less than this part of a layer's weight
+_SMALL = 16  # scales and biases are smaller than a layer's weight / 16
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Has no fields: each update opens a file, so there is nothing to agree on."""
+    """The settings of the transfer. Empty, because each update opens a file."""
 
 
 @dataclass
 class MirrorUpdate(WeightTransferUpdateInfo):
-    """The mirror file, and the version that it must hold."""
+    """The mirror file and the version that it must hold."""
 
     path: str
     version: int
@@ -74,23 +74,23 @@ class MirrorEngine(WeightTransferEngine):
     update_info_cls = MirrorUpdate
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def start_weight_update(self) -> None:
-        """Discard the remains of a failed update, and record each layer for the reload."""
+        """Discards the remains of a failed update, and records each layer for the reload."""
         abort_update(self.model)
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: MirrorUpdate) -> None:
-        """Load the version. Raises SyncError if the file holds another, or learner and engine ranks do not meet."""
+        """Loads the version. Raises SyncError if the file holds another, or learner and engine ranks do not meet."""
         if update_info.straight:
             READ[self.model] = STRAIGHT[self.model].receive(update_info.version)
             return
         found, beside = mirror.read(Path(update_info.path), update_info.version), BackgroundChecksums()
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            """Checksums tensors as they are read, because most end in a private layout of the kernels."""
+            """Computes checksums of tensors as they are read, because most end in a private layout of the kernels."""
             for name, tensor in found.items():
                 beside.read(name, tensor)
                 yield name, tensor.to(self.device)
@@ -103,22 +103,22 @@ class MirrorEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
-        """Have vLLM convert the loaded tensors for its kernels."""
+        """Makes vLLM convert the loaded tensors for its kernels."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Does nothing, because there is nothing to release."""
 
 
 def models_of(runner: Any) -> list[nn.Module]:
-    """A runner's model, and the one that proposes tokens if it has one."""
+    """Returns a runner's model, and its draft model if it has one."""
     proposer = runner.get_draft_model()
     return [runner.model] if proposer is None else [runner.model, proposer]
 
 
 def abort_update(model: nn.Module) -> None:
-    """Discard an update that failed half-way: tensors that it left in a layer would count for the next."""
+    """Discards a partial update that failed: tensors that it left in a layer would count for the next."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -127,10 +127,10 @@ def abort_update(model: nn.Module) -> None:
 
 
 def forget_packed_experts(model: nn.Module) -> None:
-    """Make a reload pack the experts again.
+    """Makes a reload pack the experts again.
 
-    On CPUs, vLLM 0.32.0 packs them only while there is no kernel (UnquantizedFusedMoEMethod._setup_kernel): a second
-    load would leave them unpacked for a kernel that expects them packed; log-probs would be wrong without an error.
+    On CPUs, vLLM 0.32.0 packs them only while there is no kernel (UnquantizedFusedMoEMethod._setup_kernel). A second
+    load would leave them unpacked for a kernel that expects them packed. Log-probs would be wrong without an error.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -139,10 +139,10 @@ def forget_packed_experts(model: nn.Module) -> None:
 
 
 def repack_tied_heads(model: nn.Module) -> None:
-    """Pack an output layer again that is tied to the embedding.
+    """Packs an output layer again that is tied to the embedding.
 
-    On CPUs, vLLM 0.32.0 samples with a packed copy of it, which it repacks only if a checkpoint has a tensor for the
-    layer; a tied layer would keep the first weights' logits without an error.
+    On CPUs, vLLM 0.32.0 samples with a packed copy of it, and repacks that only if a checkpoint has a tensor for the
+    layer. A tied layer would keep the first weights' logits without an error.
     """
     weights = {id(m.weight) for m in model.modules() if type(m).__name__ == "VocabParallelEmbedding"}
     for module in model.modules():
@@ -152,19 +152,19 @@ def repack_tied_heads(model: nn.Module) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; the trainer calls these over /collective_rpc."""
+    """The methods that the trainer calls over /collective_rpc. vLLM mixes them into its worker."""
 
-    rank: int  # the number in its dp replica
+    rank: int  # index in its dp replica
     model_runner: Any
     weight_transfer_engine: Any
     model_config: Any
     vllm_config: Any
 
     def rl_megatron_ping(self) -> None:
-        """Shows that this rank answers."""
+        """Does nothing: its return shows that this rank answers."""
 
     def rl_megatron_describe(self) -> dict[str, str]:
-        """What the trainer must know before it uses this server. Raises WeightError if some rank could not answer."""
+        """Returns settings that the trainer checks before use. Raises WeightError if some rank could not answer."""
         self._check_world()
         speculative = self.vllm_config.speculative_config
         return {
@@ -178,14 +178,14 @@ class WorkerExtension:
         }
 
     def rl_megatron_end_update(self) -> None:
-        """End an update that failed or was left open; the layers get the kernels' tensors back."""
+        """Ends an update that failed or was left open. The layers get the kernels' tensors back."""
         for model in models_of(self.model_runner):
             abort_update(model)
         self.weight_transfer_engine.reset_weight_update_target()
         self._weight_update_active = False
 
     def rl_megatron_held(self, path: str, private: list[str], known: list[str]) -> list[dict[str, object]]:
-        """A `packed_report` on each rank's parameters. Only the probe checks those in a private layout of kernels.
+        """Returns a `packed_report` on each rank's parameters. Only the probe checks private layouts of kernels.
 
         Collective, like all below: no replica may sample.
         """
@@ -197,11 +197,11 @@ class WorkerExtension:
         return self._gathered(packed_report(merge_rank_reports(own), known))
 
     def rl_megatron_boxes(self, path: str) -> list[dict[str, object]]:
-        """The box of each Hugging Face tensor that each rank holds."""
+        """Returns the box of each Hugging Face tensor that each rank holds."""
         return self._gathered({one.hf: one.box for one in layout_of(self.model_runner.model, path)})
 
     def rl_megatron_join(self, path: str, rendezvous: str, first: int) -> None:
-        """Join the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective."""
+        """Joins the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective."""
         model = self.model_runner.model
         abort_update(model)
         if model in STRAIGHT:
@@ -211,10 +211,10 @@ class WorkerExtension:
         )
 
     def _gathered(self, own: T) -> list[T]:
-        """The answers of all ranks of the server, in the order of their numbers; on the first of a dp replica alone.
-        Collective.
+        """Returns the answers of all ranks of the server, in order, on the first rank of a dp replica, and otherwise
+        an empty list. Collective.
 
-        vLLM calls every rank, and returns what the ranks of one dp replica answer.
+        vLLM calls every rank, and returns the answers of one dp replica's ranks.
         """
         said = gather_json(own, get_world_group().cpu_group)
         return [] if self.rank else said
@@ -226,7 +226,7 @@ class WorkerExtension:
 
 
 class DirectReceiver:
-    """This rank's end of a transport, and the window through which layers arrive."""
+    """This rank's end of a transport, with the window through which layers arrive."""
 
     def __init__(self, model: nn.Module, path: str, rendezvous: Rendezvous, rank: int) -> None:
         places, device = layout_of(model, path), next(model.parameters()).device
@@ -241,7 +241,7 @@ class DirectReceiver:
         self._receiver = Receiver(rendezvous, rank, self._window.boxes)
 
     def receive(self, version: int) -> ChecksumReport:
-        """Receive a version, and convert each layer for the kernels. Returns its checksums.
+        """Receives a version, and converts each layer for the kernels. Returns its checksums.
 
         After an error some layers are of this version and others of the last.
         """
@@ -253,15 +253,15 @@ class DirectReceiver:
             self._window.release()
 
     def close(self) -> None:
-        """Leave the group of learner and engine ranks."""
+        """Leaves the group of learner and engine ranks."""
         self._receiver.close()
 
 
 def finish_layer_load(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a layer's tensors to its kernels, which copy what they need, as vLLM does after a load.
+    """Gives a layer's tensors to its kernels, which copy the values that they need, like vLLM after a load.
 
-    Kernels of experts keep scales and biases themselves (FusedMoEQuantConfig), so these are copies: the memory of
-    ``tensors`` is released.
+    Kernels of experts keep scales and biases themselves (FusedMoEQuantConfig). So these are copies, because the memory
+    of ``tensors`` is released.
     """
     largest = max(tensor.numel() for tensor in tensors.values())
     for name, tensor in tensors.items():
@@ -274,16 +274,16 @@ def finish_layer_load(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 STRAIGHT: dict[Any, DirectReceiver] = {}
-"""By model, the receiver of the shards that the learner's ranks send."""
+"""Model -> receiver of the shards that the learner's ranks send."""
 
 
 READ: dict[Any, ChecksumReport] = {}
-"""By model, the report of the last load, until it is asked for."""
+"""Model -> report of the last load, until it is requested."""
 
 
 @cache
 def layout_of(model: Any, path: str, *, partial: bool = False) -> list[ParameterBox]:
-    """The places of a mirror file's tensors in the model; with ``partial``, of those that its loader merely copies."""
+    """Returns the places of a mirror file's tensors in the model. ``partial``: only those that its loader copies."""
     with load_parameters(model) as params:
         file = Path(path)
         return record(model.load_weights, mirror.shapes(file), params, mirror.dtypes(file), partial=partial)
@@ -291,7 +291,7 @@ def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Parameter
 
 @contextmanager
 def load_parameters(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The parameters as the loader expects them, without data. On exit the kernels' own are restored."""
+    """Context with the parameters that the loader expects, without data. On exit the kernels' are restored."""
     abort_update(model)  # an update that was left open holds these
     layers = list(model.modules())
     try:
@@ -312,20 +312,20 @@ def load_parameters(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def repair() -> None:
-    """Have the sampler read each request's own temperature, top_p and top_k on CPUs. Once a process.
+    """Makes the sampler read each request's own temperature, top_p and top_k on CPUs. Once a process.
 
-    vLLM 0.32.0's stand-in for a Triton kernel fills a copy of the result that the caller made
-    (utils/cpu_triton_utils.py, ``_expand_kernel_impl``), so the temperature of each proposed token is whatever was in
-    memory: tokens were drawn from logits divided by that, and log-probs were -9999 or of another distribution.
+    vLLM 0.32.0's replacement of a Triton kernel fills a copy of the caller's result (utils/cpu_triton_utils.py,
+    ``_expand_kernel_impl``). So the temperature of each proposed token is uninitialized memory. Tokens were drawn from
+    logits divided by that, and log-probs were -9999 or of another distribution.
     """
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expanded
 
 
 def expanded(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    """``x`` [requests], each as often as its request has proposed tokens [num_tokens], ``replace_from`` replaced.
+    """Repeats ``x`` [requests] by each request's proposed tokens to [num_tokens], with ``replace_from`` replaced.
 
-    ``cu_num_tokens`` [requests] are running sums of these.
+    ``cu_num_tokens`` [requests] are running sums of the proposed tokens.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
