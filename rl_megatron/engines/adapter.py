@@ -304,8 +304,8 @@ def described_by(hooks: Sequence[EngineHooks], settings: Mapping[str, Any]) -> t
 def refused_option(
     extra: Sequence[str], *, keys: Mapping[str, str], hooks: Sequence[EngineHooks], reasons: Mapping[str, str]
 ) -> str:
-    """Returns why ``extra`` cannot have one of its options, or an empty string. Refused are options that a key sets
-    (``keys`` of ``rollout.server`` by option), that ``hooks`` refuse, or that have ``reasons``."""
+    """Returns why ``extra`` cannot have one of its options, or an empty string. It refuses options that a key sets
+    (option -> ``keys`` of ``rollout.server``), that ``hooks`` refuse, or that have ``reasons``."""
     beginnings = {beginning: why for one in hooks for beginning, why in one.refused.items()}
     for given in extra:
         if (why := next((beginnings[one] for one in beginnings if given.startswith(one)), None)) is not None:
@@ -342,7 +342,7 @@ def option_values(extra: Sequence[str], *options: str) -> list[tuple[str, str]]:
 
 
 def option_value(extra: Sequence[str], option: str) -> str | None:
-    """Returns the value of a command line's ``option``, the last one like engines do, or None if it is absent."""
+    """Returns the value of a command line's last ``option``, which engines use, or None if it is absent."""
     return next((value for _, value in reversed(option_values(extra, option))), None)
 
 

@@ -49,8 +49,8 @@ class SampledColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopLogprobs:
-    """Log-probs at temperature 1 of a text of L tokens: [L - 1] of every token after the first, and for each of these
-    positions the k most probable tokens [L - 1, k] and their log-probs, in descending order."""
+    """The log-probs [L - 1] at temperature 1 of every token after the first of a text of L tokens. At each position
+    also the k most probable tokens [L - 1, k] with their log-probs, in descending order."""
 
     logprobs: LogProbs
     top_ids: NDArray[np.int32]

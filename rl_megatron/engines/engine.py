@@ -37,7 +37,7 @@ _LIMIT_SECONDS = 1.0
 class GaugePoller:
     """Asks one server for its load every ``seconds``, in rotation, so the cost does not grow with their number.
 
-    If a server does not answer in a second, or answers with an error, it is asked again at its next turn: its
+    If a server does not answer in a second, or answers with an error, it is asked again at its next turn. Its
     supervisor checks whether it works.
     """
 
@@ -239,7 +239,7 @@ class ServerEngine:
         state: tuple[int, int] | None,
         clock: CompletionDeadline,
     ) -> Completion:
-        """Returns the completion at ``place``, also completed if an update, an interrupt or a server's end aborted it.
+        """Returns the completion at ``place``, resumed if an update, an interrupt or a server's end aborted it.
 
         A completion with no time left ends, unless it has no token yet: it waited for a slot, and gets twice the time.
         ``state`` is the state when it was sent, or None if it began before. Raises EngineError if servers keep aborting

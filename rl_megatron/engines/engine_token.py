@@ -1,7 +1,7 @@
 """Requires the run's token in every request to an engine server, on every path. Runs inside the server.
 
-The engines' own checks leave paths open: in vLLM all outside of /v1 and /inference, including /collective_rpc and the
-weight updates, and in SGLang /metrics and paths that begin with /health. SGLang also takes its key from a command line.
+The engines' own checks leave paths open. vLLM's leaves all outside of /v1 and /inference, so also /collective_rpc and
+weight updates. SGLang's leaves /metrics and paths that begin with /health. It takes its key from a command line.
 Every user of the node can read that, but only its user can read a process's environment. Standard library only.
 """
 

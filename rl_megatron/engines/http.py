@@ -129,7 +129,7 @@ class Server:
 
     async def text(self, path: str) -> str:
         """Returns the response as text. Raises like ``get``. Retries once if the connection breaks: the server may have
-        just closed it as idle, while a dead server refuses the next one (RFC 9110, 9.2.2)."""
+        just closed it as idle. A dead server refuses the next connection (RFC 9110, 9.2.2)."""
         try:
             answer = await self._ask("GET", path, None, None, self._limit)
         except ConnectionBroken:

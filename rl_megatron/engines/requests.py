@@ -252,7 +252,7 @@ class CompletionDeadline:
 
     @property
     def left(self) -> float:
-        """Seconds until the limit."""
+        """The seconds until the limit."""
         assert self.limit is not None
         return max(0.0, self.limit - self.spent)
 

@@ -1,7 +1,7 @@
 """Places ranks on nodes by integer arithmetic. `submit` shows the placement, and the job's steps use it.
 
 Ranks fill a node before the next. In megatron-core's order (``tp-cp-ep-dp-pp``, tp fastest) tensor-parallel ranks are
-then neighbors in one node, pipeline stages are far apart, and expert-parallel groups span as many nodes as they need.
+then neighbors in one node. Pipeline stages are far apart, and expert-parallel groups span as many nodes as they need.
 
 Shares a node's CPUs among its ranks.
 

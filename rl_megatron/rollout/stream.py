@@ -11,7 +11,7 @@ step than the steps until then have places. So no trained token is older than k 
 its age, and lengths are trained as they were drawn. With k = 0 the stream is the synchronous loop.
 
 Servers get each prompt separately as soon as it is admitted, and only prompts that a step of the run can train on. An
-engine in the learner's processes samples one batch at a time and nothing during a push, so that each k gives equal
+engine in the learner's processes samples one batch at a time and nothing during a push. So each k gives equal
 numbers after a resume. It also samples for k steps after the last, so that a resume may make the run longer.
 
 **The ledger** holds the state of every drawn prompt: pending, trained on in one step, or dropped for a reason. Its file
@@ -136,7 +136,7 @@ class RolloutBatch:
     filtered_groups: int = 0  # groups dropped because they give no gradient
     part_sums: Mapping[str, float] = field(default_factory=dict)  # name -> sum of a weighted reward's part, unweighted
     part_counts: Mapping[str, int] = field(default_factory=dict)  # name -> completions in that sum, with a finite part
-    places: tuple[PendingPrompt, ...] = ()  # drawn prompts of these groups
+    places: tuple[PendingPrompt, ...] = ()  # drawn prompts of all these groups, also dropped ones
 
     @classmethod
     def of(cls, answered: Sequence[GroupResult]) -> RolloutBatch:
@@ -285,7 +285,7 @@ class RolloutStream:
         self._check()
 
     def pushed(self, version: int) -> None:
-        """Admits as the new version allows. With k = 0 and in the learner's processes, the next ``take`` does that."""
+        """Admits as the new version allows. With k = 0, or in the learner's processes, the next ``take`` does."""
         self.version = version
         self._met = self._ledger.row()["ledger/in_flight"]
         self._credit = min((self._most + 1) * self._refills, self._credit + self._refills)

@@ -141,7 +141,7 @@ class LocalEngine:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Every Hugging Face tensor, as a view to write in place between calls of `generate`.
+        """The Hugging Face tensors, each a view to write in place between calls of `generate`.
 
         Tensors of draft layers, if ``shape`` has some, are held for exports and not used to sample.
         """
@@ -183,7 +183,7 @@ class LocalEngine:
 
     def _cache(self, requests: Sequence[GenerationRequest]) -> KVCache:
         """Makes a cache for these requests, just large enough. A reused one would keep the shapes and idle rows of
-        earlier batches, and a resumed run would sample other bits than one that was not interrupted."""
+        earlier batches. A resumed run would then sample other bits than an uninterrupted one."""
         rows = min(self._slots, sum(request.num_completions for request in requests))
         columns = max(len(request.token_ids) + request.params.max_new_tokens - 1 for request in requests)
         model = self.model
@@ -247,8 +247,8 @@ def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device |
 class PendingSequences:
     """Sequences that continue one prompt with the parameters of ``request``. Their prompt is prefilled once.
 
-    The lists have an entry for each sequence: its place, the seed of its random numbers, its number among the seed's
-    completions, and the first of its random numbers.
+    The lists have an entry for each sequence: its place, its seed, its number among the seed's completions, and the
+    index of its first random number.
     """
 
     request: GenerationRequest

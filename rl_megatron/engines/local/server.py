@@ -79,7 +79,7 @@ class _Sequence:
 class RunningBatch:
     """The completions that a process samples, at most ``slots`` together. One thread calls every method.
 
-    A completion's random numbers depend on its request's seed, its number and a token's position in its text, so that
+    A completion's random numbers depend on its request's seed, its number and a token's position in its text. So
     they continue where other weights stopped.
     """
 

@@ -104,8 +104,8 @@ VARIABLES = {
 
 _WATCHDOG_SECONDS = 300.0  # SGLang's default
 _PARTS = 8
-"""The parts of a pause, each with the limit ``timeout_seconds``: its begin and end, and the three requests of a load,
-of a draft layer and of the model."""
+"""The parts of a pause, each with the limit ``timeout_seconds``: its begin and end, and three requests each for the
+loads of a draft layer and of the model."""
 
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -490,7 +490,7 @@ def encode_request(order: Mapping[str, object]) -> str:
 
 @asynccontextmanager
 async def update(server: Server, to: Mapping[str, str]) -> AsyncIterator[None]:
-    """Context of an update of the weights in ``to``. It first ends a killed run's: SGLang refuses a second."""
+    """Context of an update of the weights that ``to`` selects. It first ends a killed run's: SGLang allows one."""
     try:
         await server.post("/begin_weight_update", to)
     except ServerRefusal:

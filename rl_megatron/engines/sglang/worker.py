@@ -110,7 +110,7 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> ChecksumReport
 
 
 def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads: bool) -> ChecksumReport:
-    """Loads a version. ``reads``: checksum the bytes read of tensors without a parameter to check, for one model.
+    """Loads a version. ``reads``: checksum tensors without a parameter to check, as read; one of two models suffices.
 
     Parameters are checksummed when the loader has returned: DeepSeek's loader copies in threads until it returns.
     """

@@ -303,7 +303,7 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     async def tokens(self, server: Server) -> float:
-        """The number of prompt tokens and sampled tokens since the server started."""
+        """Returns the number of prompt tokens and sampled tokens since the server started."""
         return sum(float(value) for value in _TOKENS.findall(await server.text("/metrics")))
 
     @override
@@ -383,7 +383,7 @@ class VLLMAdapter(ForeignEngine):
     async def _asked(self, server: Server, read: Callable[[bytes], T], method: str, *given: object) -> list[T]:
         """Returns the answer of each rank of the server, decoded by ``read``.
 
-        vLLM returns answers of only one dp replica's ranks. So ranks gather the answers of all on its first rank.
+        vLLM returns answers of only one dp replica's ranks. So each replica's first rank gathers the answers of all.
         """
         body, each = {"method": method, "args": list(given)}, partial(read_gathered, read=read)
         return await self._together(server, lambda: server.reported("/collective_rpc", body, each))
@@ -470,8 +470,8 @@ class _Called(msgspec.Struct):
 
 
 def read_gathered(text: bytes, read: Callable[[bytes], T]) -> list[T]:
-    """Decodes each rank's answer with ``read``. The first result has gathered all. Another thread may run between two.
-    Raises ValueError like `decode_as`."""
+    """Decodes each rank's answer with ``read``. The first rank has gathered all answers. Other threads may run between
+    two of them. Raises ValueError like `decode_as`."""
     gathered = bytes(decode_as(text, _Called).results[0])
     return [read(bytes(one)) for one in decode_as(gathered, list[msgspec.Raw])]
 

@@ -25,8 +25,8 @@ class LayerWindow:
     """The boxes ``held`` of ``params`` (meta tensors), in temporary memory of ``device``.
 
     A module's memory is allocated before its first byte arrives, and zeroed, because padding never arrives. Once the
-    module is complete and its checksums are known, ``take`` gives it to the kernels, and its memory is released: at the
-    latest when the turn after the next begins.
+    module is complete and its checksums are known, ``take`` gives it to the kernels, and its memory is released. That
+    is at the latest when the turn after the next begins.
     """
 
     def __init__(

@@ -315,8 +315,8 @@ def repair() -> None:
     """Makes the sampler read each request's own temperature, top_p and top_k on CPUs. Once a process.
 
     vLLM 0.32.0's replacement of a Triton kernel fills a copy of the caller's result (utils/cpu_triton_utils.py,
-    ``_expand_kernel_impl``). So the temperature of each proposed token is uninitialized memory. Tokens were drawn from
-    logits divided by that, and log-probs were -9999 or of another distribution.
+    ``_expand_kernel_impl``). So the temperature of each proposed token is uninitialized memory. Tokens would be drawn
+    from logits divided by that, with log-probs of -9999 or of another distribution.
     """
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expanded
