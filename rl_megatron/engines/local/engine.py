@@ -247,8 +247,8 @@ def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device |
 class PendingSequences:
     """Sequences that continue one prompt with the parameters of ``request``. Their prompt is prefilled once.
 
-    The lists have an entry for each sequence: its place, its seed, its number among the seed's completions, and the
-    index of its first random number.
+    The lists have an entry for each sequence: its place, its seed, its number among the seed's completions, and its
+    first random number's index.
     """
 
     request: GenerationRequest

@@ -1,4 +1,4 @@
-"""The adapter for SGLang 0.5.21: its native generate endpoint, and weight updates by a loader of ours.
+"""The adapter for SGLang 0.5.21: its native generate endpoint, and weight updates by our loader.
 
 Its requests (srt/managers/io_struct.py), its responses (srt/managers/tokenizer_manager.py), its options, and orders to
 the loader in its schedulers (`worker.load`) with the files that have the loader's answers.
@@ -104,8 +104,8 @@ VARIABLES = {
 
 _WATCHDOG_SECONDS = 300.0  # SGLang's default
 _PARTS = 8
-"""The parts of a pause, each with the limit ``timeout_seconds``: its begin and end, and three requests each for the
-loads of a draft layer and of the model."""
+"""The parts of a pause, each with the limit ``timeout_seconds``: its begin, its end, and three requests for each load
+(draft layer, model)."""
 
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
