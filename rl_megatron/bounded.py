@@ -122,7 +122,7 @@ def answer_calls(function: Callable[..., object], memory_bytes: int) -> None:
 
 
 def _is_alive(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process, whose pipes may have closed just now, goes on."""
+    """True if a process keeps running, although its pipes may have closed just now."""
     try:
         process.wait(0.2)
     except subprocess.TimeoutExpired:

@@ -46,13 +46,13 @@ class TemplateUnbounded(TemplateFailed):
 
 
 def strip_second_bos(ids: Sequence[int], bos: int | None) -> Sequence[int]:
-    """The tokens of a text without the ``bos`` that the tokenizer put before the template's own."""
+    """Returns the tokens of a text without the ``bos`` that the tokenizer put before the template's own."""
     return ids[1:] if list(ids[:2]) == [bos, bos] else ids
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
-    """Tokens of each text; if they begin rows with what the tokenizer puts in front of every text, and without what it
-    puts behind (``add_eos_token``), which would end a prompt."""
+    """Returns the tokens of each text. If they begin rows, the tokenizer's prefix is included, but not its suffix
+    (``add_eos_token``), which would end a prompt."""
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=begins)["input_ids"] if texts else []
     if not begins:
         return encoded
@@ -63,7 +63,7 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, b
 
 
 def setting(variables: Mapping[str, TemplateValue], template: str, *, unless_given: bool = False) -> str:
-    """The template, which sets the ``variables``; ``unless_given`` those that who applies it does not."""
+    """Returns the template with ``variables`` set; with ``unless_given``, only those that its caller does not set."""
     values = {
         name: f"{name} if {name} is defined else {_literal(value)}" if unless_given else _literal(value)
         for name, value in variables.items()
@@ -72,7 +72,7 @@ def setting(variables: Mapping[str, TemplateValue], template: str, *, unless_giv
 
 
 def _literal(value: TemplateValue) -> str:
-    """What Jinja reads as the value: numbers, true, false as in JSON; a text in quotes, without what it unescapes."""
+    """Returns the value as a Jinja literal: numbers, true, false as in JSON; a text in quotes, with escapes."""
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
     return json.dumps(value)
@@ -100,7 +100,7 @@ def template_text(source: str, variables: Mapping[str, Any]) -> str:
 
 
 def check_syntax(source: str) -> None:
-    """Raises TemplateSyntaxError with the line for a template that is no Jinja, TemplateFailed for a limit."""
+    """Raises TemplateSyntaxError with the line for a template that is not Jinja, TemplateFailed for a limit."""
     for error, line in _asked(source, []):
         raise TemplateSyntaxError(error, line) if line else TemplateFailed(error)
 

@@ -1,10 +1,10 @@
 """Columns: numpy arrays with one number for each token of a completion, or prompt, and their form in a checkpoint.
 
-They are read-only: rewards of the user's own see the arrays that are trained on. Texts of completions have that form in
-checkpoints too: Python's lock is held while JSON is made of them, which are gigabytes.
+They are read-only: custom rewards see the arrays that are trained on. Texts of completions have that form in
+checkpoints too: Python's lock is held while JSON is made of these gigabytes.
 
-A `Column` is what engines return of each token beside its id and log-prob, for the learner to read. A feature declares
-it. What is between an engine's answer and the learner's pass carries all columns alike.
+A `Column` is an additional output of engines for each token, next to its id and log-prob, for the learner to read. A
+feature declares it. All code between an engine's response and the learner's pass treats all columns alike.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _DTYPES = {
     "rates": "<f8",
     "retired": "<i4",
 }
-_OLD = "routes"  # older checkpoints have this column alone, in a file and a field of its name
+_OLD = "routes"  # the only column of older checkpoints, in a file and a field of this name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """What engines return of tokens for the learner to read, in the order of a row's positions.
+    """An output of engines for each token, for the learner to read, in the order of a row's positions.
 
     ``of``: an engine returns one entry for each position of prompt and completion (each token but the last), or for
     each ``sampled`` token. Rows to train on have an entry for every position: positions whose target was not sampled
@@ -49,16 +49,16 @@ class Column:
 
     name: str
     of: Literal["positions", "sampled"]
-    padding: Literal["zeros", "distinct"] = "zeros"  # of positions that pad; distinct: 0, 1, … in the last dimension
+    padding: Literal["zeros", "distinct"] = "zeros"  # values of padding; distinct: 0, 1, … in the last dimension
     layers: Callable[[ModelShape], Sequence[int]] | None = None
-    """The decoder's layers that the second dimension has entries of. A rank is sent those of its own layers, and only
-    the policy, whose layers they are of, reads the column, which must not be `Ragged`."""
+    """The policy decoder's layers that the second dimension has entries for. Each rank gets the entries of its own
+    layers. Only the policy reads the column, which must not be `Ragged`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """A column with any number of values a position: those of all positions one after the other, and how many each
-    position has, int32. Both are numpy arrays in completions and rows, and tensors in samples."""
+    """A column with any number of values a position: the values of all positions in order, and their number at each
+    position, int32. Both are numpy arrays in completions and rows, and tensors in samples."""
 
     values: Any  # [V, …]
     counts: Any  # [N] int32; their sum is V
@@ -67,7 +67,7 @@ class Ragged:
         return len(self.counts)
 
     def __getitem__(self, of: slice) -> Ragged:
-        """The positions of a slice of step 1."""
+        """Returns the positions of a slice of step 1."""
         first, stop, _ = of.indices(len(self))
         begin = int(self.counts[:first].sum())
         end = begin + int(self.counts[first:stop].sum())
@@ -84,7 +84,7 @@ ColumnData: TypeAlias = "NDArray[Any] | Ragged"
 
 
 def one_after_the_other(parts: Sequence[ColumnData]) -> ColumnData:
-    """The positions of all parts of one column."""
+    """Concatenates the parts of one column."""
     import numpy as np
 
     if isinstance(parts[0], Ragged):
@@ -94,7 +94,7 @@ def one_after_the_other(parts: Sequence[ColumnData]) -> ColumnData:
 
 
 def blank(like: ColumnData, positions: int) -> ColumnData:
-    """So many positions of zeros, or without values."""
+    """Returns a column of ``positions`` zeros, or of positions without values if ``like`` is `Ragged`."""
     import numpy as np
 
     if isinstance(like, Ragged):
@@ -103,14 +103,14 @@ def blank(like: ColumnData, positions: int) -> ColumnData:
 
 
 def written_column(column: ColumnData, put: Callable[[NDArray[np.uint8]], object]) -> dict[str, object]:
-    """What JSON says of the column; ``put`` gives the form of its bytes."""
+    """Returns the column's JSON; ``put`` returns the form of its bytes."""
     values = column.values if isinstance(column, Ragged) else column
     said = {"data": put(_bytes_of(values)), "shape": list(values.shape), "dtype": values.dtype.str}
     return said | {"counts": put(_bytes_of(column.counts))} if isinstance(column, Ragged) else said
 
 
 def read_column(said: Mapping[str, Any], get: Callable[[object], NDArray[np.uint8]]) -> ColumnData:
-    """The inverse of `written_column`. Raises ValueError for what is no column."""
+    """Inverts `written_column`. Raises ValueError for JSON that is not a column."""
     try:
         data, shape = get(said["data"]), tuple(said["shape"])
         written = said.get("dtype") or ("|u1" if len(data) <= math.prod(shape) else "<i2")  # older ones do not tell
@@ -134,7 +134,7 @@ def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 class ColumnWriter:
-    """The columns of a document whose JSON has only [first number, how many] of each: pydantic's ``context`` of it.
+    """The columns of a document with only [first index, count] of each in its JSON: pydantic's ``context`` of it.
 
     Each kind is a file of numpy's format, without pickles: ``tokens.npy`` has the tokens of all completions one after
     the other (int32), ``logprobs.npy`` float32, ``columns.npy`` the bytes of their `Column`s, and ``texts.npy`` UTF-8.
@@ -145,14 +145,14 @@ class ColumnWriter:
         self._counts = Counter[str]()
 
     def add(self, kind: str, column: NDArray[Any]) -> tuple[int, int]:
-        """Its place in the file. It must not change until `write`."""
+        """Returns the column's place in the file. The column must not change until `write`."""
         place = self._counts[kind], len(column)
         self._parts.setdefault(kind, []).append(column)
         self._counts[kind] += len(column)
         return place
 
     def write(self, folder: Path) -> list[str]:
-        """Make ``folder``, if there is anything, with the files; their names. Raises OSError."""
+        """Creates ``folder`` with the files, if there are columns. Returns the files' names. Raises OSError."""
         import numpy as np
 
         for kind, parts in self._parts.items():
@@ -166,10 +166,10 @@ class ColumnWriter:
 
 
 class ColumnReader:
-    """What a `ColumnWriter` wrote; pydantic's ``context`` of the JSON that names its places."""
+    """The columns from a `ColumnWriter`; pydantic's ``context`` of the JSON that names their places."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        """Read the files. Raises ValueError that names one which is no column of its kind, and OSError."""
+        """Reads the files. Raises ValueError that names a file that is not a column of its kind, and OSError."""
         self._used = Counter[str]()
         self._files = {kind: folder / f"{kind}.npy" for kind in _DTYPES}
         self._columns = {_kind(name): self._read(folder / name) for name in names}
@@ -193,7 +193,7 @@ class ColumnReader:
         return column
 
     def get(self, kind: str, first: int, count: int) -> NDArray[Any]:
-        """The column at this place. Raises LookupError if it does not follow the one before, or is not there."""
+        """Returns the column at this place. Raises LookupError if it does not follow the one before, or is missing."""
         path = self._files[kind]
         if kind not in self._columns:
             raise LookupError(f"{path} is not among the checkpoint's files, and completions have their {kind} there")
@@ -205,7 +205,7 @@ class ColumnReader:
         return column[first : first + count]
 
     def check(self) -> None:
-        """Raise LookupError if a file has numbers that nothing named."""
+        """Raises LookupError if a file has numbers that no completion names."""
         for kind, column in self._columns.items():
             if len(column) != self._used[kind]:
                 path = self._files[kind]
@@ -219,7 +219,7 @@ def _kind(name: str | Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """How a column is in JSON: its place in a file beside it, or, without one, base64 of its little-endian numbers."""
+    """A column in JSON: its place in a file next to it, or, without one, base64 of its little-endian numbers."""
 
     kind: str
 
@@ -239,7 +239,7 @@ class _Numbers:
         return base64.b64encode(column.astype(_DTYPES[self.kind], copy=False).tobytes()).decode()
 
     def decoded(self, given: object, info: ValidationInfo) -> Any:
-        """Raises ValueError, of which pydantic makes its own error, for what is neither."""
+        """Returns the column. Raises ValueError, which pydantic turns into its own error, for any other form."""
         if isinstance(info.context, ColumnReader) and isinstance(given, list):
             match given:
                 case [int(first), int(count)]:
@@ -252,7 +252,7 @@ class _Numbers:
 
 
 class _ByName(_Numbers):
-    """The same of the bytes of each of several columns, by name, with their shapes and dtypes."""
+    """The same for the bytes of each of several columns, by name, with their shapes and dtypes."""
 
     @override
     def encoded(self, columns: Any, info: SerializationInfo) -> object:
@@ -290,7 +290,7 @@ class HasColumns:
 
 
 class _Text(_Numbers):
-    """The same of a text's UTF-8, where half of a surrogate pair is let pass. Without a file, JSON has the text."""
+    """The same for a text's UTF-8, which may contain half of a surrogate pair. Without a file, JSON has the text."""
 
     @override
     def encoded(self, column: Any, info: SerializationInfo) -> object:
@@ -324,7 +324,7 @@ else:  # a configuration imports this, and no numpy
 
 
 def freeze(*columns: ColumnData) -> None:
-    """Make each of them read-only."""
+    """Makes each of them read-only."""
     for column in columns:
         for array in (column.values, column.counts) if isinstance(column, Ragged) else (column,):
             array.flags.writeable = False

@@ -1,8 +1,8 @@
-"""What a feature declares: an addition to training that can be left out, whose name the rest of the code does not know.
+"""The declaration of a feature: an optional addition to training that the rest of the code does not know by name.
 
 A feature of this package is a folder ``features/<name>`` with a ``feature.py`` that holds `FEATURE`. Another package
 brings one by an entry point of the group `GROUP`: ``name = "its.module:FEATURE"``. A declaration is data and imports no
-torch, so a login node reads it. What acts on a rank is named by text, and is imported only where it runs.
+torch, so a login node reads it. Code that acts on a rank is named by text, and is imported only where it runs.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ S = TypeVar("S", bound=Section)
 GROUP = "rl_megatron.features"
 _FOLDERS = "rl_megatron.features"
 Ask: TypeAlias = "Callable[[frozenset[Want]], Awaitable[Mapping[Want, torch.Tensor]]]"
-"""Asks the policy for scores of a batch's samples, [N, ...] each."""
+"""Requests scores of a batch's samples from the policy, [N, ...] each."""
 Generate: TypeAlias = "Callable[[GenerationRequest], Awaitable[tuple[Completion, ...]]]"
-"""Asks the engine for the completions of a request, each cut at its first stop text. Raises the engine's errors."""
+"""Returns the engine's completions of a request, each cut at its first stop text. Raises the engine's errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Curve:
     A metric with ``<name>``, or with ``<k>`` too, makes a chart for each that a run has recorded.
     """
 
-    section: str  # of the report, whose charts are in the order of the rows
+    section: str  # section of the report; its charts are in the order of the rows
     title: str
     _: KW_ONLY
     metric: str = ""  # the table sets it to the row's
@@ -79,11 +79,11 @@ class Curve:
     warm_start: bool = False  # the warm start's rows come first, shaded
     hide_constant: bool = False  # no chart for a constant metric
     compared: bool = False  # only if several runs are compared
-    first: bool = False  # before all others on the page of one run
+    first: bool = False  # comes first on the page of one run
 
 
 MetricTuples = tuple[tuple[str, str, str] | tuple[str, str, str, Curve], ...]
-"""Name, unit and meaning of each metric of a subject, and its chart unless another's shows it, or none does."""
+"""Name, unit and meaning of each metric of a subject, and its chart, unless another metric's chart or none shows it."""
 
 
 def _same(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
@@ -118,49 +118,49 @@ class EngineHooks:
     """A feature's side in the adapter of one kind of engine, in the controller. Methods here do nothing."""
 
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Beginnings of options that servers must not have, each with why and what to do."""
+    """Beginnings of options that servers must not have, each with the reason and the fix."""
     environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Variables of a server that is started with the feature."""
+    """Environment variables of a server that is started with the feature."""
     counters: ClassVar[tuple[str, ...]] = ()
-    """Integer fields of each completion in the engine's answers, for `answered`; 0 where an answer lacks them."""
+    """Integer fields of each completion in the engine's responses, for `answered`; 0 if a response lacks them."""
 
     def __init__(self, name: str, shape: ModelShape) -> None:
         self.name, self.shape = name, shape
 
     def given(self, server: Server) -> Any:
-        """What a running server reports of the feature, as `described` reads it; falsy: it runs without."""
+        """Returns a running server's setting of the feature, as read by `described`; falsy: it runs without."""
         return server.features.get(self.name)
 
     def arguments(self, given: Any, device: str) -> Sequence[str]:
-        """The options of a start on ``device``, cpu or an accelerator, where ``given`` is `Serving.given`. Raises
-        ConfigError for what the engine cannot do there."""
+        """Returns the options of a start on ``device``, cpu or an accelerator; ``given`` is `Serving.given`. Raises
+        ConfigError if the engine cannot do that there."""
         return ()
 
     def problem(self, given: Any, device: str, dp: int) -> str:
-        """Why the engine cannot do what is ``given`` for the model on ``device``, with ``dp`` replicas of attention;
-        or empty. Asked before a server starts."""
+        """Returns why the engine cannot serve the model as ``given`` on ``device``, with ``dp`` replicas of attention,
+        or an empty string. Called before a server starts."""
         return ""
 
     def described(self, settings: Mapping[str, Any]) -> tuple[object, Sequence[str]]:
-        """What a server with the engine's ``settings`` runs, as `Serving.given`, and why no run can use it."""
+        """Returns the `Serving.given` of a server with these ``settings``, and the reasons why no run can use it."""
         return None, ()
 
     def fits(self, found: object, given: object) -> bool:
-        """Whether a running server that was ``described`` so fits `Serving.given`."""
+        """True if a running server fits `Serving.given`; ``found`` is from `described`."""
         return found == given
 
     def models(self, server: Server) -> Sequence[str]:
-        """Models beside the policy to which a push brings the same file first, as the engine names them."""
+        """Returns the engine's names of other models that a push sends the policy's file to, before the policy."""
         return ()
 
     def answered(self, server: Server, counts: Sequence[tuple[int, ...]]) -> None:
-        """Gets the ``counters`` of a request's completions."""
+        """Receives the ``counters`` of a request's completions."""
 
     async def paused(self, server: Server) -> None:
         """Runs while a push has paused a server, before it loads."""
 
     def row(self) -> Mapping[str, float]:
-        """Metrics since the call before, once a step."""
+        """Returns metrics since the call before. Called once a step."""
         return {}
 
 
@@ -169,27 +169,27 @@ class Serving:
     """A feature's part in engine servers."""
 
     given: Callable[[RunConfig], object]
-    """What servers are started with; falsy: nothing."""
+    """The setting that servers are started with; falsy: none."""
     engines: Mapping[str, str]
-    """By the engine's name, ``package.module:Class`` of its `EngineHooks`."""
+    """``package.module:Class`` of its `EngineHooks`, by the engine's name."""
     misfit: str = ""
     """Why a server that runs ``{found}`` does not fit ``{given}``, the key with its value; empty if all servers that a
     run may have fit."""
     key: str | None = None
-    """The key that asks for it; None: ``given`` names it, with its value."""
+    """The key that turns it on; None: ``given`` names it, with its value."""
     lacks: str | None = None
-    """What the adapters of other engines lack and what to do, after "the adapter of <name>"; None: nothing."""
+    """The lack of other engines' adapters and the fix, to follow "the adapter of <name>"; None: they lack nothing."""
     proposed: Callable[[ServerSection], int] = lambda server: 0
     """For predictions of a step: the tokens that such a server proposes at each step of its rows."""
 
     def named(self, given: object) -> str:
-        """How messages name the key with its value."""
+        """Returns the key with its value, for messages."""
         return str(given) if self.key is None else f"{self.key}={given}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushes:
-    """A feature's way of pushes to servers: they get the model once, and versions of its ``adapters`` beside it."""
+    """A feature's pushes to servers: they get the model once, and then only versions of its ``adapters``."""
 
     asked: Callable[[RunConfig], bool]
     """True for the runs that push so."""
@@ -197,18 +197,18 @@ class Pushes:
     """``package.module:function`` that makes the `ServedSync` of a run, called by `launcher.servers.pool`."""
     ends: str
     """``package.module:function``, called by `launcher.worker.learner_rank` on every rank, that makes the `Staging` of
-    its adapters, and a function that gets, before a version is staged, what ``sync`` sends."""
+    its adapters, and a function that gets the message of ``sync`` before a version is staged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleModel:
-    """A frozen model on ranks of its own."""
+    """A frozen model on separate ranks."""
 
     folder: Path
     key: str
     """The key of ``folder``."""
     scores: bool = False
-    """True if rewards ask it for scores of texts, while engines sample; else a step asks it for log-probs."""
+    """True if it scores texts for rewards, while engines sample; False if it returns log-probs to a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,51 +223,51 @@ class Feature:
     may_change: frozenset[str] = frozenset()
     """Full names of those of its keys that a resumed run may change."""
     rules: Sequence[Rule] = ()
-    """What its keys need and exclude, checked as a configuration is loaded, also where the feature is not active."""
+    """Needs and exclusions of its keys, checked as a configuration is loaded, also if the feature is not active."""
     learner_rules: Sequence[Rule] = ()
-    """As ``rules``, of keys of the learner alone, which critics and other models have in sections of their own."""
+    """Like ``rules``, for keys of the learner only, which critics and other models have in their own sections."""
     problems: Callable[[LearnerSection, ModelShape | None], Iterator[str]] = lambda *_: iter(())
-    """Why its keys are refused, where no row says it, and what to do. The shape is None before a model is read."""
+    """Errors of its keys that no rule covers, each with the fix. The shape is None before a model is read."""
     megatron: Callable[[LearnerSection, ModelShape], Keywords] = lambda *_: Keywords()
     """Its own keywords for megatron-core. Raises ConfigError if this machine lacks what it needs."""
     memory: Callable[[LearnerSection, ModelShape, Rank, Terms], Terms] = lambda _learner, _shape, _rank, terms: terms
-    """The terms of a trained model on a rank with its bytes added, also where it is not active."""
+    """The terms of a trained model on a rank with its bytes added, also if it is not active."""
     captures: bool = False
     """True if its side captures CUDA graphs, for which states of random numbers must be tensors. Models without
     gradients are made with its keys at their defaults."""
     work: Callable[[LearnerSection, ModelShape, float], Mapping[str, Any]] = lambda *_: {}
-    """What predictions of a step's seconds read of its keys, for sequences of so many tokens in the mean: fields of
-    `tools.planner.time.LearnerWork`, with their values."""
+    """Values of fields of `tools.planner.time.LearnerWork`, for predictions of a step's seconds. The number is the mean
+    length of sequences in tokens."""
     passes: Callable[[RunConfig], float] = lambda _: 0.0
-    """For the same: passes of the policy without gradients over a step's rows, as many as its side makes."""
+    """For the same: the number of its passes of the policy without gradients over a step's rows."""
     changes: Mapping[str, str] = field(default_factory=dict)
-    """For each of its own terms of ``memory``: what makes it smaller, for messages."""
+    """A change that makes each of its own terms of ``memory`` smaller, for messages."""
     check_files: str | None = None
     """``package.module:function`` that gets the folder from which a run starts, whose tensors can be read, and its
     `ModelShape`, and yields a kind (problem or note) and a text for each finding."""
     metrics: MetricTuples = ()
     """Rows of the table of metrics."""
     recorded: Mapping[str, tuple[On, str]] = field(default_factory=dict)
-    """By the name of a metric: the condition for a run to record it, and what to do where it does not hold."""
+    """By the name of a metric: the condition for a run to record it, and the fix if it does not hold."""
     adapters: str | None = None
-    """``package.module:function`` that makes the `AdapterLayouts` of a learner's section where the feature is active:
-    of parameters that it adds beside the model's, which alone are trained, and saved by a run."""
+    """``package.module:function`` that makes the `AdapterLayouts` of a learner's section if the feature is active:
+    layouts of parameters that it adds to the model. A run trains and saves only these."""
     shape: Callable[[LearnerSection, ModelShape], ModelShape] = _same
-    """Changes the trained policy's sizes where the feature is active. Raises ConfigError for a family without it."""
+    """Changes the trained policy's sizes if the feature is active. Raises ConfigError for a family without it."""
     columns: Sequence[Column] = ()
-    """What engines return of tokens for its sides to read."""
+    """Columns that engines return for its sides to read."""
     asks: Mapping[str, Callable[[RunConfig], str | None]] = field(default_factory=dict)
     """By the name of a column: the key and value for which engines return it; None: they need not."""
     wants: Callable[[RunConfig], frozenset[Want]] = lambda _: frozenset()
-    """Scores that it needs of the policy at the start of each step."""
+    """Scores that it needs from the policy at the start of each step."""
     moves_reference: Callable[[RunConfig], bool] = lambda _: False
     """True if its side in a run's steps moves the weights of the reference, if there is one."""
     roles: Callable[[RunConfig], Mapping[str, RoleModel]] = lambda _: {}
-    """Its models on ranks of their own, by their roles."""
+    """Its models on separate ranks, by role."""
     serving: Serving | None = None
     """Its part in engine servers."""
     pushes: Pushes | None = None
-    """How it pushes its ``adapters``."""
+    """The pushes of its ``adapters``."""
     optimizer: str = ""
     """For ``learner.optimizer.name`` of the feature's name: ``package.module:function`` that makes the optimizer of a
     rank's chunks from megatron-core's OptimizerConfig and these. Every rank calls it."""
@@ -282,9 +282,9 @@ class Feature:
     """``package.module:function`` that makes the `StepHooks` of a run's configuration and `RunComponents`; None:
     none."""
     served: str | None = None
-    """``package.module:function`` that makes its models behind servers, by their roles: from a run's configuration, the
-    policy's `ModelShape`, what makes the adapter of an engine, and what hears how far it is. It raises EngineError for
-    a server that does not answer."""
+    """``package.module:function`` that makes its models in servers, by role. It gets a run's configuration, the
+    policy's `ModelShape`, the maker of an engine's adapter, and a callback for progress. It raises EngineError for a
+    server that does not answer."""
     sampler: str | None = None
     """``package.module:function`` that makes the `SamplerHooks` of a run's configuration and tokenizer; None: none."""
     encoding: str | None = None
@@ -295,72 +295,72 @@ class Feature:
 
 
 class AdapterLayouts(Hashable, Protocol):
-    """The places of the parameters that a feature adds beside the model's. Reading it imports no torch."""
+    """The layouts of the parameters that a feature adds to the model. Reading it imports no torch."""
 
     section: ClassVar[str]
-    """Its keys: of their rank, of experts' (expert_rank), and of whose matrices have some (targets)."""
+    """Its keys: their rank, the experts' rank (expert_rank), and the matrices that have some (targets)."""
     untrained: ClassVar[str]
     """``package.module:Class`` of the `RandomWeights` of their values before the first step."""
 
     @property
     def given(self) -> str:
-        """The key that asks for them, with its value."""
+        """The key that turns them on, with its value."""
         ...
 
     def on_ranks(self, learner: Layout) -> Layout:
-        """These parameters over the ranks of the ``learner``'s layout, whose rows are the model's."""
+        """Returns these parameters' layout over the ranks of the ``learner``'s layout, which has the model's rows."""
         ...
 
     def in_files(self, learner: Layout, hf: Layout) -> Layout:
-        """These parameters as the folders have them that servers load: beside the tensors of ``hf``."""
+        """Returns these parameters' layout in the folders that servers load, next to the tensors of ``hf``."""
         ...
 
     def ranks(self, learner: Layout) -> Mapping[str, int]:
-        """The rank of each Hugging Face matrix that has some, by its pattern."""
+        """Returns the rank of each Hugging Face matrix that has some, by its pattern."""
         ...
 
 
 class Encoding(Protocol):
-    """What engines hold in place of the policy's weights: other numbers, and tensors beside them. Both routes of a push
-    bring it, and engines are compared with it."""
+    """The form in which engines hold the policy's weights: other numbers, and additional tensors. Both routes of a push
+    send this form, and engines are compared with it."""
 
     @property
     def tolerance(self) -> float:
-        """How far, in nats, an engine's log-probs may be from the learner's, if the run's dtype alone allows less."""
+        """The allowed difference in nats of an engine's log-probs to the learner's, if the run's dtype allows less."""
         ...
 
     def stored(self, entries: Stored) -> Stored:
-        """The tensors of the encoded checkpoint, of which ``entries`` are the plain one's. Raises ConfigError for a
+        """Returns the tensors of the encoded checkpoint; ``entries`` are the plain one's. Raises ConfigError for a
         model that cannot be encoded."""
         ...
 
     def config(self, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-        """The ``quantization_config`` of the encoded checkpoint's config.json; ``shapes`` are the plain one's."""
+        """Returns ``quantization_config`` of the encoded checkpoint's config.json; ``shapes`` are the plain one's."""
         ...
 
     def layout(self, layout: Layout, hf: Layout) -> Layout:
-        """``layout`` with the tensors that are added. ``hf`` is the plain checkpoint's."""
+        """Returns ``layout`` with the added tensors. ``hf`` is the plain checkpoint's."""
         ...
 
     def write(self, name: str, values: Tensor, held: Mapping[str, Tensor]) -> tuple[float, float] | None:
         """Writes a plain tensor into those of the encoded checkpoint, ``held``. Returns the squared Frobenius norms of
-        the tensor and of what was changed; None if nothing was. Raises SyncError that names a tensor that cannot be
-        encoded."""
+        the tensor and of its change by the encoding; None if nothing changed. Raises SyncError that names a tensor that
+        cannot be encoded."""
         ...
 
     def encoder(self, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> Encoder:
-        """The sender's side on a learner's ``rank``, whose ``tensors``, by local name, training changes in place.
-        ``layout`` is the learner's, by `layout`."""
+        """Returns the sender's side on a learner's ``rank``. Training changes the rank's ``tensors``, by local name, in
+        place. ``layout`` is the learner's, by `layout`."""
         ...
 
 
 class Encoder(Protocol):
-    """Encodes what one learner rank sends straight into engine ranks, a version at a time."""
+    """Encodes the weights that one learner rank sends straight into engine ranks, a version at a time."""
 
     added: Mapping[str, Tensor]
     """Its tensors that ``layout`` adds to the rank's own."""
     changes: Mapping[str, tuple[float, float]]
-    """What `Encoding.write` returns by tensor, summed up over the boxes asked for by `encoded` since `begin`."""
+    """Results of `Encoding.write` by tensor, summed over the boxes that `encoded` returned since `begin`."""
 
     def begin(self, reduce: Callable[[Tensor], object]) -> None:
         """Starts the version that the tensors hold now, and fills ``added``. Every learner rank calls it. ``reduce``
@@ -373,7 +373,7 @@ class Encoder(Protocol):
         ...
 
     def encoded(self, name: str, box: Box, values: Tensor) -> Tensor | None:
-        """The numbers of a box of a tensor, as engines hold them; None if they are sent as they are."""
+        """Returns the numbers of a box of a tensor, as engines hold them; None if they are sent as they are."""
         ...
 
     def check(self, dtype_of: Callable[[str], torch.dtype]) -> None:
@@ -382,23 +382,23 @@ class Encoder(Protocol):
 
 
 class Compression(Protocol):
-    """How parcels travel between the processes of one plan. What arrives is unpacked to the bytes that were packed, and
-    digests are of these."""
+    """The form of parcels between the processes of one plan. The receiver unpacks the bytes that were packed; digests
+    are of these bytes."""
 
     def begin(self, gather: Callable[[int], Sequence[int]]) -> None:
         """Starts a version. Every process calls it. ``gather`` returns a number of each, by rank."""
         ...
 
     def compresses(self, peer: int) -> bool:
-        """False if parcels to and from ``peer`` travel as they are in this version. Both ends say the same."""
+        """False if parcels to and from ``peer`` travel as they are in this version. Both ends return the same."""
         ...
 
     def pack(self, parcel: BoundBucket) -> Tensor | None:
-        """The bytes [n] uint8 to send in place of the packed parcel's buffer with its trailer; None: the buffer."""
+        """Returns the bytes [n] uint8 to send in place of the packed parcel's buffer and trailer; None: the buffer."""
         ...
 
     def unpack(self, frame: Tensor, parcel: BoundBucket) -> None:
-        """Writes the buffer of the parcel from what `pack` returned."""
+        """Writes the buffer of the parcel from the bytes of `pack`."""
         ...
 
     def finished(self, version: int) -> None:
@@ -408,43 +408,43 @@ class Compression(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """A model that is asked for log-probs in place of the reference."""
+    """A model that returns log-probs in place of the reference."""
 
     role: str
-    """What its scores are known by."""
+    """The name of its scores."""
     model: str
     """The role of the model."""
     part: NDArray[np.int64]
-    """The sequences of a batch that it judges."""
+    """The sequences of a batch that it scores."""
     read: Samples | None = None
-    """What it reads in place of them, in their order."""
+    """The samples that it reads in place of them, in their order."""
     longest: int = 0
     """The most positions of a sequence that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judges:
-    """All that stand in for the reference on one batch."""
+    """All models that replace the reference on one batch."""
 
     asked: Sequence[Judge]
     columns: Callable[[Mapping[tuple[str, Want], Tensor]], Mapping[str, Tensor]]
-    """The samples' ``ref_logprobs`` and ``ref_top`` from what each said, by its role. Runs in a thread."""
+    """Returns the samples' ``ref_logprobs`` and ``ref_top`` from each model's scores, by role. Runs in a thread."""
 
 
 class SamplerHooks:
-    """A feature's side in the sampler of completions that a reward judges. The methods here do nothing."""
+    """A feature's side in the sampler of completions that a reward scores. The methods here do nothing."""
 
     async def generated(
         self, request: GenerationRequest, generate: Generate, keep: Callable[[Completion], None]
     ) -> tuple[Completion, ...] | None:
-        """The completions of a request, which it asks for by ``generate``; a checkpoint has what ``keep`` gets of one
-        until then. None: the request is left alone."""
+        """Returns the completions of a request, sampled by ``generate``. A checkpoint holds the partial completion that
+        ``keep`` gets until then. None: the request is left alone."""
         return None
 
     async def grouped(
         self, request: GenerationRequest, group: RolloutGroup, completions: Sequence[Completion]
     ) -> RolloutGroup:
-        """The scored group of the request's completions."""
+        """Returns the scored group of the request's completions."""
         return group
 
 
@@ -452,31 +452,31 @@ class StepHooks:
     """A feature's side in the controller of a run that trains on groups. The methods here do nothing."""
 
     def group_row(self, groups: Sequence[RolloutGroup]) -> Row:
-        """Metrics of a step's groups, of which there is at least one. Runs in a thread."""
+        """Returns metrics of a step's groups; there is at least one group. Runs in a thread."""
         return {}
 
     def sampled(self, samples: Samples) -> Samples:
-        """The samples that models read, of those that have all columns of the engines. Runs in a thread."""
+        """Returns the samples that models read, from those with all columns of the engines. Runs in a thread."""
         return samples
 
     def judges(self, samples: Samples, groups: Sequence[RolloutGroup]) -> Judges | None:
-        """What stands in for the reference on the samples, which are of ``groups``; None: nothing. Runs in a thread."""
+        """Returns the models that replace the reference on the samples of ``groups``, if any. Runs in a thread."""
         return None
 
     def scored(self, found: ScoredSamples) -> ScoredSamples:
-        """The batch to train on, once it is scored and before credit is assigned. Runs in a thread."""
+        """Returns the batch to train on, once it is scored and before credit is assigned. Runs in a thread."""
         return found
 
     def described(self, found: ScoredSamples) -> Row:
-        """Metrics of a scored batch. Runs in a thread, beside the first optimizer step."""
+        """Returns metrics of a scored batch. Runs in a thread, during the first optimizer step."""
         return {}
 
     async def limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits | None:
-        """The limits of the ratios of a minibatch, right before the policy trains on it; None for the algorithm's."""
+        """Returns the limits of a minibatch's ratios, right before the policy trains on it; None: the algorithm's."""
         return None
 
     async def trained(self, found: ScoredSamples, ask: Ask) -> Row:
-        """Runs after the optimizer steps of a batch; returns metrics. ``ask``: for scores of its samples by now."""
+        """Runs after the optimizer steps of a batch; returns metrics. ``ask`` returns current scores of its samples."""
         return {}
 
     async def stepped(self, step: int, watch: Stopwatch) -> None:
@@ -493,15 +493,15 @@ class Built:
     models: Sequence[GPTModel]
     """This rank's pipeline chunks."""
     chunks: Sequence[DistributedDataParallel]
-    """What wraps each of ``models``; the pipeline schedule calls them."""
+    """The wrapper of each of ``models``; the pipeline schedule calls them."""
     head: Head
     gather: Callable[[], None]
-    """Gathers the weights of the last step, if the next pass would do it otherwise. Every rank calls it."""
+    """Gathers the weights of the last step if the next pass would otherwise do it. Every rank calls it."""
 
 
 class ChunkAdapters(Protocol):
-    """What a feature sets as ``adapters`` of a chunk of the model to which it has added parameters, whose names have
-    ``mark``, and in place of a weight's end with _A or _B. The chunk's own are frozen."""
+    """The ``adapters`` that a feature sets on a chunk of the model to which it has added parameters. Their names have
+    ``mark``, and end with _A or _B in place of a weight's end. The chunk's own parameters are frozen."""
 
     mark: ClassVar[str]
 
@@ -511,15 +511,15 @@ class ChunkAdapters(Protocol):
         ...
 
     def off(self) -> AbstractContextManager[None]:
-        """Passes in it compute with the frozen weights alone."""
+        """Returns a context in which passes compute with only the frozen weights."""
         ...
 
     def merged(self) -> AbstractContextManager[None]:
-        """A context in which the chunk's own tensors hold the weights that passes compute with."""
+        """Returns a context in which the chunk's own tensors hold the weights that passes compute with."""
         ...
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the chunk, for any layout."""
+        """Returns the chunk's part of a checkpoint, for any layout."""
         ...
 
 
@@ -535,7 +535,7 @@ class LearnerHooks:
     """The scores of positions that `scored` returns."""
 
     def started(self, folder: Path, family: str | None) -> None:
-        """Runs before the policy takes the weights of ``folder``, of either kind; not where a seed makes them.
+        """Runs before the policy takes the weights of ``folder``, of either kind; not if a seed makes them.
         ``family`` is ``learner.model``."""
 
     def saving(self, folder: Path) -> None:
@@ -549,13 +549,13 @@ class LearnerHooks:
         return packed
 
     def warm_up(self) -> Sequence[PackedMicroBatch]:
-        """Micro-batches of a pass with gradients of 0 that is made before the first, if there are any."""
+        """Returns micro-batches of a pass with gradients of 0 that runs before the first pass, if there are any."""
         return ()
 
     def around_score(
         self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None
     ) -> AbstractContextManager[None]:
-        """Makes a context for a pass that scores ``micro_batches``, with ``weights``, if given, for the model's."""
+        """Makes a context for a pass that scores ``micro_batches``, with ``weights``, if any, in the model's place."""
         return nullcontext()
 
     def around_pass(self) -> AbstractContextManager[None]:
@@ -578,18 +578,18 @@ class LearnerHooks:
     def scored(
         self, want: frozenset[Want], packed: Sequence[PackedMicroBatch], micro_batches: Sequence[Samples]
     ) -> Mapping[Want, list[Tensor]]:
-        """Runs after a pass for the scores in ``want``, and returns those of them that are its own for each of
-        ``micro_batches``, on the CPU. ``packed`` has copies at its end where a pipeline needs more."""
+        """Runs after a pass for the scores in ``want``, and returns its own scores among them for each of
+        ``micro_batches``, on the CPU. ``packed`` has copies at its end if a pipeline needs more."""
         return {}
 
     def after_loss(self, micro_batch: PackedMicroBatch, num_tokens: int) -> Mapping[str, Metric[torch.Tensor]]:
-        """Runs after the loss of a micro-batch, on the last pipeline stage alone. May accumulate gradients of
-        ``chunks``, and nothing of the model's. ``num_tokens``: the trained tokens of the whole minibatch. Returns this
+        """Runs after the loss of a micro-batch, on the last pipeline stage only. May accumulate gradients of
+        ``chunks``, but not of the model. ``num_tokens``: the trained tokens of the whole minibatch. Returns this
         rank's share of metrics."""
         return {}
 
     def norm(self) -> float:
-        """The L2 norm of the gradients of ``chunks``. If it is not finite, the whole step is skipped."""
+        """Returns the L2 norm of the gradients of ``chunks``. If it is not finite, the whole step is skipped."""
         return 0.0
 
     def step(self, learning_rate: float) -> Mapping[str, Metric[float]]:
@@ -597,11 +597,11 @@ class LearnerHooks:
         return {}
 
     def read(self) -> Mapping[str, Metric[float]]:
-        """Metrics of the passes since the last step, over all ranks, after a step or where none is made."""
+        """Returns metrics of the passes since the last step, over all ranks. Runs after a step or in its place."""
         return {}
 
     def clear(self) -> None:
-        """Forgets what passes have counted: before the first pass of a step, and where a pass is made for a test."""
+        """Resets the counts of passes: before the first pass of a step, and around a pass made for a test."""
 
     def changed(self) -> None:
         """Runs after the model's weights were stepped, loaded or replaced."""
@@ -609,8 +609,8 @@ class LearnerHooks:
 
 @cache
 def features() -> Mapping[str, Feature]:
-    """All features by name, in the order in which they act: those of this package by their folders' names, then those
-    of installed ones.
+    """Returns all features by name, in the order in which they act: this package's by their folders' names, then
+    installed ones.
 
     Raises ConfigError if an installed one cannot be loaded, is not a `Feature`, or has the name of another.
     """
@@ -629,29 +629,29 @@ def features() -> Mapping[str, Feature]:
 
 
 def active(learner: LearnerSection) -> tuple[Feature, ...]:
-    """The features that the configuration turns on, in the order of `features`. Raises as `features`."""
+    """Returns the features that the configuration turns on, in the order of `features`. Raises as `features`."""
     return tuple(feature for feature in features().values() if feature.active(learner))
 
 
 def without_captures(learner: LearnerSection) -> LearnerSection:
-    """The section with the keys of features that capture at their defaults."""
+    """Returns the section with the keys of features that capture at their defaults."""
     kinds = (one.keys["learner"] for one in features().values() if one.captures)
     return learner.model_copy(update={name: value for kind in kinds for name, value in kind()})
 
 
 def feature_rules() -> list[Rule]:
-    """The rules of all features. Raises as `features`."""
+    """Returns the rules of all features. Raises as `features`."""
     return [rule for feature in features().values() for rule in feature.rules]
 
 
 @cache
 def declared_columns() -> Mapping[str, Column]:
-    """Every declared column, by name. Raises as `features`."""
+    """Returns every declared column, by name. Raises as `features`."""
     return {column.name: column for feature in features().values() for column in feature.columns}
 
 
 def asked_columns(config: RunConfig) -> dict[str, str]:
-    """The columns that engines must return for the run, each with the first key that needs it. Raises as `features`."""
+    """Returns the columns that engines must return, each with the first key that needs it. Raises as `features`."""
     found: dict[str, str] = {}
     for name, asks in (pair for feature in features().values() for pair in feature.asks.items()):
         if (key := asks(config)) is not None:
@@ -660,56 +660,56 @@ def asked_columns(config: RunConfig) -> dict[str, str]:
 
 
 def wanted(config: RunConfig) -> frozenset[Want]:
-    """The scores that features need of the policy at the start of each step. Raises as `features`."""
+    """Returns the scores that features need from the policy at the start of each step. Raises as `features`."""
     found: frozenset[Want] = frozenset()
     return found.union(*(feature.wants(config) for feature in features().values()))
 
 
 def role_models(config: RunConfig) -> dict[str, RoleModel]:
-    """The models of features on ranks of their own by role, those that score texts last. Raises as `features`."""
+    """Returns the models of features on separate ranks, by role, those that score texts last. Raises as `features`."""
     found = [pair for feature in features().values() for pair in feature.roles(config).items()]
     return dict(sorted(found, key=lambda pair: pair[1].scores))
 
 
 def load_side(name: str) -> Any:
-    """The object at ``package.module:name``."""
+    """Loads the object at ``package.module:name``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def adapter_layouts(learner: LearnerSection) -> AdapterLayouts | None:
-    """The parameters beside the model's that alone are trained; None: the model is. Raises as `features`."""
+    """Returns the added parameters that are trained in place of the model; None: the model is. Raises as `features`."""
     sides = (one.adapters for one in active(learner) if one.adapters is not None)
     return next((load_side(side)(learner) for side in sides), None)
 
 
 def exported(source: Path, base: Path, out: Path, *, family: str | None, dtype: str) -> bool:
-    """Writes the Hugging Face folder ``out`` of a checkpoint that a feature has saved beside the model of ``base``, in
-    ``dtype``. False, and nothing is written, for checkpoints of whole models. Raises as `megatron_to_hf`."""
+    """Writes the Hugging Face folder ``out`` of a feature's own checkpoint and the model of ``base``, in ``dtype``.
+    Returns False, and writes nothing, for checkpoints of whole models. Raises as `megatron_to_hf`."""
     sides = (one.export for one in features().values() if one.export is not None)
     return any(load_side(side)(source, base, out, family=family, dtype=dtype) for side in sides)
 
 
 def prepare_chunks(shape: ModelShape, learner: LearnerSection, models: Sequence[GPTModel]) -> None:
-    """Has active features add parameters to a policy's chunks. Every rank calls it. Raises as `features`."""
+    """Adds the parameters of active features to a policy's chunks. Every rank calls it. Raises as `features`."""
     for side in (one.prepare for one in active(learner) if one.prepare is not None):
         load_side(side)(shape, learner, models)
 
 
 def learner_hooks(built: Built) -> tuple[LearnerHooks, ...]:
-    """The learner sides of all active features for a model. Every rank calls it. Raises as `features`."""
+    """Returns the learner sides of all active features for a model. Every rank calls it. Raises as `features`."""
     made = (load_side(one.learner)(built) for one in active(built.learner) if one.learner is not None)
     return tuple(hooks for hooks in made if hooks is not None)
 
 
 def step_hooks(config: RunConfig, roles: RunComponents) -> tuple[StepHooks, ...]:
-    """The controller's sides of all features for a run. Raises as `features`."""
+    """Returns the controller's sides of all features for a run. Raises as `features`."""
     made = (load_side(one.step)(config, roles) for one in features().values() if one.step is not None)
     return tuple(hooks for hooks in made if hooks is not None)
 
 
 def sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[SamplerHooks, ...]:
-    """The sides of all features in a run's sampler. Raises as `features`."""
+    """Returns the sides of all features in a run's sampler. Raises as `features`."""
     made = (load_side(one.sampler)(config, tokenizer) for one in features().values() if one.sampler is not None)
     return tuple(hooks for hooks in made if hooks is not None)
 
@@ -717,7 +717,7 @@ def sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
 async def served_models(
     config: RunConfig, shape: ModelShape, adapter_of: Callable[[str], Sampling], tell: Callable[[str], None]
 ) -> dict[str, FrozenModel]:
-    """The models of features behind servers, by their roles. Raises as `features` and `Feature.served`."""
+    """Returns the models of features in servers, by role. Raises as `features` and `Feature.served`."""
     found: dict[str, FrozenModel] = {}
     for side in [one.served for one in features().values() if one.served is not None]:
         found |= await load_side(side)(config, shape, adapter_of, tell)
@@ -725,32 +725,32 @@ async def served_models(
 
 
 def engine_hooks(engine: str, shape: ModelShape) -> tuple[EngineHooks, ...]:
-    """The engine sides of all features for an engine and its model, active or not. Raises as `features`."""
+    """Returns the engine sides of all features for an engine and its model, active or not. Raises as `features`."""
     sides = ((one.name, one.serving.engines.get(engine)) for one in features().values() if one.serving is not None)
     return tuple(load_side(side)(name, shape) for name, side in sides if side is not None)
 
 
 def pushes_of(config: RunConfig) -> Pushes | None:
-    """A feature's own pushes of a run; None: whole models are pushed. Raises as `features`."""
+    """Returns a feature's own pushes of a run; None: whole models are pushed. Raises as `features`."""
     found = (one.pushes for one in features().values() if one.pushes is not None)
     return next((one for one in found if one.asked(config)), None)
 
 
 def encoding_of(config: RunConfig) -> Encoding | None:
-    """What engines hold in place of the policy's weights; None: these. Raises as `features`, and ConfigError if several
-    features encode them."""
+    """Returns the encoding of the policy's weights in engines; None: they are not encoded. Raises as `features`, and
+    ConfigError if several features encode them."""
     found: Encoding | None = _only("encoding", config)
     return found
 
 
 def compression_of(config: RunConfig) -> Compression | None:
-    """How parcels of weights travel over a process group. Raises as `features`, and ConfigError for several."""
+    """Returns the compression of parcels of weights, if any. Raises as `features`, and ConfigError for several."""
     found: Compression | None = _only("compression", config)
     return found
 
 
 def _only(side: str, config: RunConfig) -> Any:
-    """The one that some feature makes, if any does."""
+    """Returns the one that some feature makes, if any does."""
     names = {name: where for name, one in features().items() if (where := getattr(one, side)) is not None}
     made = {name: found for name, where in names.items() if (found := load_side(where)(config)) is not None}
     if len(made) > 1:
@@ -759,17 +759,17 @@ def _only(side: str, config: RunConfig) -> Any:
 
 
 def given_to_servers(config: RunConfig) -> dict[str, object]:
-    """What servers are started with for each feature that has a part in them. Raises as `features`."""
+    """Returns the servers' setting of each feature that has a part in them. Raises as `features`."""
     return {name: one.serving.given(config) for name, one in features().items() if one.serving is not None}
 
 
 def keys_of(path: str) -> Mapping[str, type[Section]]:
-    """The classes of keys that features add to the section at ``path``, by the feature. Raises as `features`."""
+    """Returns the classes of keys that features add to the section at ``path``, by feature. Raises as `features`."""
     return {name: feature.keys[path] for name, feature in features().items() if path in feature.keys}
 
 
 def resume_keys() -> Mapping[str, bool]:
-    """True for each key of features that a resumed run may change, False for others, by full name."""
+    """Maps the full name of each key of features to True if a resumed run may change it, otherwise False."""
     names = (
         (one, f"{path}.{key}")
         for one in features().values()
@@ -780,8 +780,8 @@ def resume_keys() -> Mapping[str, bool]:
 
 
 def with_features(path: str) -> Callable[[type[S]], type[S]]:
-    """A decorator that adds the keys of features to the section at ``path``, after its own. Raises ConfigError for a
-    key that the section has already."""
+    """Returns a decorator that adds the keys of features to the section at ``path``, after its own. Raises ConfigError
+    for a key that the section already has."""
 
     def extend(section: type[S]) -> type[S]:
         kinds, seen = keys_of(path), set(section.model_fields)

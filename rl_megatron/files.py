@@ -1,6 +1,6 @@
-"""Writes files and folders atomically and durably, reads JSON that anybody may have written, and finds shipped folders.
+"""Writes files and folders atomically and durably, reads JSON from any source, and finds shipped folders.
 
-What is new is written under a hidden name, made durable (fsync) and renamed; what is old is renamed before it goes. So
+New files are written under a hidden name, made durable (fsync) and renamed; old ones are renamed before removal. So
 a stop at any moment leaves files whole or absent. Shipped folders are recipes and job templates, in a checkout and in
 an installed wheel.
 """
@@ -24,26 +24,26 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 REMOVING = ".removing-"
-"""Before the name of a folder that is being removed."""
-_REFUSED = re.compile(r"\(os error (\d+)\)$")  # as Rust's std::io::Error says it
+"""Prefix of the name of a folder that is being removed."""
+_REFUSED = re.compile(r"\(os error (\d+)\)$")  # text of Rust's std::io::Error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FileOperation:
-    """One reading or writing of a file, which is no other of the same file."""
+    """One read or write of a file, distinct from any other of the same file."""
 
     path: Path
 
 
-_in_hand: dict[int, FileOperation] = {}  # by thread
+_in_hand: dict[int, FileOperation] = {}  # thread id -> operation
 
 
 @contextlib.contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Has what the system refuses to an open file, as a full disk does, name it: an OSError says the path. So does one
-    of a library in Rust, which is none of Python's and has its number in its text.
+    """Adds the path to an OSError of an open file, for example on a full disk. An error of a Rust library, which is not
+    an OSError and has its number in its text, becomes one.
 
-    Where the system lets the thread wait instead, `current_operations` says it.
+    If the system lets the thread wait instead, `current_operations` shows it.
     """
     thread = threading.get_ident()
     outer = _in_hand.get(thread)
@@ -68,18 +68,18 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def current_operations() -> dict[int, FileOperation]:
-    """What each thread of this process reads or writes now, by `add_path_to_errors`."""
+    """Returns the current read or write of each thread of this process, by `add_path_to_errors`."""
     return dict(_in_hand)
 
 
 def append_private(path: Path) -> BinaryIO:
-    """The file ``path``, made where it is not there, to write at its end; other users can neither read nor write it.
+    """Opens the file ``path`` for appending and creates it if missing; other users can neither read nor write it.
 
-    Raises OSError, also where it is another user's, or a link.
+    Raises OSError, also if it is another user's, or a link.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.fchmod(descriptor, 0o600)  # one that an earlier start left
+        os.fchmod(descriptor, 0o600)  # mode of a file that an earlier start left
     except OSError:
         os.close(descriptor)
         raise
@@ -87,10 +87,10 @@ def append_private(path: Path) -> BinaryIO:
 
 
 def private_folder(path: Path) -> None:
-    """Make the folder, for this user alone, or check that it is one already. Raises OSError.
+    """Creates the folder with access for this user only, or checks that it is such a folder. Raises OSError.
 
-    PermissionError where it is a link, another user's, or others may look into it or write there: what they put there,
-    links to files of this user among it, would be taken for the run's own.
+    PermissionError if it is a link, another user's, or if others may read or write there. Their files there, even
+    links to this user's files, would be taken for the run's own.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -104,14 +104,14 @@ def private_folder(path: Path) -> None:
 
 
 def make_inside(folder: Path, *, mode: int = 0o777) -> None:
-    """Make ``folder`` and the one that it is in, inside of a folder that is there: where a run's was moved or
-    unmounted, the first file would begin another at its path. Raises OSError."""
+    """Creates ``folder`` and its parent inside an existing folder. If a run's folder was moved or unmounted, the first
+    file must not begin another at its path. Raises OSError."""
     for each in (folder.parent, folder):
         each.mkdir(mode=mode, exist_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's list of names, durable."""
+    """Makes a file's bytes, or a folder's list of names, durable."""
     with add_path_to_errors(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -121,16 +121,16 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make ``folder`` and everything in it durable."""
+    """Makes ``folder`` and everything in it durable."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Replace the file ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part.
+    """Replaces the file ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part.
 
-    Processes of several hosts may write it at once. Other users can read it as the umask says; a ``private`` one they
-    cannot.
+    Processes of several hosts may write it concurrently. The umask decides whether other users can read it; they cannot
+    read a ``private`` file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     mode = 0o600 if private else 0o666
@@ -146,22 +146,22 @@ def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
             temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink()  # on a full disk it would hold the room that is left
+            temporary.unlink()  # it would take the last space of a full disk
         raise
     sync(path.parent)
 
 
 def publish_folder(work: Path, final: Path) -> None:
-    """Make ``work`` durable under the name ``final`` beside it. Raises OSError where a folder with files is there."""
+    """Makes ``work`` durable and renames it to ``final``. Raises OSError if that is a folder with files."""
     sync_tree(work)
     work.rename(final)
     sync(final.parent)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove the folder, if it is there; killed half-way it leaves a hidden ``.removing-<name>…``, never a part.
+    """Removes the folder if it exists. A kill half-way leaves a hidden ``.removing-<name>…``, never a part.
 
-    Raises OSError for what cannot be removed, if need be after the folder has lost its name.
+    Raises OSError if something cannot be removed, possibly after the folder has lost its name.
     """
     doomed = path.with_name(f"{REMOVING}{path.name}")
     if path.is_dir():
@@ -173,7 +173,7 @@ def remove_folder(path: Path) -> None:
 
 
 def parse(text: str | bytes | bytearray) -> Any:
-    """The value. Raises ValueError for what is no JSON, or is nested too deeply, for which json has RecursionError."""
+    """Parses JSON. Raises ValueError for invalid JSON, and for too deep nesting, where json raises RecursionError."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -181,8 +181,8 @@ def parse(text: str | bytes | bytearray) -> Any:
 
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a row's field; ``a.b`` is field b of the object in a, unless the row has a field of that whole name.
-    A field of null is null. Raises KeyError."""
+    """Returns the value of a row's field. ``a.b`` is field b of the object in a, unless the row has a field with that
+    whole name. A field of null is null. Raises KeyError."""
     if name in row:
         return row[name]
     inner: Any = row
@@ -197,7 +197,7 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Escaped:
-    """The pydantic schema of a text whose halves of surrogate pairs, which no UTF-8 has, are written as ``\\ud83d``."""
+    """The pydantic schema of a text that writes halves of surrogate pairs, invalid in UTF-8, as ``\\ud83d``."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
         from pydantic_core import core_schema
@@ -208,7 +208,7 @@ class _Escaped:
 
 
 ForeignText = Annotated[str, _Escaped()]
-"""What a user's code, an engine or a model said, as it is: an error's text may quote half of an emoji."""
+"""Unchanged text from a user's code, an engine or a model: an error's text may quote half of an emoji."""
 
 
 def _escaped(text: str) -> str:
@@ -216,7 +216,7 @@ def _escaped(text: str) -> str:
 
 
 def shipped(folder: Literal["conf", "slurm"]) -> Path:
-    """The folder ``conf`` or ``slurm``: inside this package where a wheel put it, else beside it, in a checkout.
+    """Finds the folder ``conf`` or ``slurm``: in this package, from a wheel, or next to it, in a checkout.
 
     Raises FileNotFoundError if an installation has neither.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_REWARD = 1e30
-"""Rewards and what algorithms make of them are float32, whose largest number is 3.4e38: one beyond this is a fault."""
+"""Rewards and the values that algorithms compute from them are float32, at most 3.4e38: one beyond this is a fault."""
 
 
 class RewardFunction(Protocol):
@@ -41,7 +41,7 @@ class RewardFunction(Protocol):
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> Sequence[RewardResult]:
-        """One answer per completion, in order. ``texts`` are the completions decoded.
+        """Returns one result per completion, in order. ``texts`` are the decoded completions.
 
         `rewards.scoring.score` fills in each ``error``: a function raises, or gives a total that is not finite.
         """
@@ -52,21 +52,21 @@ class RolloutEngine(Protocol):
     """Samples completions with recorded log-probs and weight versions."""
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """``request.num_completions`` completions. Many calls may be in flight. Raises EngineError."""
+        """Returns ``request.num_completions`` completions. Many calls may be in flight. Raises EngineError."""
         ...
 
     def so_far(self, request_id: str) -> Completion | None:
-        """What a running request of one completion has sampled, as far as it is known here.
+        """Returns the partial completion of a running request of one completion, as far as it is known here.
 
-        Servers tell it when an update or `interrupt` ends a request, which then goes on. None: nothing is known, as of
-        the engine in the learner's processes.
+        Servers report it when an update or `interrupt` aborts a request, which then continues. None: nothing is known,
+        which is always so for the engine in the learner's processes.
         """
         ...
 
     async def interrupt(self) -> None:
-        """Have `so_far` know all tokens that running requests of one completion have sampled; they go on from these.
+        """Makes all sampled tokens of running requests of one completion known to `so_far`; the requests then continue.
 
-        The engine in the learner's processes has none that run while this is called.
+        The engine in the learner's processes has no running request when this is called.
         """
         ...
 
@@ -75,36 +75,36 @@ class WeightSync(Protocol):
     """Moves the learner's weights into the rollout engine."""
 
     async def push(self, version: int) -> WeightUpdate:
-        """Move all weights and serve them as ``version``: all or nothing.
+        """Moves all weights and serves them as ``version``: all or nothing.
 
         Engine servers pause or abort requests in flight; the engine in the learner's processes allows none.
         """
         ...
 
     async def export(self, folder: Path) -> None:
-        """Write the learner's weights as a Hugging Face folder: a new name, then a rename. A
-        folder that ``folder`` names already stays until then."""
+        """Writes the learner's weights as a Hugging Face folder, under a new name that is then renamed.
+        An existing ``folder`` stays until then."""
         ...
 
 
 class Scorer(Protocol):
-    """A model that says something of every position of a batch. Several may be asked at once, and one many things."""
+    """A model that scores every position of a batch. Several can be called concurrently, each for several scores."""
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        """All scores in ``want``, in one pass. Routers replay the ``routes`` of the batch, if any, unless they record.
+        """Returns all scores in ``want``, from one pass. Routers replay the batch's ``routes``, if any, unless they
+        record. Raises RLMegatronError for a score that this model cannot compute.
 
-        Raises RLMegatronError for what this model cannot compute.
         """
         ...
 
     async def forget(self) -> None:
-        """Free what the ranks keep of batches for the step's next ones: the step has ended."""
+        """Frees the data of batches that ranks keep for the step's next ones. Called when the step has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPass:
-    """A forward pass of the model of a ``role``, and all that it is to say of a batch.
+    """A forward pass of the model of a ``role``, and the scores that it computes for a batch.
 
     ``replays``: its routers take the batch's ``routes``, if any. ``last_tokens``: each sequence has its last target as
     one more input.
@@ -118,14 +118,14 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What a pass said, and the seconds of its slowest rank."""
+    """The scores of a pass, and the seconds of its slowest rank."""
 
     scores: Mapping[Want, Scores]
     seconds: float
 
 
 class SharedRanks(Protocol):
-    """Models on the same ranks. One request brings a batch to these, and asks for the scores of all passes over it."""
+    """Models on the same ranks. One request sends them a batch and asks for the scores of all passes over it."""
 
     @property
     def roles(self) -> Collection[str]:
@@ -133,20 +133,20 @@ class SharedRanks(Protocol):
         ...
 
     async def score(self, batch: Batch, passes: Sequence[ForwardPass]) -> Sequence[PassResult]:
-        """What each of the passes says, which are made in this order. Raises RLMegatronError for what a model cannot
-        compute."""
+        """Runs the passes in this order and returns the result of each. Raises RLMegatronError for a score that a model
+        cannot compute."""
         ...
 
 
 class FrozenModel(Scorer, Protocol):
-    """A model that nobody trains, sharded as the policy: a reference, a teacher, a reward model."""
+    """A model that is not trained, sharded like the policy: a reference, a teacher, a reward model."""
 
     async def start_from(self, folder: Path) -> None:
-        """Take a Hugging Face folder's weights (a critic: the value layer's from a reward model alone)."""
+        """Loads a Hugging Face folder's weights (a critic: the value layer's only from a reward model)."""
         ...
 
     async def release(self) -> None:
-        """Leave the GPU memory that is kept for the next computation to other processes; that one takes it again."""
+        """Frees the GPU memory kept for the next computation, for other processes; that computation takes it again."""
         ...
 
 
@@ -154,17 +154,17 @@ class SaveHandle(Protocol):
     """A save that training need not wait for."""
 
     async def written(self, *, wait: bool = False) -> bool:
-        """Whether every rank has written its shards, or failed to; with ``wait``, once that is so.
+        """True if every rank has written its shards, or failed to. With ``wait``, waits until that is so.
 
         Not collective: no rank waits for another, so a write may take longer than a collective's time limit.
         """
         ...
 
     async def durable(self) -> SaveDigests:
-        """What those who wrote say of each file, by its name, once everything is synced. Collective: of all savings
-        that share ranks `written` comes first.
+        """Waits until everything is synced and returns the writers' digest of each file, by name. Collective: `written`
+        comes first for all saves that share ranks.
 
-        Raises CheckpointError that says why nothing could be written.
+        Raises CheckpointError with the reason if nothing could be written.
         """
         ...
 
@@ -176,7 +176,7 @@ class Learner(FrozenModel, Protocol):
     """
 
     async def backward(self, batch: Batch, loss: Loss) -> Mapping[str, Metric[float]]:
-        """Add a batch's gradients to those since the last ``step``; ``loss``, and the metrics of the loss."""
+        """Adds a batch's gradients to those since the last ``step``. Returns ``loss`` and the loss's metrics."""
         ...
 
     async def step(self, learning_rate: float) -> StepResult | SkippedStep:
@@ -184,26 +184,26 @@ class Learner(FrozenModel, Protocol):
         ...
 
     async def drop(self) -> None:
-        """Drop the gradients since the last ``step``; neither weights nor the optimizer change."""
+        """Drops the gradients since the last ``step``; neither weights nor the optimizer change."""
         ...
 
     async def lead(self, rate: float) -> None:
-        """Make the reference on the policy's ranks (1 - ``rate``) of itself and ``rate`` of the policy's weights."""
+        """Moves the reference on the policy's ranks: (1 - ``rate``) of itself, ``rate`` of the policy's weights."""
         ...
 
     async def save(self, folder: Path) -> SaveHandle:
-        """Write model and optimizer shards into ``folder`` (which exists), as they are now, and of the policy the
+        """Writes model and optimizer shards into ``folder`` (which exists), as they are now, and for the policy the
         reference that it leads.
 
-        Returns once training may go on: with ``checkpoint.async_save`` when they are copied, else when written.
-        The one before must be durable. Raises CheckpointError that says why nothing could be written.
+        Returns once training can continue: with ``checkpoint.async_save`` when they are copied, otherwise when written.
+        The save before must be durable. Raises CheckpointError with the reason if nothing could be written.
         """
         ...
 
     async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
-        """Continue bit-equal from ``save``, once those who read have found every file as ``files`` say.
+        """Continues bit-equal from ``save``, after the readers have checked every file against ``files``.
 
-        Raises CheckpointError that names what is torn, changed or missing.
+        Raises CheckpointError that names each torn, changed or missing file.
         """
         ...
 
@@ -215,27 +215,27 @@ class RunComponents:
     learners: Mapping[str, Learner]
     """``policy``, and ``critic`` where the algorithm has one."""
     frozen: Mapping[str, FrozenModel]
-    """``reference`` where there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers`` that is not the
-    policy itself, on ranks or behind servers: a step asks them, and frees what they hold of it."""
+    """``reference`` if there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers`` that is not the
+    policy itself, on ranks or in servers: a step calls them, and frees the data that they hold for it."""
     engine: RolloutEngine
     weights: WeightSync
     reward_models: Mapping[str, FrozenModel] = field(default_factory=dict)
-    """``reward_<name>`` of each of ``reward_models``, on ranks of its own: rewards ask them, while engines sample."""
+    """``reward_<name>`` of each of ``reward_models``, on separate ranks: rewards call them while engines sample."""
     together: Sequence[SharedRanks] = ()
-    """Models that are asked by one request, by the ranks that hold them; one that is in none is asked by itself."""
+    """Models called by one request, by the ranks that hold them. A model outside them gets requests of its own."""
     engine_metrics: Callable[[], Mapping[str, float]] = dict
-    """What a row of metrics says of the engine's servers; every step calls it once, after its push."""
+    """Returns the metrics of the engine's servers; every step calls it once, after its push."""
     gpus: Sequence[str] = ()
-    """CUDA's name for the GPU of each rank of the policy; none of CPUs."""
+    """CUDA's name for the GPU of each rank of the policy; empty on CPUs."""
     rank_metrics: Callable[[], Mapping[str, float]] = dict
-    """What a row of metrics says of the ranks' speed since the last call; every step calls it once, at its end."""
+    """Returns the metrics of the ranks' speed since the last call; every step calls it once, at its end."""
 
     record_kernels: Callable[[Path], AbstractAsyncContextManager[None]] = lambda folder: nullcontext()
     """Records the kernels of the first rank of each role while its context is open, into a folder."""
 
     @property
     def policy(self) -> Learner:
-        """The learner whose weights are pushed."""
+        """The learner with the weights that are pushed."""
         return self.learners["policy"]
 
     @property
@@ -245,7 +245,7 @@ class RunComponents:
 
 
 def ignore_progress(text: str) -> None:
-    """Ignore how far a start is."""
+    """Ignores the progress of a start."""
 
 
 class Launcher(Protocol):
@@ -254,8 +254,8 @@ class Launcher(Protocol):
     def start(
         self, config: RunConfig, tell: Callable[[str], None] = ignore_progress
     ) -> AbstractAsyncContextManager[RunComponents]:
-        """Enter: processes are up, weights loaded. Exit: all are gone. Raises WorkerFailure with rank and traceback.
+        """Enter: processes are up, weights loaded. Exit: all have ended. Raises WorkerFailure with rank and traceback.
 
-        ``tell`` is called with how many ranks are ready; the default ignores it.
+        ``tell`` is called with the number of ready ranks; the default ignores it.
         """
         ...

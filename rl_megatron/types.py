@@ -45,30 +45,30 @@ class ParallelDims:
         return self.tp * self.cp * self.dp * self.pp
 
     def dp_rank(self, rank: int) -> int:
-        """Data-parallel coordinate of a global rank."""
+        """Returns the data-parallel coordinate of a global rank."""
         return rank // (self.tp * self.cp) % self.dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem. ``id`` is unique in its data and stable between runs; in a mixture it begins with ``source``."""
+    """One example. ``id`` is unique in its data and stable between runs; in a mixture it begins with ``source``."""
 
     id: str
     text: str
     token_ids: tuple[int, ...]
     answer: str
-    question: str = ""  # as the data has it, without templates
+    question: str = ""  # the question in the data, without templates
     rejected: tuple[str, ...] = ()  # worse answers, in data of pairs
-    margin: float = 0.0  # that is wanted between the scores of a pair
+    margin: float = 0.0  # wanted difference between the scores of a pair
     meta: Mapping[str, Any] = field(default_factory=dict)  # all other fields of its row, as JSON has them
-    source: str = ""  # of a mixture
+    source: str = ""  # name of its source in a mixture
     read_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tokens of teachers' own prompts, or ANOTHER
-    messages: tuple[Mapping[str, Any], ...] = ()  # where they are more than ``text``, for an environment to begin with
+    messages: tuple[Mapping[str, Any], ...] = ()  # first messages of an environment, if they are more than ``text``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. ``temperature=0`` is greedy. ``seed`` makes each completion repeatable by itself."""
+    """Settings of sampling. ``temperature=0`` is greedy. ``seed`` makes each completion repeatable by itself."""
 
     temperature: float
     top_p: float
@@ -76,13 +76,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     seed: int
     router_noise: float = 0.0  # standard deviation of the noise on router logits; servers have none
-    top_k: int = 0  # sample from this many most likely tokens; 0: from all
-    min_p: float = 0.0  # and from those with at least this share of the most likely one's probability
+    top_k: int = 0  # number of most likely tokens to sample from; 0: all
+    min_p: float = 0.0  # lowest probability of a sampled token, as a share of the most likely one's
     stop: tuple[str, ...] = ()  # texts: the first token that completes one, special tokens as text, is the last
 
 
 class NamedVersion(NamedTuple):
-    """A version that servers hold beside others. ``field``: of a request, in which the engine reads its name."""
+    """One of several versions that servers hold. The engine reads its name from ``field`` of a request."""
 
     name: str
     version: int
@@ -91,20 +91,20 @@ class NamedVersion(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Ask for ``num_completions`` continuations of one prompt, which share its prefill."""
+    """A request for ``num_completions`` continuations of one prompt, which share its prefill."""
 
     id: str
     token_ids: tuple[int, ...]
     num_completions: int
     params: SamplingParams
-    columns: tuple[str, ...] = ()  # of `feature.declared_columns`, which completions shall have
-    exact_logprobs: bool = True  # whether log-probs must be of the distribution that is sampled from, to train on
-    begun: Completion | None = None  # goes on: these count as new tokens and are in the answer; it may have ended
-    group: str | None = None  # names the prompt: requests of one group go where its prefix is cached
+    columns: tuple[str, ...] = ()  # names in `feature.declared_columns` that completions must have
+    exact_logprobs: bool = True  # training needs log-probs of the distribution that is sampled from
+    begun: Completion | None = None  # partial completion: counts as new tokens, is in the result, may have ended
+    group: str | None = None  # name of the prompt: requests of one group go where its prefix is cached
     birth: int | None = None  # the version served when it, or its trajectory, began: priorities take older first
-    ahead: bool = False  # as those of evaluations: waits in the controller behind none without; without a birth, first
-    max_seconds: float | None = None  # a completion that runs longer in a server is ended there, as ``length``
-    named: NamedVersion | None = None  # with which the server samples; None: with the model that was pushed
+    ahead: bool = False  # never waits for requests without it (evaluations set it); without a birth it has priority 0
+    max_seconds: float | None = None  # seconds in a server, after which a completion is ended as ``length``
+    named: NamedVersion | None = None  # version that the server samples with; None: the pushed model
 
 
 class Span(NamedTuple):
@@ -122,8 +122,8 @@ class Completion(HasColumns):
     logprobs: LogProbs  # [L] float32, nats
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # starts ascend from 0
-    columns: ColumnsByName = field(default_factory=dict)  # that the engine was asked for, as `Column` says
-    continued: bool = False  # whether a later request continued it, without a look at the texts of tokens before
+    columns: ColumnsByName = field(default_factory=dict)  # the requested ones, see `Column`
+    continued: bool = False  # a later request continued it, and did not look for stop texts in earlier tokens
 
     def __post_init__(self) -> None:
         freeze(self.token_ids, self.logprobs, *self.columns.values())
@@ -131,16 +131,16 @@ class Completion(HasColumns):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """What the model sampled in one request, or a step of that: its place in a row. The learner trains on all of it."""
+    """The tokens sampled in one request, or a step of them: their place in a row. The learner trains on all of them."""
 
     start: int  # its first token in the row; at least 1
     logprobs: LogProbs  # one for each of its tokens
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # counted from its first token
     text: SampledText  # decoded without special tokens
-    reward: float | None = None  # its part of the trajectory's reward; None: it has none of its own
-    number: int = 0  # its place in the order of sampling; turns of equal numbers are in that of their rows
-    state: ForeignText | None = None  # what its environment calls the state that it began from
+    reward: float | None = None  # its part of the trajectory's reward; None: it has no reward
+    number: int = 0  # its place in the order of sampling; turns of equal numbers are in the order of their rows
+    state: ForeignText | None = None  # the environment's id of the state that it began from
 
     def __post_init__(self) -> None:
         freeze(self.logprobs)
@@ -157,7 +157,7 @@ class TokenSequence(HasColumns):
 
     token_ids: TokenIds  # [L] int32, all of them
     turns: tuple[Turn, ...]  # starts ascend
-    columns: ColumnsByName = field(default_factory=dict)  # of all tokens but the last
+    columns: ColumnsByName = field(default_factory=dict)  # entries of all tokens but the last
 
     def __post_init__(self) -> None:
         freeze(self.token_ids, *self.columns.values())
@@ -165,13 +165,13 @@ class TokenSequence(HasColumns):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Trajectory:
-    """What one reward scores: a row, or several rows if a turn's context does not extend the row before it."""
+    """The rows of one reward: one, or several if a turn's context does not extend the row before it."""
 
     chains: tuple[TokenSequence, ...]
     reward: float
     stop: StopReason = "done"
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of an environment's; finite
-    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # of a weighted sum: values, their weights
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's; finite
+    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (value, weight) of each of a weighted sum
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -189,12 +189,12 @@ class RewardResult:
     """A reward's result for one completion. ``total`` is finite unless there is an ``error``."""
 
     total: float  # the reward; of a weighted sum, the sum
-    parts: Mapping[str, float] = field(default_factory=dict)  # of a weighted sum, by name, before their weights
+    parts: Mapping[str, float] = field(default_factory=dict)  # values in a weighted sum, by name, without their weights
     steps: tuple[tuple[int, float], ...] = ()  # the end of each in the text, in characters, and its part of the total
-    error: ForeignText | None = None  # why there is no finite reward
-    late: bool = False  # it was not there within its time limit, which is the error
+    error: ForeignText | None = None  # the reason for a reward that is not finite
+    late: bool = False  # the error is that the reward took longer than its time limit
     abstains: bool = False  # the function gave no reward, which is an error unless other parts of a sum gave one
-    answer: ForeignText | None = None  # of the completion, alike for equal answers; "": none there; None: none read
+    answer: ForeignText | None = None  # the completion's, equal for equal answers; "": it has no answer; None: unread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class RolloutGroup:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     greedy: RolloutGroup | None = None  # one greedy completion of the prompt, where the baseline asks for it
-    demonstration: RolloutGroup | None = None  # of one trajectory, which the data shows and nobody sampled
+    demonstration: RolloutGroup | None = None  # one trajectory from the data, not sampled
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -229,12 +229,12 @@ class Samples:
     ref_top: Tensor | None = None  # [N, 2, k] float32, its most probable tokens and their log-probs
     old_values: Tensor | None = None  # [N] float32, of the critic at the start of the update
     returns: Tensor | None = None  # [N] float32, what the critic learns where ``mask`` is True
-    proximal_share: Tensor | None = None  # [N] float32, how far the old policy is from the rollout's to the current
-    nll_weights: Tensor | None = None  # [N] float32, weight of -log pi beside the policy loss, over its denominator
+    proximal_share: Tensor | None = None  # [N] float32, the old policy: 0 is the rollout's, 1 the current one
+    nll_weights: Tensor | None = None  # [N] float32, weight of -log pi next to the policy loss, over its denominator
     old_kl_weights: Tensor | None = None  # [N] float32, of each token's KL to the old policy (tokens.choose=kl_cov)
     token_weight: Tensor | None = None  # [N] float32, of each token in the loss; None: by the counts of LossInputs
-    demonstrated: Tensor | None = None  # [N] bool, the positions of demonstrations, whose tokens nobody sampled
-    turn_of: Tensor | None = None  # [N] int32, which turn of its sequence sampled the target; 0 where none did
+    demonstrated: Tensor | None = None  # [N] bool, the positions of demonstrations, which were not sampled
+    turn_of: Tensor | None = None  # [N] int32, number of the turn that sampled the target; 0 if not sampled
     extra: Mapping[str, Tensor | Ragged] = field(default_factory=dict)  # [N, …], the engine's `Column`s by name
     group_of: Tensor | None = None  # [S] int64, each prompt's number; this and the next stay in the controller
     trajectory_of: Tensor | None = None  # [S] int64, from 0, ascending; None: each sequence is a trajectory
@@ -290,7 +290,7 @@ class LossInputs:
     demonstrated: Tensor | None = None
     segment_ids: Tensor  # [T] int64 in [0, S)
     segment_sum: Callable[[Tensor], Tensor]
-    turn_sum: Callable[[Tensor], Tensor] | None = None  # where the samples have ``turn_of``
+    turn_sum: Callable[[Tensor], Tensor] | None = None  # present if the samples have ``turn_of``
     num_tokens: int
     num_sequences: int
 
@@ -301,7 +301,7 @@ V_co = TypeVar("V_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric(Generic[V_co]):
-    """A number, and how to reduce several of one name to one.
+    """A number, and the rule that reduces several of one name to one.
 
     Parts of a batch (micro-batches, DP and CP ranks) hold shares of a sum or mean, which add up; of minima and
     maxima the extreme wins. Metrics of optimizer steps reduce in the same way, but means average by ``weight``.
@@ -309,7 +309,7 @@ class Metric(Generic[V_co]):
 
     value: V_co
     over: Over = "mean"
-    weight: float = 1.0  # of an optimizer step's mean among several: the count that it is over; of 0 it is absent
+    weight: float = 1.0  # count that an optimizer step's mean is over, for the mean of several; 0: left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +324,7 @@ class Loss(Protocol):
     """A pure, picklable function of one micro-batch, which uses no process group and no configuration."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """This rank's share of the loss. Every rank that shares a sequence calls it."""
+        """Returns this rank's share of the loss. Every rank that shares a sequence calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,17 +334,17 @@ class Batch:
     Ranks hold rows of ``samples`` and take ``sequences`` of them; ``micro_batches`` are the same in this process.
     """
 
-    samples: Samples  # of the whole step: other batches may have the rest of them
+    samples: Samples  # those of the whole step: other batches may have the rest of them
     sequences: tuple[tuple[Tensor, ...], ...]  # [D][M], int64 each: which sequences of the samples they hold
     micro_batches: Sequence[Sequence[Samples]]  # [D][M], each gathered from the samples when it is read
     num_tokens: int  # masked-in targets of the whole batch
     num_sequences: int  # real sequences of the whole batch (padding sequences have no masked-in target)
-    spare: int = 1  # positions of a micro-batch without sequences: the first of the samples
-    last_tokens: bool = False  # whether each sequence has its last target as one more input
+    spare: int = 1  # positions that an empty micro-batch copies from the start of the samples
+    last_tokens: bool = False  # each sequence has its last target as one more input
 
 
 Want = Literal["logprobs", "entropy", "logit_norms", "values", "routes", "logits", "top"]
-"""What a model can compute for positions: ``logprobs`` of the targets, the ``entropy`` (nats), `logit_norms` of the
+"""A model's scores of positions: ``logprobs`` of the targets, the ``entropy`` (nats), `logit_norms` of the
 targets, and a critic's ``values``, [N] float32 for each micro-batch; ``routes``, the experts that the pass took, [N,
 MoE layers, top_k]; ``logits`` at temperature 1 of m masked-in positions, [m, V] float32; ``top``: Samples.ref_top."""
 Scores = Sequence[Sequence["Tensor"]]
@@ -353,9 +353,9 @@ Scores = Sequence[Sequence["Tensor"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step. ``metrics`` are what observers measured since the step before it."""
+    """The result of one optimizer step. ``metrics`` are measured by observers since the step before it."""
 
-    grad_norm: float  # before clipping
+    grad_norm: float  # its value before clipping
     metrics: Mapping[str, Metric[float]] = field(default_factory=dict)
 
 
@@ -364,7 +364,7 @@ class BadMicroBatch:
     """A micro-batch that alone gives a gradient with NaN or infinity, as found by a rank that computed it."""
 
     data_rank: int
-    micro_batch: int  # in ``Batch.micro_batches[data_rank]``; over all ``backward`` of the step
+    micro_batch: int  # index in ``Batch.micro_batches[data_rank]``, counted over all ``backward`` of the step
     rank: int
     node: str
 
@@ -390,25 +390,25 @@ class WeightUpdate:
 
 
 class Limited(Protocol):
-    """What has limits of sampling: SamplingParams, and sections of a configuration."""
+    """An object with limits of sampling: SamplingParams, and sections of a configuration."""
 
     @property
     def top_p(self) -> float:
-        """As in SamplingParams; 1: no limit."""
+        """The value of SamplingParams; 1: no limit."""
         ...
 
     @property
     def top_k(self) -> int:
-        """As there; 0: no limit."""
+        """The value of SamplingParams; 0: no limit."""
         ...
 
     @property
     def min_p(self) -> float:
-        """As there; 0: no limit."""
+        """The value of SamplingParams; 0: no limit."""
         ...
 
 
 def limits_of(params: Limited) -> dict[str, float]:
-    """The limits that leave tokens out, by name."""
+    """Returns the limits that leave tokens out, by name."""
     limits = {"top_p": (params.top_p, 1.0), "top_k": (params.top_k, 0), "min_p": (params.min_p, 0.0)}
     return {name: value for name, (value, unlimited) in limits.items() if value != unlimited}

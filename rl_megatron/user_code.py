@@ -15,15 +15,15 @@ _MOST_SAID = 500  # characters of a foreign exception
 
 
 def add_import_folder(folder: Path) -> None:
-    """Have the user's own modules in ``folder`` found, after all others: our programs start with ``-P``, so without the
-    current folder as the first."""
+    """Makes the user's modules in ``folder`` importable, after all others: our programs start with ``-P``, so without
+    the current folder as the first."""
     sys.path.append(str(folder))
 
 
 def load_named(path: str, key: str, what: str, fits: Callable[[object], bool]) -> Any:
-    """The object at ``path``, a ``what`` as ``fits`` says.
+    """Loads the object at ``path``, a ``what`` that passes ``fits``.
 
-    Raises ConfigError that begins with ``key`` and names what is not there, what is near it, or what importing raised.
+    Raises ConfigError that begins with ``key`` and names the missing object, a similar name, or the import's error.
     """
     given = f"{key}={path!r:.200}"
     module_name, _, name = path.partition(":")
@@ -49,7 +49,7 @@ def load_named(path: str, key: str, what: str, fits: Callable[[object], bool]) -
 
 
 def describe_error(error: BaseException) -> str:
-    """``raised <type>: <text>``, bounded; of an error that is the user's to read its text alone."""
+    """Returns ``raised <type>: <text>``, bounded; for an error meant for the user, only its text."""
     if isinstance(error, RLMegatronError):
         return str(error)
     try:
