@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 class InterruptSection(Section):
     """Ends thinking that is too long: a text follows that the model did not sample and is not trained on, and the model
-    goes on after it (ScaleRL). Completions to train on alone."""
+    continues after it (ScaleRL). Only for completions to train on."""
 
     earliest: NonNegativeFloat = 0.0
-    """Sampled tokens after which a completion that goes on thinking (has no </think> yet) is interrupted, or below 1,
-    this share of max_new_tokens; 0 is off. None is where no token would follow the text within max_new_tokens."""
+    """Sampled tokens after which a completion that is still thinking (has no </think> yet) is interrupted, or below 1,
+    this share of max_new_tokens; 0 is off. Not done if no token would follow the text within max_new_tokens."""
     latest: NonNegativeFloat | None = None
-    """The place is drawn for each group, from ``earliest`` to this; null: it is ``earliest``."""
+    """The place is drawn for each group, from ``earliest`` to this. null: it is ``earliest``."""
     text: Annotated[str, Field(min_length=1)] = (
         "\n\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n\n"
     )
-    """What follows."""
+    """The text that follows."""
 
     def between(self, max_new_tokens: int) -> tuple[int, int]:
-        """The first and the last place, in sampled tokens."""
+        """Returns the first and the last place, in sampled tokens."""
         latest = self.earliest if self.latest is None else self.latest
         first, last = (int(one if one >= 1 else one * max_new_tokens) for one in (self.earliest, latest))
         return max(first, 1), max(last, 1)
@@ -44,7 +44,7 @@ class InterruptKeys(Section):
 
 
 def interrupt_of(rollout: RolloutSection) -> InterruptSection:
-    """The feature's keys of the section of sampling."""
+    """Returns the feature's keys of the section of sampling."""
     assert isinstance(rollout, InterruptKeys)
     return rollout.interrupt
 
@@ -56,7 +56,7 @@ _TWO = "a completion that was interrupted is two turns already"
 
 
 def _problems(c: RunConfig) -> Iterator[str]:
-    """Places that no completion reaches."""
+    """Yields an error for places that no completion reaches."""
     section, most = interrupt_of(c.rollout), c.rollout.max_new_tokens
     first, last = section.between(most)
     if section.earliest and not first <= last < max(most, 2):

@@ -1,7 +1,7 @@
 """Ends thinking that is too long by a text that the model did not sample (ScaleRL, arXiv:2510.13786).
 
-A completion that has sampled so many tokens and goes on thinking is asked for again after them and the text, so any
-engine can do it. Which tokens are the text's follows from the tokens and the request's name; nothing is kept of it.
+A completion that is still thinking after this many tokens is requested again with its tokens and the text, so any
+engine can do it. The place of the text follows from the tokens and the request's name; nothing is kept of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THINKING_ENDS = "</think>"
 
 
 def make_step_hooks(config: RunConfig, roles: RunComponents) -> Interrupted | None:
-    """What counts interrupted completions; None without ``rollout.interrupt.earliest``."""
+    """Returns the hooks that count interrupted completions; None without ``rollout.interrupt.earliest``."""
     return Interrupted() if interrupt_of(config.rollout).earliest else None
 
 
@@ -52,7 +52,8 @@ class Interrupted(StepHooks):
 
 
 def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ThinkingBudget | None:
-    """The text of ``rollout.interrupt``; None without ``earliest``. Warns of one that does not fit."""
+    """Returns the hooks that insert the text of ``rollout.interrupt``; None without ``earliest``. Warns if the text does
+    not fit."""
     section, most = interrupt_of(config.rollout), config.rollout.max_new_tokens
     if not section.earliest:
         return None
@@ -70,14 +71,14 @@ def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBudget(SamplerHooks):
-    """The text's tokens, and when they come; ``decode`` is without special tokens.
+    """The text's tokens, and the time to insert them; ``decode`` is without special tokens.
 
-    ``_behind``, ``_whole`` and ``_in_turns`` decode what may be long, in a thread.
+    ``_behind``, ``_whole`` and ``_in_turns`` decode texts that may be long, in a thread.
     """
 
     section: InterruptSection
-    token_ids: TokenIds  # of the text
-    ends: TokenIds  # of the end of thinking
+    token_ids: TokenIds  # tokens of the text
+    ends: TokenIds  # tokens of the end of thinking
     decode: Callable[[Sequence[int]], str]
 
     @override
@@ -94,7 +95,7 @@ class ThinkingBudget(SamplerHooks):
             rest = await asyncio.to_thread(self._behind, request, place, sampled, number)
             if rest is None:
                 return sampled
-            keep(sampled)  # a checkpoint has this much of it
+            keep(sampled)  # a checkpoint holds this part of it
             (more,) = await generate(rest)
             return await asyncio.to_thread(self._whole, sampled, more)
 
@@ -110,8 +111,8 @@ class ThinkingBudget(SamplerHooks):
         return group if place is None else await asyncio.to_thread(self._in_turns, group, completions, place)
 
     def _place(self, request: GenerationRequest) -> int | None:
-        """After how many sampled tokens: one place for a group; None if no token would follow the text, or for a
-        request of what is not trained on."""
+        """Returns the number of sampled tokens before the text, one for a group. None if no token would follow it, or
+        if the completions are not trained on."""
         most = request.params.max_new_tokens
         first, last = self.section.between(most)
         name = request.group or request.id
@@ -122,8 +123,8 @@ class ThinkingBudget(SamplerHooks):
     def _behind(
         self, request: GenerationRequest, place: int, completion: Completion, number: int
     ) -> GenerationRequest | None:
-        """The request that goes on from the completion ``number`` of its group, at most as long in all; None for one
-        that has ended."""
+        """Returns the request that continues the completion ``number`` of its group, at most as long in all; None if it
+        has ended."""
         if completion.finish_reason != "length" or len(completion.token_ids) != place:
             return None
         tail = np.concatenate((completion.token_ids, self._given(completion.token_ids)))
@@ -144,7 +145,7 @@ class ThinkingBudget(SamplerHooks):
         )
 
     def _whole(self, completion: Completion, more: Completion) -> Completion:
-        """The completion up to its place, the text if it was given, and ``more``; log-probs of the text are 0."""
+        """Joins the completion up to its place, the text if it was inserted, and ``more``; its log-probs are 0."""
         if not len(more.token_ids):
             return replace(completion, finish_reason=more.finish_reason)
         given = self._given(completion.token_ids)
@@ -159,7 +160,7 @@ class ThinkingBudget(SamplerHooks):
         )
 
     def _in_turns(self, group: RolloutGroup, completions: Sequence[Completion], place: int) -> RolloutGroup:
-        """The group with two turns of each completion that was interrupted, the text between them."""
+        """Returns the group with two turns of each interrupted completion, the text between them."""
         parts = zip(group.trajectories, completions, strict=True)
         return replace(group, trajectories=tuple(self._apart(one, completion, place) for one, completion in parts))
 
@@ -190,8 +191,8 @@ class ThinkingBudget(SamplerHooks):
         return self.token_ids[: 0 if self._thought(sampled) else None]
 
     def _thought(self, sampled: TokenIds) -> bool:
-        """Whether its thinking has ended."""
-        count = len(self.ends)  # as one special token, which is not decoded
+        """True if its thinking has ended."""
+        count = len(self.ends)  # one special token is not decoded
         if 0 < count <= len(sampled) and (sliding_window_view(sampled, count) == self.ends).all(1).any():
             return True
         return THINKING_ENDS in self.decode(sampled.tolist())

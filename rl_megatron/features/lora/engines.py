@@ -1,4 +1,4 @@
-"""How engines hold versions of adapters beside one model: their options, what they lack, and their loads."""
+"""The engines' side of versions of adapters for one model: options, missing kernels, and loads."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class HeldAdapters(EngineHooks):
         return True
 
     def ranks(self, given: AdapterSlots) -> Mapping[str, int]:
-        """The rank of each matrix that has adapters, by its pattern."""
+        """Returns the rank of each matrix that has adapters, by its pattern."""
         return LoraLayouts(given.lora).ranks(megatron_layout(self.shape))
 
     def options(self, count: int, ranks: Mapping[str, int], device: str) -> Sequence[str]:
-        """The options for ``count`` versions, which the scheduler samples with in one batch."""
+        """Returns the options for ``count`` versions, which the scheduler samples with in one batch."""
         raise NotImplementedError
 
     def lacks(self, ranks: Mapping[str, int], device: str, dp: int) -> str:
-        """Why the engine has no kernels for them; or empty."""
+        """Returns why the engine has no kernels for these ranks, or an empty string."""
         raise NotImplementedError
 
 
 def _modules(ranks: Mapping[str, int]) -> list[str]:
-    """The last names of linears that have adapters, as q_proj."""
+    """Returns the last names of linears that have adapters, for example q_proj."""
     return sorted({part.removesuffix(".weight").rpartition(".")[2] for part in ranks})
 
 

@@ -1,4 +1,4 @@
-"""``learner.lora``: low-rank adapters beside a frozen model's matrices (arXiv:2106.09685), which alone are trained."""
+"""``learner.lora``: low-rank adapters for a frozen model's matrices (arXiv:2106.09685); only these are trained."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 Adaptable = Literal["attention", "mlp", "experts"]
 _MERGED = 2  # a layer's merged weights, and their gradient
-_SPARE = 2  # the version that is loaded, and one more than the sampling that waits for its step names
+_SPARE = 2  # the version being loaded, and one more than samples name that wait for their step
 
 
 class LoraSection(Section):
-    """Adapters A [rank, in] and B [out, rank] beside each targeted matrix W [out, in] of a Hugging Face checkpoint. The
-    model computes with W + alpha / rank * B A in learner.dtype, which is also what engines get. All else is frozen."""
+    """Adapters A [rank, in] and B [out, rank] for each targeted matrix W [out, in] of a Hugging Face checkpoint. The
+    model computes with W + alpha / rank * B A in learner.dtype, and engines get the same. All else is frozen."""
 
     rank: Positive | None = None
     """Rows of A and columns of B. null: no adapters, the whole model is trained."""
     expert_rank: Positive | None = None
-    """The rank beside routed experts' matrices. null: rank divided by the experts of a token, at least 1."""
+    """The rank for routed experts' matrices. null: rank divided by the experts of a token, at least 1."""
     alpha: PositiveFloat = 32.0
     """The scale of B A is alpha / rank, each with its own rank."""
     targets: Annotated[tuple[Adaptable, ...], LISTED] = ("attention", "mlp", "experts")
-    """Whose linears have adapters: attention (latents and delta nets, too), dense layers and shared experts, routed
-    experts. Routers, norms, embedding and output layer have none."""
+    """The parts with adapters on their linears: attention (latents and delta nets, too), dense layers and shared
+    experts, routed experts. Routers, norms, embedding and output layer have none."""
 
     def ranks(self, shape: ModelShape) -> Mapping[Adaptable, int]:
-        """The rank for each target; empty without adapters."""
+        """Returns the rank for each target; empty without adapters."""
         if self.rank is None:
             return {}
         ranks: dict[Adaptable, int] = dict.fromkeys(self.targets, self.rank)
@@ -58,17 +58,17 @@ class PushKeys(Section):
     """The feature's key of pushes."""
 
     push: Literal["merged", "adapters"] = "merged"
-    """What servers get of a model with adapters (docs/sft.md). merged: at each push the whole model, adapters merged,
-    so that engines need no LoRA of their own; adapters: the frozen model once, then each version's adapters, which
-    servers hold beside those before and load while they sample."""
+    """The weights that servers get of a model with adapters (docs/sft.md). merged: at each push the whole model,
+    adapters merged, so that engines need no LoRA support. adapters: the frozen model once, then each version's
+    adapters, which servers load while they sample and hold together with earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSlots:
-    """The places of a server for adapters beside its model."""
+    """The slots of a server for adapters of its model."""
 
     count: int
-    """Versions that it holds at once."""
+    """Versions that it holds at the same time."""
     lora: LoraSection
 
     @override
@@ -77,15 +77,15 @@ class AdapterSlots:
 
 
 def lora_of(learner: LearnerSection) -> LoraSection:
-    """The feature's keys of the learner's section."""
+    """Returns the feature's keys of the learner's section."""
     assert isinstance(learner, LoraKeys)
     return learner.lora
 
 
 def places_of(config: RunConfig) -> AdapterSlots | None:
-    """The servers' places for ``weights.push=adapters``; None without it.
+    """Returns the servers' slots for ``weights.push=adapters``; None without it.
 
-    Completions that are trained on name one of ``train.max_staleness`` versions, and what begins the newest.
+    Completions to train on name one of ``train.max_staleness`` versions, and new requests name the newest.
     """
     weights = config.weights
     assert isinstance(weights, PushKeys)
@@ -95,8 +95,8 @@ def places_of(config: RunConfig) -> AdapterSlots | None:
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Keys without effect, options that need gradients of the whole model or the same weights in each pass, and
-    experts of one tensor a layer."""
+    """Yields errors for keys without effect, options that need gradients of the whole model or the same weights in each
+    pass, and experts of one tensor a layer."""
     lora = lora_of(learner)
     if lora.rank is None:
         if changed := lora.model_dump(exclude_defaults=True):
@@ -133,14 +133,14 @@ def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str
 
 
 def _lacking(shape: ModelShape) -> Mapping[Adaptable, str]:
-    """What the model lacks, for each target that matches none of its matrices."""
+    """Returns the matrices that the model lacks, for each target that matches none of its matrices."""
     if not shape.num_experts:
         return {"experts": "routed experts"}
     return {} if shape.dense_layers or shape.shared_width else {"mlp": "dense layers and no shared experts"}
 
 
 def _memory(learner: LearnerSection, _shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-    """Bytes of the merged weights of a layer, and their gradient."""
+    """Adds the bytes of the merged weights of a layer, and their gradient."""
     if lora_of(learner).rank is None or not rank.layers:
         return terms
     return {**terms, "merged weights": _MERGED * (rank.matrices.both / len(rank.layers)) * BYTES[learner.dtype]}

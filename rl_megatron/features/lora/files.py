@@ -1,4 +1,4 @@
-"""Checkpoints of adapters, and the folder that peft and engines load, made of one."""
+"""Checkpoints of adapters, and their conversion to the folder that peft and engines load."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from rl_megatron.weights.checkpoints.streaming import Copy, Files, OnProgress, S
 from rl_megatron.weights.formats.hf_folder import INDEX, PREFIX, SINGLE
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 
-_KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
+_KEYS = "lora.json"  # next to the shards of a checkpoint that holds only adapters
 
 
 class HeldLora(LoraSection):
     """The adapters that a checkpoint holds."""
 
     base: str | None = None
-    """`base_digest` of the model that they stand beside; None in older checkpoints, and for a model that a seed
+    """`base_digest` of the model that they belong to; None in older checkpoints, and for a model that a seed
     makes."""
 
 
 def write_lora(folder: Path, lora: LoraSection, base: str | None = None) -> None:
-    """Say beside the shards in ``folder`` that they are of adapters, of which, and beside which model."""
+    """Records next to the shards in ``folder`` that they are adapters, with their settings and their model."""
     write_atomically(folder / _KEYS, HeldLora(**lora.model_dump(), base=base).model_dump_json().encode())
 
 
 def stored_lora(folder: Path) -> HeldLora | None:
-    """The adapters that a checkpoint holds in place of a model. Raises CheckpointError if that cannot be read."""
+    """Reads the settings of adapters that a checkpoint holds in place of a model. Raises CheckpointError."""
     path = folder / _KEYS
     if not path.is_file():
         return None
@@ -50,7 +50,7 @@ def stored_lora(folder: Path) -> HeldLora | None:
 
 
 def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[dict[str, Copy], Files]:
-    """A checkpoint's adapters by peft's names, without its prefix. Raises as `megatron_copies`."""
+    """Returns a checkpoint's adapters by peft's names, without its prefix. Raises as `megatron_copies`."""
     ranks = megatron_layout(shape)
     hf = LoraLayouts(lora).in_files(ranks, hf_layout(shape))
     tensors, files = copies_between(source, hf, LoraLayouts(lora).on_ranks(ranks))
@@ -58,8 +58,8 @@ def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[
 
 
 def raise_other_base(source: Path, held: HeldLora, base: str, where: str) -> None:
-    """Raises CheckpointError if the adapters of ``source`` were trained beside a model of another digest than ``base``,
-    that of ``where``; older checkpoints have none."""
+    """Raises CheckpointError if the adapters of ``source`` were trained on a model with another digest than ``base``,
+    that of ``where``. Older checkpoints have none."""
     if held.base not in (None, base):
         raise CheckpointError(
             f"{source} holds adapters of another model than {where}: a sample of the weights that they were trained "
@@ -76,9 +76,9 @@ def adapters_to_peft(
     on_progress: OnProgress = lambda n, total: None,
     share: Share | None = None,
 ) -> list[int]:
-    """Write the adapters of a run's checkpoint as the folder that peft loads, in their stored dtype.
+    """Writes the adapters of a run's checkpoint as the folder that peft loads, in their stored dtype.
 
-    ``config`` is the folder of the model that they stand beside; where it has weights, they are compared. Returns and
+    ``config`` is the folder of the model that they belong to; if it has weights, they are compared. Returns and
     raises as `megatron_to_hf`, and as `raise_other_base`.
     """
     lora, shape = stored_lora(source), read_shape(config, family)
@@ -102,8 +102,8 @@ def adapters_to_peft(
 
 
 def unknown_base_reason(source: Path, base: Path) -> str | None:
-    """Why nothing says whether the adapters of ``source`` were trained beside the model of ``base``; None if it can be
-    known."""
+    """Returns why it is unknown whether the adapters of ``source`` were trained on the model of ``base``, or None if it
+    can be known."""
     lora = stored_lora(source)
     if lora is None or lora.base is None:
         return f"{source} does not say beside which model its adapters were trained"
@@ -113,7 +113,7 @@ def unknown_base_reason(source: Path, base: Path) -> str | None:
 
 
 def peft_skips_note(source: Path, config: Path, family: str | None) -> str | None:
-    """A line to show about adapters of ``source`` that peft leaves out, of the model of ``config``; None if it takes
+    """Returns a line about adapters of ``source`` that peft leaves out, for the model of ``config``; None if it takes
     all."""
     lora, shape = stored_lora(source), read_shape(config, family)
     if lora is None or shape.family in WITH_EXPERTS:

@@ -1,4 +1,4 @@
-"""The adapters of a model on one rank: parameters beside its linears' weights, merged into these while a pass runs.
+"""The adapters of a model on one rank: parameters added to its linears, merged into their weights while a pass runs.
 
 The weight itself is frozen. A module multiplies by W + alpha / rank * B A, computed in one product when its forward
 pass begins, and once more in its backward pass: autograd keeps none of the merged weights. That costs the products of
@@ -38,16 +38,16 @@ _EXPERTS = ".experts."
 
 
 def make_hooks(built: Built) -> LoraHooks:
-    """What tells the run's checkpoints of adapters from those beside another model. Every rank calls it."""
+    """Returns the hooks that record and check the model of the run's checkpoints of adapters. Every rank calls it."""
     return LoraHooks(lora_of(built.learner))
 
 
 class LoraHooks(LearnerHooks):
-    """Says of checkpoints of adapters beside which model these are, on the first rank."""
+    """Records in checkpoints of adapters which model they belong to, on the first rank."""
 
     def __init__(self, lora: LoraSection) -> None:
         self._lora = lora
-        self._base: str | None = None  # `base_digest` of the model beside which they are, if known
+        self._base: str | None = None  # `base_digest` of the adapters' model, if known
 
     @override
     def started(self, folder: Path, family: str | None) -> None:
@@ -67,7 +67,7 @@ class LoraHooks(LearnerHooks):
 
 
 def add_adapters(shape: ModelShape, learner: LearnerSection, models: Sequence[GPTModel]) -> None:
-    """Freezes the chunks of this rank's policy, and gives each its adapters, whose values are undefined."""
+    """Freezes the chunks of this rank's policy, and gives each its adapters, with undefined values."""
     layout, lora = megatron_layout(shape, learner.dims, stages=learner.stages), lora_of(learner)
     at = coordinates(layout.dims, dist.get_rank())
     rows: dict[str, AdaptedRow] = {}
@@ -82,7 +82,7 @@ def add_adapters(shape: ModelShape, learner: LearnerSection, models: Sequence[GP
 
 
 def _mask(one: AdaptedRow, layout: Layout, chunk: int) -> Tensor | None:
-    """Which part [rows, parts] each row of a local matrix belongs to, as ones; None if it has one part."""
+    """Returns ones where a row of a local matrix belongs to a part, [rows, parts]; None if it has one part."""
     if len(one.parts) == 1:
         return None
     held = layout.chunks(one.base)[chunk]
@@ -123,12 +123,12 @@ class Adapters(ChunkAdapters):
         return {name: p.data for name, p in self.parameters()}
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
-        """(global name, parameter) of each adapter."""
+        """Returns (global name, parameter) of each adapter."""
         return ((global_name(self._model, name), p) for name, p in self._parameters())
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Compute with the frozen weights alone."""
+        """Makes passes compute with only the frozen weights."""
         for site in self._sites:
             site.off = True
         try:
@@ -139,8 +139,8 @@ class Adapters(ChunkAdapters):
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
-        """Put the merged weights into the model's own tensors, and the frozen ones back, to the bit, from a copy in the
-        host's memory that the first call makes."""
+        """Puts the merged weights into the model's own tensors, and the frozen ones back, to the bit, from a copy in
+        the host's memory that the first call makes."""
         linears = [linear for site in self._sites for linear in site.linears]
         try:
             for linear in linears:
@@ -157,7 +157,7 @@ class Adapters(ChunkAdapters):
                         weight.data.copy_(self._base[id(weight)])
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the chunk: the adapters, under their global names, for any layout."""
+        """Returns the chunk's part of a checkpoint: the adapters, under their global names, for any layout."""
         out: dict[str, Any] = {}
         for name, parameter in self._parameters():
             key, expert = global_name(self._model, name), not getattr(parameter, "allreduce", True)
@@ -179,7 +179,7 @@ class Adapters(ChunkAdapters):
 
 
 def _with_gradient(_module: object, _inputs: object, out: Tensor) -> Tensor:
-    """Activations that are computed again get gradients only if their input has some, and the embedding is frozen."""
+    """Gives the frozen embedding's output a gradient: recomputed activations get one only if their input has one."""
     return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
 
 
@@ -190,7 +190,7 @@ def _data_group(expert: bool) -> Any:
 
 
 def tensor_group(*, expert: bool) -> dist.ProcessGroup:
-    """The ranks among which a weight is cut."""
+    """Returns the ranks among which a weight is cut."""
     kind = "expert_tensor_parallel" if expert else "tensor_model_parallel"
     group: dist.ProcessGroup = getattr(parallel_state, f"get_{kind}_group")()
     return group
@@ -208,7 +208,7 @@ class Linear:
         self._group = tensor_group(expert=self._expert)
         by_rows, cut = row.base.dim == 0, row.base.axis is not None
         shared = self._group.size() > 1 and cut
-        self._shared = ("A" if by_rows else "B") if shared else None  # whose gradient all ranks of the group add to
+        self._shared = ("A" if by_rows else "B") if shared else None  # all ranks of the group add to its gradient
         for weight, name in zip(self.weights, names, strict=True):
             rows, columns = weight.shape
             sizes = {"A": (row.rank * len(row.parts), columns), "B": (rows, row.rank)}
@@ -217,7 +217,7 @@ class Linear:
                 self._register(weight, adapter_name(name, which), size, dims[which])
 
     def _register(self, weight: Any, name: str, size: tuple[int, int], cut: int | None) -> None:
-        """Megatron sums and counts gradients by these attributes."""
+        """Registers a parameter with the attributes by which megatron sums and counts gradients."""
         parameter: Any = torch.nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device))
         parameter.cut = cut
         if self._expert:
@@ -230,7 +230,7 @@ class Linear:
         self.module.register_parameter(name, parameter)
 
     def merge(self) -> list[Tensor]:
-        """W + scale * B A of each weight, rounded once, with gradients for A and B."""
+        """Returns W + scale * B A of each weight, rounded once, with gradients for A and B."""
         factors = {which: [getattr(self.module, adapter_name(n, which)) for n in self.names] for which in "AB"}
         if self._shared and torch.is_grad_enabled():
             factors[self._shared] = list(_Shared.apply(self._group, *factors[self._shared]))  # type: ignore[no-untyped-call]
@@ -241,11 +241,11 @@ class Linear:
 
     @torch.no_grad()
     def merged_now(self) -> list[Tensor]:
-        """`merge` without gradients."""
+        """Runs `merge` without gradients."""
         return self.merge()
 
     def _spread(self, b: Tensor) -> Tensor:
-        """[rows, rank] -> [rows, parts * rank]: a row multiplies the A of its own part alone."""
+        """Maps [rows, rank] to [rows, parts * rank]: a row multiplies only the A of its own part."""
         if self._mask is None:
             return b
         if self._mask.device != b.device or self._mask.dtype != b.dtype:
@@ -254,7 +254,7 @@ class Linear:
 
 
 class _Shared(torch.autograd.Function):
-    """Gives each tensor as it is; in the backward pass adds their gradients up over a group, in float32."""
+    """Returns each tensor unchanged; in the backward pass sums their gradients over a group, in float32."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -271,7 +271,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """Stands for a merged weight, or a view of one, that autograd would keep."""
+    """A placeholder for a merged weight, or a view of one, that autograd would keep."""
 
     of: _Pass
     number: int
@@ -281,22 +281,22 @@ class _Kept(NamedTuple):
 
 
 class _Pass:
-    """One forward pass. Its merged weights are made again when the backward pass reads the first, and go with the last
-    that autograd keeps for it."""
+    """One forward pass. Its merged weights are made again when the backward pass reads the first of them, and are freed
+    with the last that autograd keeps for it."""
 
     def __init__(self, linears: Sequence[Linear], merged: Sequence[Tensor]) -> None:
         self._linears, self._again = linears, list[Tensor]()
         self._numbers = {tensor.untyped_storage().data_ptr(): n for n, tensor in enumerate(merged)}
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
-        """What autograd keeps of a tensor."""
+        """Returns the object that autograd keeps for a tensor."""
         number = self._numbers.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
         if number is None:
             return tensor
         return _Kept(self, number, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(self, kept: Tensor | _Kept) -> Tensor:
-        """The tensor that autograd reads."""
+        """Returns the tensor that autograd reads."""
         if isinstance(kept, Tensor):
             return kept
         if not self._again:
@@ -305,7 +305,7 @@ class _Pass:
 
 
 class MergedPasses:
-    """A module in whose passes ``linears``, its own or its parts', have merged weights in place of their own."""
+    """A module with passes in which ``linears``, its own or its parts', have merged weights in place of their own."""
 
     def __init__(self, host: torch.nn.Module, linears: Sequence[Linear]) -> None:
         self.linears, self.off = linears, False
@@ -318,7 +318,7 @@ class MergedPasses:
             return
         merged = [linear.merge() for linear in self.linears]
         for linear, weights in zip(self.linears, merged, strict=True):
-            linear.module.__dict__.update(zip(linear.names, weights, strict=True))  # found before the parameters
+            linear.module.__dict__.update(zip(linear.names, weights, strict=True))  # precede the parameters
         if torch.is_grad_enabled():
             one = _Pass(self.linears, [weight for weights in merged for weight in weights])
             self._hooks = saved_tensors_hooks(one.pack, one.unpack)

@@ -1,7 +1,7 @@
-"""Adapters before the first step, and merged after the last: those of a run's checkpoint into the model beside which
-they stand, tensor by tensor.
+"""Creates adapters before the first step, and merges those of a run's checkpoint into their model, tensor by tensor.
 
-That model is told from others of its sizes by a sample of its numbers.
+A sample of its numbers distinguishes that model from others of the same sizes.
+
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pushes of adapters beside a model that servers get once, by ``weights.push=adapters``.
+"""Pushes of adapters to servers that get their model once, by ``weights.push=adapters``.
 
 Each version's adapters are in a folder of peft, in each node's memory or a shared one, that servers load while they
 sample. A learner rank writes it.
@@ -47,29 +47,29 @@ ADAPTERS = "adapter_model.safetensors"
 
 
 def adapters_folder(mirror: Path, name: str) -> Path:
-    """The folder of the adapters of that name, on each node that has a mirror file at ``mirror``."""
+    """Returns the folder of the adapters of that name, on each node that has a mirror file at ``mirror``."""
     return mirror.parent / "adapters" / name
 
 
 class AdapterRanks(Protocol):
-    """The learner's ranks, which write folders of adapters; their other calls are about the model beside these."""
+    """The learner's ranks, which write folders of adapters; their other calls are about the model itself."""
 
     async def push_beside(self, version: int, *given: object) -> WeightUpdate:
-        """Write the adapters, after `AdapterFolders.announce` is called with what is ``given``. Raises as a push."""
+        """Writes the adapters, after `AdapterFolders.announce` is called with ``given``. Raises as a push."""
         ...
 
     async def merge(self, *, merged: bool) -> None:
-        """Set whether the model that is pushed has the adapters merged into it, from now on."""
+        """Sets whether pushes of the model from now on have the adapters merged into it."""
         ...
 
     async def export(self, folder: Path) -> None:
-        """Write the model that was pushed last as a Hugging Face folder."""
+        """Writes the model that was pushed last as a Hugging Face folder."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pushed:
-    """The model that was delivered: its label, and the learner's checksums by tensor."""
+    """The delivered model: its label, and the learner's checksums by tensor."""
 
     version: int
     checksums: Mapping[str, int]
@@ -94,7 +94,7 @@ class AdapterSync(ServedSync):
         run: str,
         nodes: int = 1,
     ) -> None:
-        """``run`` is the first part of all names. ``nodes``: of a server, each of which reads the folder."""
+        """``run`` is the first part of all names. ``nodes`` is the number of a server's nodes, which read the folder."""
         places = places_of(config)
         assert places is not None
         self.servers, self._weights = AdapterVersions(engine, run=run, count=places.count), engine.weights
@@ -106,7 +106,7 @@ class AdapterSync(ServedSync):
 
     @override
     async def push(self, version: int) -> WeightUpdate:
-        """Raises SyncError if a server does not compute what the learner does."""
+        """Raises SyncError if a server's scores differ from the learner's."""
         started, adapters = time.perf_counter(), self.servers.name(version)
         try:
             with timeline.during(timeline.PUSHES, "push", version=version):
@@ -123,7 +123,7 @@ class AdapterSync(ServedSync):
         return replace(update, seconds=time.perf_counter() - started)
 
     async def _served(self, adapters: NamedVersion, written: WeightUpdate) -> WeightUpdate:
-        """Deliver and serve; again once a restarted server serves the version before, if all servers died."""
+        """Delivers and serves. If all servers died, repeats it once a restarted server serves the version before."""
         while True:
             try:
                 async with self._lock:
@@ -160,7 +160,7 @@ class AdapterSync(ServedSync):
             if self._model is None:
                 await self._weights.label(model.version)
             self.servers.serve(adapters, folder)
-        self._model = model  # from here on restarted servers get it
+        self._model = model  # restarted servers get it from here on
         self._verified = {one: self._verified.get(one, verified) for one in self.servers.held}
         num_bytes += len(serving) * self._nodes * size
         return replace(written, num_bytes=num_bytes, verify_seconds=seconds)
@@ -178,10 +178,10 @@ class AdapterSync(ServedSync):
 
     @override
     async def refit(self, name: str) -> None:
-        """Have a stale server load the model and all versions that the others hold, and serve the newest.
+        """Makes a stale server load the model and all versions that the others hold, and serve the newest.
 
         Every version must have the scores of a server that was compared with the learner, the model its checksums too.
-        Raises SyncError. Does nothing if no version is served, or the server serves already.
+        Raises SyncError. Does nothing if no version is served, or the server already serves.
         """
         async with self._lock:
             model, held = self._model, self.servers.held
@@ -205,7 +205,7 @@ class AdapterSync(ServedSync):
 
     @override
     async def export(self, folder: Path) -> None:
-        """Write the model with the adapters merged. Raises CorruptionError if the file on the way is not that."""
+        """Writes the model with the adapters merged. Raises CorruptionError if the file on the way differs from it."""
         async with self._lock:
             await self._learner.merge(merged=True)
             try:
@@ -217,31 +217,31 @@ class AdapterSync(ServedSync):
             finally:
                 await self._learner.merge(merged=False)
             if self._model is not None:
-                await self._file.fill(self._model.version)  # for servers that are restarted
+                await self._file.fill(self._model.version)  # restarted servers read it
 
 
 class AdapterVersions:
-    """Every replica that serves holds the same versions, ``count`` at most; what begins is sampled with the newest.
+    """The versions that every serving replica holds, ``count`` at most. New requests are sampled with the newest.
 
-    A request ends on the version that it began with; what goes on from tokens, on that of the last, if it is held.
+    A request ends on the version that it began with. A continuation uses its last token's version, if that is held.
     """
 
     def __init__(self, engine: ServerEngine, *, run: str, count: int) -> None:
         """``run`` is the first part of all names."""
         self._weights, self._attempts, self._run, self._count = engine.weights, engine.attempts, run, count
         (self._hooks,) = (one for one in engine.adapter.hooks if isinstance(one, HeldAdapters))
-        self._names = Counter[int]()  # how many names each version has had
+        self._names = Counter[int]()  # number of names that each version has had
         self._folders: dict[NamedVersion, Path] = {}  # loaded and served adapters, older first
-        self._loaded: NamedVersion | None = None  # last, on some server; probes name it
+        self._loaded: NamedVersion | None = None  # adapters loaded last, on some server; probes name them
         self._attempts.names = self._of
 
     @property
     def held(self) -> tuple[NamedVersion, ...]:
-        """What every serving replica holds, older first."""
+        """The adapters that every serving replica holds, older first."""
         return tuple(self._folders)
 
     def name(self, version: int) -> NamedVersion:
-        """A name that nothing had before: engines keep prefixes by it. A warm start pushes one version often."""
+        """Returns a new name: engines keep prefixes by it. A warm start pushes one version often."""
         again, self._names[version] = self._names[version], self._names[version] + 1
         name = f"{self._run}-v{version}" + (f".{again}" if again else "")
         return NamedVersion(name, version, self._hooks.field)
@@ -253,8 +253,8 @@ class AdapterVersions:
         return newest_first[0]
 
     async def make_room(self) -> None:
-        """Begin a push: have servers forget the oldest, so that one more can be loaded; but none that a running request
-        names."""
+        """Begins a push: servers unload the oldest adapters, so that one more can be loaded, but none that a running
+        request names."""
         self._weights.paused_seconds = 0.0
         for one in self.held[: max(0, len(self._folders) + 1 - self._count)]:
             if self._attempts.sampling_with(one):
@@ -267,7 +267,7 @@ class AdapterVersions:
         await self._weights.on_each(servers, f"unloading {adapters.name}", lambda r: unload(r.server, adapters))
 
     async def load(self, adapters: NamedVersion, folder: Path, *, only: str | None = None) -> None:
-        """Have every server that holds the model, or ``only`` one, load adapters beside it.
+        """Makes every server that holds the model, or ``only`` one, load adapters as well.
 
         Raises SyncError; AllReplicasLost if all died.
         """
@@ -292,7 +292,7 @@ class AdapterVersions:
         return await self._weights.score_everywhere(texts, only=only, named=self._loaded)
 
     def serve(self, adapters: NamedVersion, folder: Path, *, only: str | None = None) -> None:
-        """Sample what begins from now on with adapters that are loaded; with ``only``, also on that server."""
+        """Makes new requests use these loaded adapters; with ``only``, also on that server."""
         self._folders[adapters] = folder
         self._weights.serve(adapters.version, only=only)
 
@@ -300,7 +300,7 @@ class AdapterVersions:
 class AdapterFolders:
     """Writes ``tensors``, by peft's names without its prefix, for servers that find their model at ``mirror``.
 
-    They are in host memory, whatever the learner runs on.
+    They are in host memory on any learner device.
     """
 
     def __init__(
@@ -308,16 +308,16 @@ class AdapterFolders:
     ) -> None:
         self._mirror, self._config = mirror, json.dumps(config, indent=2) + "\n"
         self.tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-        self._name = ""  # of the next folder
+        self._name = ""  # name of the next folder
 
     def withdraw(self) -> None:
-        """Does nothing: a folder that is there stays as it is."""
+        """Does nothing: an existing folder stays as it is."""
 
     def serve(self, version: int) -> None:
-        """Write the next folder, whole or not at all."""
+        """Writes the next folder, whole or not at all."""
         final = adapters_folder(self._mirror, self._name)
         work = final.with_name(f".{final.name}.partial")
-        for left in (work, final):  # of a push that failed
+        for left in (work, final):  # leftovers of a failed push
             remove_folder(left)
         work.parent.mkdir(exist_ok=True)
         work.mkdir()
@@ -327,7 +327,7 @@ class AdapterFolders:
         publish_folder(work, final)
 
     def announce(self, name: str, keep: Collection[str]) -> None:
-        """Name the folder that is written next, and remove those written before but ``keep``."""
+        """Names the next folder, and removes earlier ones except ``keep``."""
         self._name, beside = name, adapters_folder(self._mirror, name).parent
         for folder in beside.iterdir() if beside.is_dir() else ():
             if folder.name not in keep:
@@ -345,9 +345,9 @@ def adapter_ends(
     mirror: Path,
     model: Path,
 ) -> tuple[Staging, Callable[[str, Collection[str]], None]]:
-    """Moves of this ``rank`` of the ``learner``, whose adapters are ``tensors``, and what names the next. Collective.
+    """Returns the moves of the adapters ``tensors`` of this learner ``rank``, and `announce`. Collective.
 
-    One of ``writers`` writes the folder beside each file at ``mirror``. ``model`` is the folder of the model.
+    One of ``writers`` writes the folder next to each file at ``mirror``. ``model`` is the folder of the model.
     """
     layouts = LoraLayouts(lora_of(config.learner))
     src, dst = layouts.on_ranks(learner), layouts.in_files(learner, hf)

@@ -1,8 +1,8 @@
-"""Layouts of LoRA adapters, derived from those of the matrices beside which they stand. No row is written by hand.
+"""Layouts of LoRA adapters, derived from those of their matrices. No row is written by hand.
 
 A matrix that is cut along its rows has A whole and B cut alike; one that is cut along its columns has A cut alike and B
 whole. A local matrix of several Hugging Face matrices (queries over keys and values, gate over up) has their As one
-below the other, and one B, whose rows are in the order of its own. Names are those of peft.
+below the other, and one B, with rows in the order of its own. Names are peft's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.layout import Band, Layout, ParamSpec, Piece, one
 
-_LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight(\{expert\})?$")  # of megatron-core and delta nets
+_LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight(\{expert\})?$")  # megatron-core's and delta nets' linears
 _WEIGHT = re.compile(r"weight(\{expert\}|\d+)?$")
 OF_EXPERTS_ALONE = {
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
     *("olmoe", "qwen3_moe", "qwen3_next"),
 }
-"""Families in which peft 0.21 takes ``gate_proj``, ``up_proj`` and ``down_proj`` for names of routed experts alone
+"""Families in which peft 0.21 takes ``gate_proj``, ``up_proj`` and ``down_proj`` for names of routed experts only
 (``_MOE_TARGET_MODULE_MAPPING`` of ``utils/transformers_weight_conversion.py``)."""
 WITH_EXPERTS = OF_EXPERTS_ALONE | {"mixtral", "minimax_m2"}
 """Families for which it converts adapters of routed experts."""
@@ -45,12 +45,12 @@ class AdaptedRow:
 
 
 def adapter_name(weight: str, which: str) -> str:
-    """The learner's name of a weight's adapter ``which``, "A" or "B"."""
+    """Returns the learner's name of a weight's adapter ``which``, "A" or "B"."""
     return _WEIGHT.sub(rf"lora_{which}\1", weight)
 
 
 def hf_adapter_name(weight: str, which: str) -> str:
-    """peft's name of a Hugging Face matrix's adapter, without its prefix ``base_model.model.``."""
+    """Returns peft's name of a Hugging Face matrix's adapter, without its prefix ``base_model.model.``."""
     return f"{weight.removesuffix('.weight')}.lora_{which}.weight"
 
 
@@ -92,9 +92,9 @@ class LoraLayouts(AdapterLayouts):
         return {part: one.rank for one in rows for part in one.parts}
 
     def described(self, shape: ModelShape, model: Path) -> Mapping[str, object]:
-        """The adapter_config.json of a folder of them, beside the model of the folder ``model``."""
-        # peft 0.21 has experts of one tensor a layer, as transformers 5 does, gate and up in one: twice the rank there.
-        # Where it takes the linears' names for experts', those of dense layers and shared experts are named as
+        """Returns the adapter_config.json of a folder of adapters for the model of the folder ``model``."""
+        # peft 0.21 has experts of one tensor a layer, like transformers 5, gate and up in one: twice the rank there.
+        # If it takes the linears' names for experts', those of dense layers and shared experts are named as
         # parameters, which vLLM 0.32 and SGLang 0.5.21 do not read.
         lora, by_part, rank = self.lora, self.ranks(megatron_layout(shape)), self.lora.rank or 0
         routed = {part.removesuffix(".weight"): each for part, each in by_part.items() if "{expert}" in part}
@@ -126,7 +126,7 @@ def layouts_of(learner: LearnerSection) -> LoraLayouts:
 
 
 def adapted_rows(table: Sequence[ParamSpec], shape: ModelShape, lora: LoraSection) -> Iterator[AdaptedRow]:
-    """The rows of a table of the learner that have adapters."""
+    """Yields the rows of a table of the learner that have adapters."""
     ranks = lora.ranks(shape)
     for spec in table:
         if not spec.frozen and _LINEAR.search(spec.name) and (rank := ranks.get(_target(spec))) is not None:

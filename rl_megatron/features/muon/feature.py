@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class MuonSection(Section):
-    """The setting of ``name=muon`` alone."""
+    """The setting of ``name=muon`` only."""
 
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """The update of a matrix [rows, columns] is multiplied by 0.2 sqrt(max(rows, columns)), so that learning rates of
     AdamW fit (Moonlight, arXiv:2502.16982), or by sqrt(max(1, rows / columns)) (kellerjordan.github.io/posts/muon), as
-    torch.optim.Muon does. What AdamW steps has the same learning rate."""
+    torch.optim.Muon does. AdamW's parameters have the same learning rate."""
 
 
 class MuonKeys(Section):
@@ -30,7 +30,7 @@ class MuonKeys(Section):
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Its setting without it."""
+    """Yields an error if its setting is set without it."""
     section = learner.optimizer
     assert isinstance(section, MuonKeys)
     if section.name != "muon" and section.muon.model_dump(exclude_defaults=True):

@@ -6,7 +6,7 @@ The rule: each matrix of a decoder layer that is a linear map is stepped by itse
 also those of each expert. Routers are among them, as in Moonlight (arXiv:2502.16982) and megatron-core's ``muon.py``.
 AdamW steps the rest, as there: the embedding, the output layer, a critic's value layer, norms, biases, sinks.
 
-What is other than in megatron-core: experts are shared out also where dense parameters are not, the exchange takes one
+Differences from megatron-core: experts are shared out even if dense parameters are not, the exchange takes one
 buffer of `_BUCKET` bytes and not a second copy of the model, and a checkpoint loads into any layout.
 """
 
@@ -55,15 +55,15 @@ _CUT_BY: Mapping[str, int | None] = {  # modules; TransformerEngine also marks w
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices in a parameter. ``parts`` gives their views in a tensor of its shape, all but the last dimension of
-    a view being rows. Each is this rank's shard, along ``dim``, of one that the ranks of ``group`` hold together."""
+    """The matrices in a parameter. ``parts`` returns their views in a tensor of its shape; all dimensions of a view but
+    the last are rows. Each is this rank's shard, along ``dim``, of a matrix that the ranks of ``group`` share."""
 
     parts: Callable[[Tensor], Sequence[Tensor]]
     dim: int = 0
     group: dist.ProcessGroup | None = None
 
     def gather(self, own: Tensor) -> Tensor:
-        """The whole matrix from its shards [m, n]. Every rank of the group calls it."""
+        """Returns the whole matrix from its shards [m, n]. Every rank of the group calls it."""
         if self.group is None:
             return own
         shards = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
@@ -71,7 +71,7 @@ class Matrices:
         return torch.cat(shards, self.dim)
 
     def shard(self, whole: Tensor) -> Tensor:
-        """This rank's shard of a whole matrix."""
+        """Returns this rank's shard of a whole matrix."""
         return whole if self.group is None else whole.chunk(self.group.size(), self.dim)[self.group.rank()]
 
 
@@ -80,34 +80,34 @@ def _one(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _halves(tensor: Tensor) -> Sequence[Tensor]:
-    """Gate [f, h] and up [f, h] of [2f, h]."""
+    """Returns gate [f, h] and up [f, h] of [2f, h]."""
     return tensor.chunk(2)
 
 
 def _by_group(sizes: Sequence[int], tensor: Tensor) -> Sequence[Tensor]:
-    """[groups, rows, h] for each of ``sizes``, of [groups * sum(sizes), h], where a group's rows are together."""
+    """Returns [groups, rows, h] for each of ``sizes``, of [groups * sum(sizes), h] with a group's rows together."""
     parts: Sequence[Tensor] = tensor.unflatten(0, (-1, sum(sizes))).split(list(sizes), 1)
     return parts
 
 
 def _fused_gate_up(tensor: Tensor) -> Sequence[Tensor]:
-    """Gate and up [f, h] of each expert of [n, h, 2f], where they are interleaved."""
+    """Returns gate and up [f, h] of each expert of [n, h, 2f], in which they are interleaved."""
     return [expert[:, first::2].T for expert in tensor for first in (0, 1)]
 
 
 def _stacked_gate_up(tensor: Tensor) -> Sequence[Tensor]:
-    """Gate and up [f, h] of each expert of [n, 2f, h]."""
+    """Returns gate and up [f, h] of each expert of [n, 2f, h]."""
     return [half for expert in tensor for half in expert.chunk(2)]
 
 
 WHOLE = Matrices(_one)
 """A parameter that is one matrix, whole on this rank."""
-_STACKED = {"gate_up_proj": Matrices(_stacked_gate_up), "down_proj": Matrices(torch.unbind)}  # of [n, h, f]
+_STACKED = {"gate_up_proj": Matrices(_stacked_gate_up), "down_proj": Matrices(torch.unbind)}  # [n, h, f]
 _FUSED = {"gate_up_proj": Matrices(_fused_gate_up), "down_proj": Matrices(lambda every: every.mT.unbind())}  # [h, f]
 
 
 def find_matrices(chunk: Any) -> Iterator[tuple[Tensor, Matrices | None]]:
-    """Every trained parameter of a chunk, in the order of the model, with its matrices; None: AdamW steps it."""
+    """Yields every trained parameter of a chunk, in the model's order, with its matrices; None: AdamW steps it."""
     for path, module in chunk.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
@@ -121,7 +121,7 @@ def _matrices_of(path: str, name: str, module: Any, parameter: Tensor, config: A
     if parameter.dim() != 2 or "bias" in name:
         return None
     kind = path.rpartition(".")[2]
-    marked = getattr(parameter, "tensor_model_parallel", False)  # as a layer of the user's own says that it is cut
+    marked = getattr(parameter, "tensor_model_parallel", False)  # a custom layer's mark that it is cut
     dim = _CUT_BY.get(kind, getattr(parameter, "partition_dim", None) if marked else None)
     if dim is not None and (group := _group(parameter)).size() > 1:
         return Matrices(_parts(kind, config), dim, group)
@@ -144,7 +144,7 @@ def _parts(kind: str, config: Any) -> Callable[[Tensor], Sequence[Tensor]]:
 
 
 def _group(parameter: Tensor) -> dist.ProcessGroup:
-    """The ranks that hold a parameter's shards together."""
+    """Returns the ranks that hold a parameter's shards together."""
     found: dist.ProcessGroup = (
         parallel_state.get_tensor_model_parallel_group()
         if getattr(parameter, "allreduce", True)
@@ -155,17 +155,17 @@ def _group(parameter: Tensor) -> dist.ProcessGroup:
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0: all but the smallest singular values end at 0.68 to 1.14
 _MOMENTUM = 0.95  # decay of the moving mean of gradients, Nesterov's
-_EPS = 1e-7  # of the norm, as torch.optim.Muon
+_EPS = 1e-7  # lower bound of the norm, the same as in torch.optim.Muon
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
-"""By what the update of a matrix with so many rows (outputs) and columns is multiplied: `MuonSection.scale`."""
+"""Factor of the update of a matrix with this many rows (outputs) and columns, by `MuonSection.scale`."""
 
 
 def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """``U V'`` of the singular value decomposition ``U S V'`` of [m, n], roughly: five steps of the quintic
-    Newton-Schulz iteration, computed in ``dtype``, which is the result's. In bfloat16 it is torch.optim.Muon's."""
+    """Approximates ``U V'`` of the singular value decomposition ``U S V'`` of [m, n] by five steps of the quintic
+    Newton-Schulz iteration. They and the result are in ``dtype``. In bfloat16 it is torch.optim.Muon's."""
     a, b, c = _QUINTIC
     tall = matrix.size(0) > matrix.size(1)
     x = (matrix.T if tall else matrix).to(dtype)
@@ -198,14 +198,14 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{"params": list(params)}], {"lr": lr, "scale": scale, "weight_decay": weight_decay})
 
     def create_state(self) -> None:
-        """Give parameters that were never stepped their zero momentum."""
+        """Gives parameters that were never stepped their zero momentum."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step every parameter by its ``grad``. Weight decay is decoupled from it."""
+        """Steps every parameter by its ``grad``. Weight decay is decoupled from it."""
         self.create_state()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -225,7 +225,7 @@ class Muon(torch.optim.Optimizer):
 
 
 _BUCKET = 64 << 20  # bytes that one broadcast carries, or one parameter
-_MOMENTS = 1, 2  # of Muon and of AdamW
+_MOMENTS = 1, 2  # Muon's and AdamW's
 
 
 class LayerWise(ChainedOptimizer):
@@ -253,10 +253,10 @@ class LayerWise(ChainedOptimizer):
         adam = _get_megatron_optimizer_based_on_param_groups(config, list(chunks), by_decay(config, chunks, others))
         super().__init__([_muon(config, matrices), adam])
         for part in self.chained_optimizers:
-            part.grad_stats_parallel_group = world  # where each gradient is on one rank
+            part.grad_stats_parallel_group = world  # each gradient is on one rank of it
 
     def step_with_ready_grads(self) -> bool:
-        """Step this rank's parameters, then exchange all."""
+        """Steps this rank's parameters, then exchanges all."""
         super().step_with_ready_grads()
         for group, owners in self._owned:
             if group.size() > 1:
@@ -264,11 +264,11 @@ class LayerWise(ChainedOptimizer):
         return True
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **_: Any) -> dict[str, Any]:
-        """This rank's state, each tensor under its parameter's global name and box, whichever ranks hold it.
+        """Returns this rank's state, each tensor under its parameter's global name and box, whichever ranks hold it.
 
         The count of AdamW's steps is that of all ranks: rank 0, which saves it, may have nothing to step with AdamW.
         """
-        # get_param_id_to_sharded_param_map logs other ranks' parameters, which fails where their memory is freed
+        # get_param_id_to_sharded_param_map logs other ranks' parameters, which fails if their memory is freed
         numbers, places = {id(p): n for n, p in enumerate(self._stepped)}, nested_values(model_sharded_state_dict)
         known = {numbers[key]: one for one in places if (key := id(getattr(one, "data", None))) in numbers}
         tensors = {}
@@ -279,7 +279,7 @@ class LayerWise(ChainedOptimizer):
         return {"tensors": tensors, "adam_steps": self._adam_steps()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `sharded_state_dict` said, with this layout's tensors."""
+        """Loads the state of `sharded_state_dict`, with this layout's tensors."""
         for number, name, tensor in self._state():
             tensor.copy_(state_dict["tensors"][f"{number}.{name}"])
         adam = self.chained_optimizers[1].optimizer
@@ -291,7 +291,7 @@ class LayerWise(ChainedOptimizer):
             count["step"] = torch.full_like(before, steps) if isinstance(before, Tensor) else steps
 
     def _state(self) -> Iterator[tuple[int, str, Tensor]]:
-        """The number of each parameter that this rank steps, and the names and tensors of its state, which is there."""
+        """Yields the number of each parameter that this rank steps, and the names and tensors of its existing state."""
         muon, adam = (part.optimizer for part in self.chained_optimizers)
         for number, parameter in enumerate(self._stepped):
             main = _main(parameter)
@@ -301,7 +301,7 @@ class LayerWise(ChainedOptimizer):
                 yield number, "fp32_param", main
 
     def _counts(self) -> list[dict[str, Any]]:
-        """What has AdamW's ``step``: states of torch's, groups of the fused ones."""
+        """Returns the holders of AdamW's ``step``: states of torch's, groups of the fused ones."""
         adam = self.chained_optimizers[1].optimizer
         return [one for one in (*adam.state.values(), *adam.param_groups) if "step" in one]
 
@@ -313,7 +313,7 @@ class LayerWise(ChainedOptimizer):
 
 
 def share_out(parameters: Sequence[tuple[Tensor, Matrices | None]], ranks: int) -> list[list[Tensor]]:
-    """The parameters whose state each rank holds: the largest first, each to the rank that has the least.
+    """Assigns each parameter's state to a rank: the largest first, each to the rank that has the fewest elements.
 
     Ranks of one tensor-parallel group share out the same sizes, so all shards of a matrix get the same place.
     """
@@ -329,10 +329,10 @@ def share_out(parameters: Sequence[tuple[Tensor, Matrices | None]], ranks: int) 
 
 @torch.no_grad()
 def exchange(owners: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
-    """Overwrite the parameters of each rank of ``group`` by those of their owner. Every rank of it calls it."""
+    """Overwrites the parameters of each rank of ``group`` by those of their owner. Every rank of it calls it."""
     for owner, parameters in enumerate(owners):
         for bucket in _buckets(parameters):
-            alone = len(bucket) == 1 and bucket[0].is_contiguous()  # the embedding, of which a copy would be large
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()  # a copy of the embedding would be large
             flat = bucket[0].view(-1) if alone else torch.cat([p.reshape(-1) for p in bucket])
             dist.broadcast(flat, group=group, group_src=owner)
             if group.rank() != owner and not alone:
@@ -341,7 +341,7 @@ def exchange(owners: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> No
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in turn, as many together as `_BUCKET` bytes hold, of one dtype."""
+    """Yields lists of successive parameters of one dtype, each of at most `_BUCKET` bytes or one parameter."""
     bucket: list[Tensor] = []
     for parameter in parameters:
         full = sum(p.nbytes for p in bucket) + parameter.nbytes > _BUCKET
@@ -370,10 +370,10 @@ def _muon(config: OptimizerConfig, matrices: dict[Tensor, Matrices]) -> Megatron
 
 
 def _no_state(*_: Any) -> None:
-    """`LayerWise` does not ask megatron for state: `rl_megatron.learner.optimizer.create_state` makes it."""
+    """Does nothing: `rl_megatron.learner.optimizer.create_state` makes the state of `LayerWise`, not megatron."""
 
 
 def _main(parameter: Tensor) -> Tensor:
-    """The float32 copy of a parameter that is stepped instead of it, if there is one."""
+    """Returns the float32 copy of a parameter that is stepped instead of it, if there is one."""
     found: Tensor = getattr(parameter, "main_param", parameter)
     return found

@@ -1,9 +1,9 @@
-"""Quantized weights in engine servers: the checkpoint that they have, its scales in layouts, and who writes it.
+"""Quantized weights in engine servers: their checkpoint, its scales in layouts, and its writer.
 
 fp8 is DeepSeek-V3's checkpoint (weights/formats/schemes.py). int8 is compressed-tensors' "int-quantized" with a scale
-for each output channel (vllm-project/compressed-tensors; vLLM's CompressedTensorsW8A8Int8): ``x.weight`` beside
-``x.weight_scale``, float32 [rows, 1]. Both have the engine quantize activations token by token. Scales are tensors of a
-layout: of the blocks that begin in a rank's boxes. Torch is imported as numbers are written.
+for each output channel (vllm-project/compressed-tensors; vLLM's CompressedTensorsW8A8Int8): ``x.weight`` and
+``x.weight_scale``, float32 [rows, 1]. With both the engine quantizes activations token by token. Scales are tensors of
+a layout: those of the blocks that begin in a rank's boxes. Torch is imported when numbers are written.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class Blocks:
     columns: int | None
 
     def edges(self, shape: Shape) -> tuple[int, int]:
-        """Rows and columns of a block of a matrix."""
+        """Returns rows and columns of a block of a matrix."""
         return self.rows, self.columns or shape[1]
 
     def grid(self, shape: Shape) -> Shape:
-        """Number of blocks along both dims, the last ones of which may be cut short."""
+        """Returns the number of blocks along both dims. The last blocks may be cut short."""
         return tuple(-(-size // edge) for size, edge in zip(shape, self.edges(shape), strict=True))
 
     def touched(self, box: Box, shape: Shape) -> Box:
-        """The blocks that have elements in a box."""
+        """Returns the blocks that have elements in a box."""
         edges = self.edges(shape)
         return tuple((low // edge, -(-high // edge)) for (low, high), edge in zip(box, edges, strict=True))
 
     def begun(self, box: Box, shape: Shape) -> Box:
-        """The blocks whose first element is in a box. Boxes that tile a matrix so tile its scales."""
+        """Returns the blocks with their first element in a box. Boxes that tile a matrix thus tile its scales."""
         edges = self.edges(shape)
         return tuple((-(-low // edge), -(-high // edge)) for (low, high), edge in zip(box, edges, strict=True))
 
     def kept(self, name: str, shape: Shape) -> bool:
-        """Whether a tensor is left as it is. Raises ConfigError for stacked experts, which have no such format."""
+        """True if a tensor is not quantized. Raises ConfigError for stacked experts, which have no such format."""
         if len(shape) > 2 and shape[1] != 1:  # [channels, 1, kernel] is a depthwise convolution
             raise ConfigError(
                 f"rollout.server.quantization: {name} {list(shape)} is not a matrix, and stacked experts cannot be "
@@ -82,14 +82,14 @@ BLOCKS: Mapping[str, Blocks] = {
 class ScaledLayout(Layout):
     """A layout by `add_scale_rows`: that of ``base``, and for each row with quantized weights one of their scales.
 
-    A rank has a tensor of a weight's scales if it holds a box of it, under the Hugging Face name, of the whole
-    `Blocks.grid`. Of these it is the holder of those blocks that begin in its boxes.
+    A rank that holds a box of a weight has a tensor of its scales, under the Hugging Face name, of the whole
+    `Blocks.grid`. It is the holder of the scales of those blocks that begin in its boxes.
     """
 
     base: Layout
     blocks: Blocks
-    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of quantized weights, by pattern
-    of_weights: Mapping[str, ParamSpec] = field(default_factory=dict)  # by the name of the row of their scales
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # pattern of a quantized weight -> its shape
+    of_weights: Mapping[str, ParamSpec] = field(default_factory=dict)  # name of the scales' row -> row of the weights
 
     @override
     def rows(self) -> list[ParamSpec]:
@@ -127,7 +127,7 @@ class ScaledLayout(Layout):
         return self.base.local_shapes(rank) | scales
 
     def held(self, rank: int) -> Iterator[tuple[Slice, str, str]]:
-        """The boxes of quantized weights that a rank holds, with names of the weight and of the parameter."""
+        """Yields the boxes of quantized weights that a rank holds, with names of the weight and of the parameter."""
         at = coordinates(self.dims, rank)
         for spec in self.of_weights.values():
             slices = [one for one in self.base.chunks(spec)[at.on(spec.axis)] if one.hf in self.shapes]
@@ -140,7 +140,7 @@ class ScaledLayout(Layout):
                         yield one, name, param
 
     def cut_weights(self) -> Iterator[tuple[str, Shape]]:
-        """The weights of which some block is in several boxes, and their grids of blocks; the same on all ranks."""
+        """Yields weights with a block in several boxes, and their grids of blocks; the same on all ranks."""
         for spec in self.of_weights.values():
             slices = [one for chunk in self.base.chunks(spec) for one in chunk if one.hf in self.shapes]
             cut = dict.fromkeys(one.hf for one in slices if self._touched(one) != self._begun(one))
@@ -156,7 +156,7 @@ class ScaledLayout(Layout):
         return self.blocks.begun(one.hf_box, self.shapes[one.hf])
 
     def _scales(self, one: Slice) -> Slice | None:
-        """The scales of the blocks that begin in a box; None if none do, or its tensor has no scales."""
+        """Returns the scales of the blocks that begin in a box; None if none do, or its tensor has no scales."""
         if one.hf not in self.shapes or any(low == high for low, high in self._begun(one)):
             return None
         grid, name = self.blocks.grid(self.shapes[one.hf]), one.hf + self.blocks.suffix
@@ -167,7 +167,7 @@ class ScaledLayout(Layout):
 
 
 def add_scale_rows(layout: Layout, hf: Layout, blocks: Blocks) -> ScaledLayout:
-    """The layout of quantized weights and their scales, of which ``hf`` is the checkpoint's.
+    """Returns the layout of quantized weights and their scales; ``hf`` is the checkpoint's layout.
 
     Raises ConfigError for a model that has no such format.
     """
@@ -273,15 +273,15 @@ ENCODINGS: Mapping[str, Quantization | None] = {"none": None, **{kind: Quantizat
 
 
 def encoding(config: RunConfig) -> Encoding | None:
-    """The encoding of a run's weights."""
+    """Returns the encoding of a run's weights."""
     return ENCODINGS[config.rollout.server.quantization]
 
 
 def block_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """A line for each weight whose blocks the servers' ranks, or the parts of a fused parameter, would cut.
+    """Yields a line for each weight with blocks that servers' ranks, or the parts of a fused parameter, would cut.
 
-    vLLM 0.32.0 (validate_fp8_block_shape) and SGLang 0.5.21 (fp8.py) end at their start; vLLM would make smaller blocks
-    of the experts' scales, which a push cannot fill.
+    vLLM 0.32.0 (validate_fp8_block_shape) and SGLang 0.5.21 (fp8.py) exit at their start; vLLM would make smaller
+    blocks of the experts' scales, which a push cannot fill.
     """
     server, blocks = config.rollout.server, BLOCKS.get(config.rollout.server.quantization)
     ranks = engine_layout(config, shape) if blocks is not None else None
@@ -305,7 +305,7 @@ def block_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 
 
 def _cut_block(one: Slice, whole: Shape, blocks: Blocks, *, ends: bool) -> str:
-    """How a rank's box of a weight of shape ``whole`` is cut inside a block; with ``ends`` the last may be shorter."""
+    """Describes a cut of a rank's box inside a block of a weight of shape ``whole``; with ``ends``, its end is none."""
     for what, (low, high), size, edge in zip(("rows", "columns"), one.hf_box, whole, blocks.edges(whole), strict=True):
         uncut = (low, high) == (0, size) and (ends or what == "columns")
         if (high - low) % edge and not uncut:

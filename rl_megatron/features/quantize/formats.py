@@ -34,26 +34,26 @@ from rl_megatron.weights.formats.quantize import (
 )
 from rl_megatron.weights.routes.ends import view
 
-_BAND = 2**24  # elements that are widened at once
+_BAND = 2**24  # elements that are widened together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFormat:
-    """One format. ``scales`` makes blocks' scales of their largest absolute values; ``round`` makes numbers."""
+    """One format. ``scales`` computes blocks' scales from their largest absolute values; ``round`` makes numbers."""
 
     blocks: Blocks
     scales: Callable[[Tensor], Tensor]
     round: Callable[[Tensor], Tensor]
 
     def maxima(self, values: Tensor, start: Sequence[int], shape: Shape) -> Tensor:
-        """The largest absolute value in each block that ``values`` [r, c] touch, float32; NaN is larger than any.
+        """Returns the largest absolute value in each block that ``values`` [r, c] touch, float32; NaN is the largest.
 
         ``values`` are a box that begins at ``start`` of a weight of ``shape``.
         """
         return block_maxima(values, start, self.blocks.edges(shape))
 
     def fill(self, out: Tensor, values: Tensor, scales: Tensor, start: Sequence[int], shape: Shape) -> None:
-        """Write the numbers of a box of a weight that has ``scales``."""
+        """Writes the numbers of a box of a weight that has ``scales``."""
         edges = self.blocks.edges(shape)
         for low, high in _bands(values):
             at = start[0] + low, start[1]
@@ -62,7 +62,7 @@ class EngineFormat:
     def change(
         self, numbers: Tensor, values: Tensor, scales: Tensor, start: Sequence[int], shape: Shape
     ) -> tuple[float, float]:
-        """The squared Frobenius norms of a box, and of what quantizing changed in it."""
+        """Returns the squared Frobenius norms of a box, and of its change by quantization."""
         edges, squares, errors = self.blocks.edges(shape), 0.0, 0.0
         for low, high in _bands(values):
             band = values[low:high].float()
@@ -72,7 +72,7 @@ class EngineFormat:
         return squares, errors
 
     def write(self, name: str, values: Tensor, weight: Tensor, scales: Tensor) -> tuple[float, float]:
-        """Quantize ``values`` [r, c] into ``weight`` and ``scales``. Returns what `change` does.
+        """Quantizes ``values`` [r, c] into ``weight`` and ``scales``. Returns the norms of `change`.
 
         Raises SyncError that names a tensor with NaN or infinite values.
         """
@@ -86,12 +86,12 @@ class EngineFormat:
 
 
 def non_finite_error(name: str) -> SyncError:
-    """The refusal of a tensor."""
+    """Returns the error for a tensor with NaN or infinite values."""
     return SyncError(f"{name} has values that are NaN or infinite: the learner's weights are broken")
 
 
 def _bands(values: Tensor) -> Iterator[tuple[int, int]]:
-    """Rows [low, high) that are widened at once."""
+    """Yields rows [low, high) that are widened together."""
     step = max(_BAND // max(values.shape[1], 1), 1)
     for low in range(0, len(values), step):
         yield low, min(low + step, len(values))
@@ -105,14 +105,14 @@ FORMATS: Mapping[str, EngineFormat] = {
     ),
     "int8": EngineFormat(blocks=BLOCKS["int8"], scales=partial(scales_to, LARGEST_INT8), round=to_int8),
 }
-"""By rollout.server.quantization, where that is not none."""
+"""The format of each rollout.server.quantization except none."""
 
 
-_REDUCED = 2**24  # scales that ranks compare at once
+_REDUCED = 2**24  # scales that ranks compare in one call
 
 
 class Quantizer(Encoder):
-    """The scales of the weights of which ``rank`` of ``layout`` has boxes, in ``tensors``, for a version at a time.
+    """The scales of the weights with boxes in ``tensors`` on ``rank`` of ``layout``, for a version at a time.
 
     Scales are ``added``; numbers have no copy. Blocks that several ranks share have the scale of the whole block.
     Refers to the tensors' storage: change them in place.
@@ -147,7 +147,7 @@ class Quantizer(Encoder):
                     maxima = self._form.maxima(view(self._values[param], place), _start(box), whole)
                     there = view(grid, self._layout.blocks.touched(box, whole))
                     there.copy_(torch.maximum(there, maxima.to(there.device)))
-        self._flat.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # of which the larger is not defined
+        self._flat.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum with NaN is undefined
         if self._layout.dims.world_size > 1:
             self._share(reduce)
         if not bool(self._flat.isfinite().all()):
@@ -189,7 +189,7 @@ class Quantizer(Encoder):
                 raise WeightError(f"{name}: it is sent as {dtype}, but the engine's ranks hold it as {dtype_of(name)}")
 
     def _share(self, reduce: Callable[[Tensor], object]) -> None:
-        """Give the blocks that several boxes share the largest maximum of any."""
+        """Gives the blocks that several boxes share the largest maximum of any."""
         for names in _batches(self._layout):
             flat = torch.zeros(sum(map(prod, names.values())), device=self._flat.device)
             pieces = dict(zip(names, flat.split([prod(grid) for grid in names.values()]), strict=True))
@@ -202,7 +202,7 @@ class Quantizer(Encoder):
 
 
 def _batches(layout: ScaledLayout) -> Iterator[dict[str, tuple[int, ...]]]:
-    """The shapes of scales of which ranks may have parts, the same on all ranks."""
+    """Yields batches of the grids of weights that boxes cut inside blocks, the same on all ranks."""
     out: dict[str, tuple[int, ...]] = {}
     for name, grid in layout.cut_weights():
         out[name] = grid
