@@ -28,11 +28,11 @@ _LOSSLESS: Mapping[str, object] = {
     "speculative_accept_threshold_single": 1.0,
     "speculative_accept_threshold_acc": 1.0,
 }
-"""SGLang's settings with which the model's own layer proposes, and what is sampled has the model's distribution."""
+"""SGLang's settings with which the model's own layer proposes, and samples have the model's distribution."""
 
 
 class Drafts(EngineHooks):
-    """Counts what servers' draft layers proposed, and what was accepted, from one push to the next."""
+    """Counts tokens that servers' draft layers proposed, and accepted ones, from one push to the next."""
 
     def __init__(self, name: str, shape: ModelShape) -> None:
         super().__init__(name, shape)
@@ -40,12 +40,12 @@ class Drafts(EngineHooks):
         self._proposed = self._accepted = 0.0
 
     async def counts(self, server: Server) -> tuple[float, float]:
-        """How many tokens the server has proposed since its start, and how many of them it accepted."""
+        """Returns the number of tokens that the server has proposed since its start, and of those it accepted."""
         raise NotImplementedError
 
     @override
     async def paused(self, server: Server) -> None:
-        """Leaves out what a server counted before its first push."""
+        """Adds the server's counts, without those before its first push."""
         if not self.given(server):
             return
         proposed, accepted = await self.counts(server)
@@ -116,7 +116,7 @@ class SGLangDrafts(Drafts):
             return ()
         return (
             *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(given)),
-            *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(given + 1)),  # and the last token
+            *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(given + 1)),  # one more, the last token
         )
 
     @override

@@ -27,10 +27,10 @@ class DraftSection(Section):
     """The draft layer after the decoder, which proposes tokens to an engine that decodes speculatively."""
 
     train: bool = False
-    """Train the draft layer beside the policy, on detached hidden states, embedding and output matrix, so that no
-    gradient of the policy changes. It has an optimizer of its own, at the policy's learning rate, and its gradient is
-    clipped by its own norm. It is pushed, saved and exported with the policy. false: it stays as it was in
-    model.path, whose draft layer exports have."""
+    """Train the draft layer together with the policy, on detached hidden states, embedding and output matrix, so that
+    no gradient of the policy changes. It has its own optimizer, at the policy's learning rate, and its gradient is
+    clipped by its own norm. It is pushed, saved and exported with the policy. false: it stays as it was in model.path,
+    and exports have that draft layer."""
 
 
 class DraftKeys(Section):
@@ -44,18 +44,18 @@ class DraftTokenKeys(Section):
 
     draft_tokens: NonNegative = 0
     """Tokens that the model's draft layer proposes at each step of a server, which accepts or replaces them so that
-    what is sampled stays the model's (docs/sft.md); 0 is off. Needs learner.draft.train=true: pushes then
-    bring the layer beside the model."""
+    the distribution of samples stays the model's (docs/sft.md); 0 is off. Needs learner.draft.train=true: pushes then
+    include the layer."""
 
 
 def of_server(server: ServerSection) -> int:
-    """Tokens that a server's draft layer proposes at each step; 0: it does not."""
+    """Returns the number of tokens that a server's draft layer proposes at each step; 0: it does not."""
     assert isinstance(server, DraftTokenKeys)
     return server.draft_tokens
 
 
 def of_learner(learner: LearnerSection) -> DraftSection:
-    """The feature's keys of the learner's section."""
+    """Returns the feature's keys of the learner's section."""
     assert isinstance(learner, DraftKeys)
     return learner.draft
 
@@ -72,8 +72,8 @@ def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
 
 
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-    """Bytes of what one pass of the draft layer keeps, and of the embedding's copy on a last stage that is not the
-    first."""
+    """Adds the bytes that one pass of the draft layer keeps, and those of the embedding's copy on a last stage that is
+    not the first."""
     if not of_learner(learner).train:
         return terms
     last = rank.stage == learner.dims.pp - 1
@@ -81,9 +81,9 @@ def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms
 
 
 def _passes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """What the layer keeps between its two passes, which follow each other, and its parts around the decoder's layer:
-    seven hidden states of this rank's tokens (of the decoder, the embedding, both normed, joined twice as wide, and the
-    last norm's), and the gathered one that log-probs are made of."""
+    """Returns the bytes kept from the forward to the backward pass: the decoder's layer and its surroundings. These are
+    seven hidden states of this rank's tokens (the decoder's, the embedding, both normed, both joined, which is twice
+    as wide, and the last norm's), and the gathered one for log-probs."""
     torch_layers = learner.model_copy(update={"layers": "torch"})
     of_layer = activation_bytes(torch_layers, shape, shape.num_layers - 1, rank.longest)
     around = (_STATES / learner.tp + 1) * shape.hidden_size * BYTES[learner.dtype]

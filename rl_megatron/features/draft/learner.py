@@ -1,8 +1,8 @@
-"""Trains a draft layer beside the policy: a module, gradient buffers and an optimizer of its own.
+"""Trains a draft layer together with the policy: a module with its own gradient buffers and optimizer.
 
-The policy's passes leave hidden states behind, detached, of which the draft layer computes its loss and gradient once
-the policy's loss is there. So nothing of the policy knows of it: its gradients, their buckets, norm and step are to the
-bit those of a run without. Every rank calls each method; ranks of other stages hold an empty module, since megatron's
+The draft layer computes its loss and gradient from detached hidden states of the policy's passes, once the policy's
+loss is computed. So no part of the policy depends on it: its gradients, their buckets, norm and step are to the bit
+those of a run without. Every rank calls each method; ranks of other stages hold an empty module, since megatron's
 optimizers reduce norms and count steps over all.
 """
 
@@ -37,14 +37,14 @@ _ALONE = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTokens:
-    """The position after each in its sequence: what a draft layer says, and whether that is trained."""
+    """The next position in its sequence for each: the target of the draft layer, and True if it is trained."""
 
     targets: Tensor  # [t]
     mask: Tensor  # [t] bool
 
 
 def make_hooks(built: Built) -> DraftTrainer | None:
-    """The draft layer of a policy; None for a model without one, as a critic. Every rank calls it."""
+    """Returns the draft layer of a policy; None for a model without one, like a critic. Every rank calls it."""
     return DraftTrainer(built) if built.shape.drafts else None
 
 
@@ -80,7 +80,7 @@ class DraftTrainer(LearnerHooks):
     @override
     @contextlib.contextmanager
     def around_pass(self) -> Iterator[None]:
-        """Passes in it leave their hidden states behind for `after_loss`. The first since a step copies the
+        """Keeps the hidden states of the passes within for `after_loss`. The first call since a step copies the
         embedding."""
         if self._stale:
             self._gather()
@@ -106,8 +106,8 @@ class DraftTrainer(LearnerHooks):
         return {"draft/loss": Metric(value=loss.detach(), weight=num_tokens)}
 
     def _logprobs(self, hidden: Tensor, micro_batch: PackedMicroBatch, after: NextTokens) -> Tensor:
-        """[t] of the tokens after the targets, of the distribution that is sampled from, from the decoder's output
-        [t / tp, 1, h]."""
+        """Returns log-probs [t] of the tokens after the targets, from the decoder's output [t / tp, 1, h]. They are of
+        the distribution that is sampled from."""
         assert self.model.layer is not None
         parallel = self.model.config.sequence_parallel
         inputs = embedded(self._embedding_weight, micro_batch.targets, sequence_parallel=parallel).to(hidden.dtype)
@@ -148,7 +148,7 @@ class DraftTrainer(LearnerHooks):
         return weight
 
     def _room(self, shape: ModelShape) -> Tensor | None:
-        """Memory for a copy of the embedding, if a last stage has neither it nor an output matrix tied to it."""
+        """Allocates a copy of the embedding, if a last stage has neither it nor an output matrix tied to it."""
         last = self._policy[-1]
         if not last.post_process or self._policy[0].pre_process or shape.tie_embeddings:
             return None
@@ -166,7 +166,7 @@ class DraftTrainer(LearnerHooks):
 
 
 def next_positions(packed: PackedMicroBatch, samples: Samples) -> NextTokens:
-    """What a draft layer learns of ``packed``, made from ``samples``. A sequence's last position has none after it."""
+    """Returns the targets of a draft layer for ``packed``, from ``samples``. A sequence's last position has none."""
     device, source = packed.targets.device, packed.source
     count = len(samples.input_ids)
     last = torch.zeros(count, dtype=torch.bool)
@@ -178,7 +178,7 @@ def next_positions(packed: PackedMicroBatch, samples: Samples) -> NextTokens:
 
 
 def _output_weight(model: Any) -> Tensor:
-    """[V / tp, h]; the embedding's if that is tied."""
+    """Returns the output matrix [V / tp, h]; the embedding's if that is tied."""
     tied = model.share_embeddings_and_output_weights
     weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     return weight

@@ -52,8 +52,7 @@ class Interrupted(StepHooks):
 
 
 def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ThinkingBudget | None:
-    """Returns the hooks that insert the text of ``rollout.interrupt``; None without ``earliest``. Warns if the text does
-    not fit."""
+    """Returns the hooks of ``rollout.interrupt``; None without ``earliest``. Warns of a text that does not fit."""
     section, most = interrupt_of(config.rollout), config.rollout.max_new_tokens
     if not section.earliest:
         return None

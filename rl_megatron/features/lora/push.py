@@ -94,7 +94,7 @@ class AdapterSync(ServedSync):
         run: str,
         nodes: int = 1,
     ) -> None:
-        """``run`` is the first part of all names. ``nodes`` is the number of a server's nodes, which read the folder."""
+        """``run`` is the first part of all names. ``nodes``: number of a server's nodes; each reads the folder."""
         places = places_of(config)
         assert places is not None
         self.servers, self._weights = AdapterVersions(engine, run=run, count=places.count), engine.weights

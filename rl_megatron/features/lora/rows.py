@@ -21,7 +21,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.layout import Band, Layout, ParamSpec, Piece, one
 
-_LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight(\{expert\})?$")  # megatron-core's and delta nets' linears
+_LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight(\{expert\})?$")  # names in megatron-core, delta nets
 _WEIGHT = re.compile(r"weight(\{expert\}|\d+)?$")
 OF_EXPERTS_ALONE = {
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),

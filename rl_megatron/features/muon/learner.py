@@ -313,7 +313,7 @@ class LayerWise(ChainedOptimizer):
 
 
 def share_out(parameters: Sequence[tuple[Tensor, Matrices | None]], ranks: int) -> list[list[Tensor]]:
-    """Assigns each parameter's state to a rank: the largest first, each to the rank that has the fewest elements.
+    """Assigns each parameter's state to a rank: the largest first, each to the rank that has the least state so far.
 
     Ranks of one tensor-parallel group share out the same sizes, so all shards of a matrix get the same place.
     """

@@ -305,7 +305,7 @@ def block_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 
 
 def _cut_block(one: Slice, whole: Shape, blocks: Blocks, *, ends: bool) -> str:
-    """Describes a cut of a rank's box inside a block of a weight of shape ``whole``; with ``ends``, its end is none."""
+    """Describes the rows or columns of a rank's box that cut a block; with ``ends`` the last block may be shorter."""
     for what, (low, high), size, edge in zip(("rows", "columns"), one.hf_box, whole, blocks.edges(whole), strict=True):
         uncut = (low, high) == (0, size) and (ends or what == "columns")
         if (high - low) % edge and not uncut:

@@ -1,4 +1,4 @@
-"""``learner.router``: what balances the load of experts."""
+"""``learner.router``: losses and bias updates that balance the load of experts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class BalanceKeys(Section):
     seq_aux_loss: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing loss of each sequence (arXiv:2412.19437)."""
     global_aux_loss: NonNegativeFloat = 0.0
-    """Coefficient of the load-balancing loss whose load is that of all ranks and of the optimizer step's micro-batches
-    so far (arXiv:2501.11873)."""
+    """Coefficient of the load-balancing loss with the load of all ranks and of the optimizer step's micro-batches so
+    far (arXiv:2501.11873)."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the mean squared logsumexp of a router's logits (arXiv:2202.08906)."""
     bias_update_rate: NonNegativeFloat = 0.0
@@ -38,7 +38,7 @@ class BalanceKeys(Section):
 
 
 def of_router(learner: LearnerSection) -> BalanceKeys:
-    """The feature's keys of the learner's section."""
+    """Returns the feature's keys of the learner's section."""
     assert isinstance(learner.router, BalanceKeys)
     return learner.router
 

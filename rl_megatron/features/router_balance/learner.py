@@ -11,8 +11,8 @@ tokens, each over N, and the layers' losses add up:
   since the last optimizer step, this one included (``global_aux_loss``). The loss is 1 for an even load.
 - ``z_loss``: ``1 / N * sum over tokens of logsumexp(logits)^2``.
 
-So a micro-batch or a sequence weighs as many tokens as it has, ``seq_aux_loss`` and ``z_loss`` depend neither on the
-layout nor on how the batch was split, and the others do on the split by what their ``f`` is of. Choices are the best k
+So the weight of a micro-batch or a sequence is its number of tokens. ``seq_aux_loss`` and ``z_loss`` do not depend on
+the layout and the split of the batch; the others depend on the split through ``f``. Choices are the best k
 probabilities, without selection biases, groups and replay, as in DeepSeek-V3 (arXiv:2412.19437); ``f`` has no gradient.
 """
 
@@ -53,15 +53,15 @@ class _Tokens:
 
 
 class _Balanced:
-    """One router: adds its losses where gradients are computed, and counts there the choices of trained tokens."""
+    """One router: in passes with gradients it adds its losses, and counts the choices of trained tokens."""
 
     def __init__(self, router: TopKRouter, section: BalanceKeys) -> None:
         self.router, self.coefficients = router, section.losses
-        self.now: _Tokens | None = None  # in a forward pass of a step
-        self.later: deque[_Tokens] = deque()  # of forward passes without gradient, which the backward pass repeats
+        self.now: _Tokens | None = None  # set during a forward pass of a step
+        self.later: deque[_Tokens] = deque()  # tokens of passes without gradient, which the backward pass repeats
         experts, device = router.config.num_moe_experts, router.weight.device
-        self.chosen = torch.zeros(experts, device=device)  # by this rank's tokens since the last step
-        self.everywhere = torch.zeros(experts, device=device)  # by all ranks' tokens; for global_aux_loss
+        self.chosen = torch.zeros(experts, device=device)  # choices of this rank's tokens since the last step
+        self.everywhere = torch.zeros(experts, device=device)  # choices of all ranks; for global_aux_loss
         self.values = torch.zeros(len(self.coefficients), device=device)  # this rank's shares, without coefficients
         self._route: Callable[..., tuple[Tensor, Tensor]] = router.routing
         router.routing = self._routing
@@ -78,7 +78,7 @@ class _Balanced:
         return probs, chosen
 
     def _tokens(self) -> _Tokens | None:
-        """What is routed now, if its gradients are computed. Recomputed passes come in the order of the first ones."""
+        """Returns the tokens routed now, if gradients are computed. Recomputed passes have the first passes' order."""
         if torch.is_grad_enabled():
             return self.now if self.now is not None or not self.later else self.later.popleft()
         if self.now is not None:
@@ -86,7 +86,7 @@ class _Balanced:
         return None
 
     def _loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
-        """This rank's share of the layer's losses, times their coefficients."""
+        """Returns this rank's share of the layer's losses, times their coefficients."""
         chosen, p = compute_routing_scores_for_aux_loss(
             logits, self.router.topk, self.router.score_function, padding_mask=~tokens.trained
         )
@@ -103,7 +103,7 @@ class _Balanced:
         return losses @ losses.new_tensor(list(self.coefficients.values()))
 
     def _share(self, kind: str, chosen: Tensor, tokens: _Tokens) -> Tensor:
-        """The share of choices that fell on each expert, [E], or of those of each token's sequence, [t, E]."""
+        """Returns each expert's share of choices, [E], or of those in each token's sequence, [t, E]."""
         if kind == "seq_aux_loss":
             zeros = chosen.new_zeros(tokens.num_segments, chosen.shape[1])
             counts = _summed(zeros.index_add_(0, tokens.segment_ids, chosen), self.router.tp_cp_group)
@@ -166,7 +166,7 @@ class Balance(LearnerHooks):
 
     @override
     def read(self) -> Mapping[str, Metric[float]]:
-        """``moe/<loss>`` for each loss with a coefficient: without it, the mean over layers."""
+        """Returns ``moe/<loss>``, without its coefficient, for each loss that has one: the mean over layers."""
         if not self._kinds:
             return {}
         none = torch.zeros(len(self._kinds), device=self._device)  # a stage may have no experts

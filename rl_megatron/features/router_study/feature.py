@@ -1,4 +1,4 @@
-"""``train.route_flips``: how many tokens get other experts in one pass than in another."""
+"""``train.route_flips``: the share of tokens with other experts in one pass than in another."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class RouteFlipsKeys(Section):
     """The feature's key of training."""
 
     route_flips: bool = False
-    """Whether each step measures how many tokens' experts differ between engine and learner, and before and after the
-    update, by layer, and which tokens' ratio left 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass over
-    the batch."""
+    """Whether each step measures the share of tokens with other experts in engine and learner, and before and after the
+    update, by layer, and of tokens with a ratio outside 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass
+    over the batch."""
 
 
 def of_train(section: TrainSection) -> bool:
-    """Whether each step counts route flips."""
+    """True if each step counts route flips."""
     assert isinstance(section, RouteFlipsKeys)
     return section.route_flips
 
@@ -32,7 +32,7 @@ _KEY = "train.route_flips=true"
 
 
 def alone(config: RunConfig) -> bool:
-    """Whether it alone asks engines for routes, so that no model is to read them."""
+    """True if only this feature requests routes from engines, so that no model reads them."""
     return config.asked_columns.get("routes") == _KEY
 
 

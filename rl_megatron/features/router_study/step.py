@@ -23,18 +23,18 @@ from rl_megatron.types import Samples
 RATIO_BAND = 0.2
 """Half the width of the band around 1 that a token's importance ratio leaves: PPO's clip range."""
 MAX_COUNTED_POSITIONS = 65_536
-"""Sampled tokens of a batch whose routes are compared; of more, evenly spaced ones."""
+"""Number of a batch's sampled tokens with compared routes; evenly spaced ones if there are more."""
 
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> RouteFlips | None:
-    """The counts of a run's steps; None without ``train.route_flips``."""
+    """Returns the hooks that count a run's flips; None without ``train.route_flips``."""
     return RouteFlips(alone=alone(config)) if of_train(config.train) else None
 
 
 class RouteFlips(StepHooks):
     """Compares the routes of the engine, of the policy before an update and of the one after it.
 
-    ``alone``: no model reads the engine's. Where they are replayed, no route flips: passes take those of the update's.
+    ``alone``: no model reads the engine's. With replay no route flips: passes take the routes of the update's.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -56,7 +56,7 @@ class RouteFlips(StepHooks):
 
     @override
     async def trained(self, found: ScoredSamples, ask: Ask) -> Row:
-        """Takes one more pass."""
+        """Counts flips of the update, by one more pass."""
         samples, replayed = found.samples, dense_column(found.samples.extra, "routes")
         new = await ask(LOGPROBS if replayed is not None else LOGPROBS | {"routes"})
         before = found.policy["routes"] if replayed is None else replayed
@@ -66,29 +66,29 @@ class RouteFlips(StepHooks):
 
 
 def flipped(routes: Tensor, others: Tensor) -> Tensor:
-    """Whether a position's experts differ as a set, [n, L] bool, of two routes [n, L, k] integers each."""
+    """Returns True where a position's experts differ as a set, [n, L], for two routes [n, L, k] integers each."""
     return (routes.sort(-1).values != others.sort(-1).values).any(-1)
 
 
 def engine_flips(engine: Tensor, learner: Tensor, mask: Tensor) -> Row:
-    """``moe/flips_engine``: the engine's experts beside those of the learner's pass, [N, L, k] each."""
+    """Returns ``moe/flips_engine``: the engine's experts compared with the learner's pass, [N, L, k] each."""
     counted = _counted(mask)
     return _shares("moe/flips_engine", flipped(engine[counted], learner[counted]))
 
 
 def update_flips(before: Tensor, after: Tensor, log_ratio: Tensor, mask: Tensor) -> Row:
-    """``moe/flips_update``, ``moe/first_flip/*`` and ``ratio/outside*`` of an update.
+    """Returns ``moe/flips_update``, ``moe/first_flip/*`` and ``ratio/outside*`` of an update.
 
     ``before`` and ``after`` [N, L, k] are the experts that passes with the old and the new policy used, ``log_ratio``
-    [N] the difference of their log-probs. A token's first flip is in the lowest layer whose experts differ; routers
-    above it have another input, so what follows is its effect too. Shares of a group without tokens are left out.
+    [N] the difference of their log-probs. A token's first flip is in the lowest layer with other experts; routers
+    above it have another input, so later flips are its effect too. Shares of a group without tokens are left out.
     """
     counted = _counted(mask)
     other = flipped(before[counted], after[counted])
     outside = (log_ratio[counted].exp() - 1).abs() > RATIO_BAND
     row = _shares("moe/flips_update", other)
     layers = other.shape[1]
-    first = torch.where(other.any(1), other.int().argmax(1), layers)  # of equal values argmax takes the first
+    first = torch.where(other.any(1), other.int().argmax(1), layers)  # argmax takes the first of equal values
     if len(outside):
         row["ratio/outside"] = float(outside.double().mean())
     for number in range(layers + 1):
@@ -100,13 +100,13 @@ def update_flips(before: Tensor, after: Tensor, log_ratio: Tensor, mask: Tensor)
 
 
 def _counted(mask: Tensor) -> Tensor:
-    """Positions of sampled tokens, [n], or so many of them as are counted."""
+    """Returns positions of sampled tokens, [n], at most `MAX_COUNTED_POSITIONS`."""
     sampled = mask.nonzero().view(-1)
     return sampled[:: -(-len(sampled) // MAX_COUNTED_POSITIONS) or 1]
 
 
 def _shares(name: str, other: Tensor) -> Row:
-    """The share of flips over all (token, layer); empty without tokens."""
+    """Returns the share of flips over all (token, layer); empty without tokens."""
     if not other.numel():
         return {}
     by_layer = other.double().mean(0).tolist()

@@ -1,4 +1,4 @@
-"""``algorithm.kl.teachers``: models that judge what the policy samples, on ranks or behind servers."""
+"""``algorithm.kl.teachers``: models that score the policy's samples, on ranks or in servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEACHERS = On("algorithm.kl.teachers", Not({}))
 
 
 def _roles(c: RunConfig) -> dict[str, RoleModel]:
-    """The teachers that have ranks of their own."""
+    """Returns the teachers that have separate ranks."""
     teachers = c.algorithm.kl.teachers if c.kind.samples else {}
     return {
         teacher_role(name): RoleModel(folder=one.path, key=f"algorithm.kl.teachers.{name}.path")
@@ -26,8 +26,8 @@ def _roles(c: RunConfig) -> dict[str, RoleModel]:
 
 
 def _problems(c: RunConfig) -> Iterator[str]:
-    """Teachers that judge no source, or several the same one, and prompts of their own that they cannot read."""
-    from rl_megatron.config.beside import teachers_with_prompt  # which sections import, and they this
+    """Yields errors for teachers of no source, several of the same one, and own prompts that they cannot read."""
+    from rl_megatron.config.beside import teachers_with_prompt  # sections import it, and it imports this
 
     kl, key = c.algorithm.kl, "algorithm.kl.teachers"
     if not kl.teachers:
@@ -51,7 +51,7 @@ def _problems(c: RunConfig) -> Iterator[str]:
 
 
 def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str]:
-    """A line for each reason why a teacher cannot read what is sampled behind a prompt of its own."""
+    """Yields a line for each reason why a teacher cannot read the samples after its own prompt."""
     from rl_megatron.config.beside import longest_scored_row
 
     key = f"algorithm.kl.teachers.{name}"

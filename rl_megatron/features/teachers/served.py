@@ -1,4 +1,4 @@
-"""A teacher behind engine servers as a frozen model: it says what it thinks of each token of a batch.
+"""A teacher in engine servers as a frozen model: it scores each token of a batch.
 
 Letters: S sequences, N positions of all of them, D data-parallel ranks, M micro-batches, k tokens of a teacher.
 """
@@ -26,7 +26,7 @@ from rl_megatron.interfaces import FrozenModel
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Batch, Samples, Scores, Want
 
-_CONCURRENCY, _RETRIES = 64, 5  # sequences in flight; after 1, 2, 4, ... seconds
+_CONCURRENCY, _RETRIES = 64, 5  # sequences in flight; retries after 1, 2, 4, ... seconds
 _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 
 
@@ -34,8 +34,8 @@ _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 class ServedTeacher(FrozenModel):
     """A teacher at a server.
 
-    It names ``top`` tokens at a place; all of ``vocab_size``, the policy's, where it has no more. Each attempt has a
-    connection of its own. Raises ConfigError for a ``token_file`` without a token.
+    It names ``top`` tokens at a place, or all of ``vocab_size``, the policy's, if that is less. Each attempt has its
+    own connection. Raises ConfigError for a ``token_file`` without a token.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ServedTeacher(FrozenModel):
         self._slots = asyncio.Semaphore(_CONCURRENCY)
 
     async def judge(self, text: Sequence[int], top: int) -> TopLogprobs:
-        """What it says of the text, with its ``top`` most probable tokens at each place. Raises EngineError."""
+        """Returns its log-probs of the text, with its ``top`` most probable tokens at each place. Raises EngineError."""
         given = f"algorithm.kl.teachers.{self.name}"
         try:
             return await retried(lambda: self._attempt(text, top), retries=_RETRIES, wait=1.0, about=given)
@@ -72,17 +72,18 @@ class ServedTeacher(FrozenModel):
             except Unauthorized as error:
                 if not server.token:
                     raise
-                raise TryAgain(str(error)) from error  # its file may hold another by then
+                raise TryAgain(str(error)) from error  # its file may hold another token at the next attempt
             finally:
                 await server.close()
 
     async def try_out(self) -> None:
-        """Ask it for a short text. Raises EngineError if it does not answer as it should."""
+        """Sends it a short text. Raises EngineError if it does not answer correctly."""
         await self.judge(_TRIED, 1)
 
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        """Positions of sequences without a masked-in target are 0, and are not asked for. Raises EngineError."""
+        """Scores positions; those of sequences without a masked-in target are 0, without a request. Raises
+        EngineError."""
         if others := want - {"logprobs", "top"}:
             raise EngineError(f"a teacher behind a server tells log-probs, and no {', '.join(sorted(others))}")
         samples, top = batch.samples, min(self.top, self.vocab_size) if "top" in want else 0
@@ -95,7 +96,7 @@ class ServedTeacher(FrozenModel):
         return {name: _in_micro_batches(batch, of_sequences[name]) for name in want}
 
     async def _judged(self, samples: Samples, one: int, top: int) -> tuple[Tensor, Tensor]:
-        """Log-probs [L - 1] and the most probable tokens [L - 1, 2, k] of a sequence of the samples."""
+        """Returns log-probs [L - 1] and the most probable tokens [L - 1, 2, k] of a sequence of the samples."""
         first, stop = samples.cu_seqlens[one : one + 2].tolist()
         if not samples.mask[first:stop].any():
             return torch.zeros(stop - first), torch.zeros(stop - first, 2, top)
@@ -112,7 +113,7 @@ class ServedTeacher(FrozenModel):
 
     @override
     async def forget(self) -> None:
-        """Servers keep nothing of a batch."""
+        """Does nothing: servers keep nothing of a batch."""
 
     @override
     async def start_from(self, folder: Path) -> None:
@@ -120,7 +121,7 @@ class ServedTeacher(FrozenModel):
 
     @override
     async def release(self) -> None:
-        """Servers' memory is no rank's."""
+        """Does nothing: servers' memory is not on a rank."""
 
 
 def _in_micro_batches(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Scores:
@@ -134,8 +135,8 @@ def _in_micro_batches(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Score
 async def served_teachers(
     config: RunConfig, shape: ModelShape, adapter_of: Callable[[str], Sampling], tell: Callable[[str], None]
 ) -> dict[str, ServedTeacher]:
-    """The configuration's teachers behind servers, by their roles, each tried once. Raises EngineError, and ConfigError
-    as they do."""
+    """Returns the configuration's teachers in servers, by role, after a first request to each. Raises EngineError, and
+    ConfigError as `ServedTeacher`."""
     kl = config.algorithm.kl
     teachers = {
         teacher_role(name): ServedTeacher(

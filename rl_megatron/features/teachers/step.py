@@ -1,6 +1,6 @@
-"""Asks teachers in place of the reference: what each reads of a batch, and what several say of it together.
+"""Teachers in place of the reference: the samples that each reads of a batch, and the mean of several teachers.
 
-Letters: S sequences, N positions (N' of what a teacher reads by a prompt of its own), k tokens of a teacher.
+Letters: S sequences, N positions (N' of the samples of a teacher with its own prompt), k tokens of a teacher.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rl_megatron.types import Prompt, RolloutGroup, Samples, Trajectory, Want
 
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> Teachers | None:
-    """What a run's teachers say of its batches; None without ``algorithm.kl.teachers``."""
+    """Returns the hooks of a run's teachers; None without ``algorithm.kl.teachers``."""
     return Teachers(config, frozenset(roles.models)) if config.algorithm.kl.teachers else None
 
 
 @dataclass(frozen=True, slots=True)
 class Teachers(StepHooks):
-    """Each judges the prompts of its sources. One without ``models`` of its own is the policy, or its average."""
+    """Teachers, each of which scores the prompts of its sources. One outside ``models`` is the policy or its average."""
 
     config: RunConfig
     models: frozenset[str]
@@ -57,11 +57,11 @@ class Teachers(StepHooks):
 def teacher_samples(
     groups: Sequence[RolloutGroup], name: str, part: NDArray[np.int64], *, success_reward: float
 ) -> Samples:
-    """The rows ``part`` of `to_samples`, what was sampled behind the prompt that the teacher ``name`` reads in place of
-    the policy's. Their log-probs are 0. Each has one turn.
+    """Returns the rows ``part`` of `to_samples`, with the prompt that the teacher ``name`` reads in place of the
+    policy's. Their log-probs are 0. Each has one turn.
 
-    Where that prompt has ``OTHER_COMPLETION_TOKEN``, it is the best completion of the group but the row's own, without
-    its end token; if that has a reward below ``success_reward``, the row is behind the policy's own prompt."""
+    ``OTHER_COMPLETION_TOKEN`` in that prompt stands for the group's best other completion, without its end token. If
+    that one's reward is below ``success_reward``, the row has the policy's own prompt."""
     ranked = [(group, nlargest(2, group.trajectories, key=lambda one: one.reward)) for group in groups]
     rows = [(of.prompt, best, one, row) for of, best in ranked for one in of.trajectories for row in one.chains]
     chosen = [rows[number] for number in part.tolist()]
@@ -75,8 +75,8 @@ def teacher_samples(
 def _before(
     prompt: Prompt, name: str, two_best: Sequence[Trajectory], own: Trajectory, success_reward: float
 ) -> Sequence[int]:
-    """The tokens before what was sampled, as the teacher ``name`` reads them. One of the ``two_best`` trajectories of
-    the group is another than ``own``, if it has several."""
+    """Returns the tokens before the sampled ones, as the teacher ``name`` reads them. One of the ``two_best``
+    trajectories of the group differs from ``own``, if it has several."""
     read = prompt.read_by[name]
     if OTHER_COMPLETION_TOKEN not in read:
         return read
@@ -96,11 +96,11 @@ def merge_teacher_logprobs(
     *,
     samples: Samples,
 ) -> dict[str, Tensor]:
-    """``ref_logprobs`` [N] float32, the means of the log-probs of each sequence's teachers by their ``weights``; and
-    ``ref_top`` [N, 2, k] of the only one, where it was asked for.
+    """Returns ``ref_logprobs`` [N] float32, the means of the log-probs of each sequence's teachers by their
+    ``weights``; and ``ref_top`` [N, 2, k] of the only teacher, if requested.
 
-    ``found`` has 0 where a teacher was not asked, and what one with a prompt of its own said of tokens that it read
-    goes where the policy sampled them; elsewhere it is 0. The weighted mean's k1 is the weighted sum of the teachers'.
+    ``found`` is 0 where a teacher was not asked. Scores by a teacher with its own prompt move to the places where the
+    policy sampled the tokens; others are 0. The weighted mean's k1 is the weighted sum of the teachers'.
     """
 
     def said(one: Judge, what: Want) -> Tensor:
@@ -109,7 +109,7 @@ def merge_teacher_logprobs(
             return column
         places, _ = gather_rows(samples.cu_seqlens, torch.from_numpy(one.part))
         out = column.new_zeros((len(samples.targets), *column.shape[1:]))
-        out[places[samples.mask[places]]] = column[one.read.mask]  # [N', ...] of the tokens that the policy sampled
+        out[places[samples.mask[places]]] = column[one.read.mask]  # [N', ...], tokens that the policy sampled
         return out
 
     of_sequences = torch.zeros(len(judges), samples.num_sequences, dtype=torch.float64)
