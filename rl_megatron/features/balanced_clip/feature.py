@@ -19,9 +19,9 @@ class BalanceSection(Section):
     """objective=clip: least share of tokens of positive advantage in the sum over |rho A|, clipped and weighed by the
     old policy's probability, to which ``clip_high`` is raised in steps of 0.05; null: the limits stay."""
     high: NonNegativeFloat = 2.0
-    """How far ``clip_high`` may be raised."""
+    """Limit to which ``clip_high`` may be raised."""
     low: NonNegativeFloat = 0.1
-    """What ``clip_low`` is where that is not enough, so that more tokens of negative advantage have no gradient."""
+    """Limit to which ``clip_low`` falls if that is not enough: more tokens of negative advantage have no gradient."""
 
 
 class BalancedClipKeys(Section):
@@ -31,13 +31,13 @@ class BalancedClipKeys(Section):
 
 
 def balance_of(config: RunConfig) -> BalanceSection:
-    """The feature's keys."""
+    """Returns the feature's keys."""
     assert isinstance(config.algorithm, BalancedClipKeys)
     return config.algorithm.balance
 
 
 def _passes(config: RunConfig) -> float:
-    """One over each later minibatch."""
+    """Counts one pass over each later minibatch."""
     return 0.0 if balance_of(config).share is None else config.train.epochs - 1 / config.train.minibatches
 
 

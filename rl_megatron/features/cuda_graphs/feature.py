@@ -37,13 +37,13 @@ def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
         return Keywords()
     if learner.own_layers is None:
         require_transformer_engine(_KEY, learner, shape)
-    return Keywords(model={"cuda_graph_impl": "local"})  # without a scope it captures whole layers
+    return Keywords(model={"cuda_graph_impl": "local"})  # captures whole layers, as it has no scope
 
 
 def _memory(learner: LearnerSection, shape: ModelShape, _rank: Rank, terms: Terms) -> Terms:
-    """What layers keep of the largest size is the graphs' own from the first pass on, also while servers sample. Beside
-    it each size has buffers for the first layer's input, the gradient of the last one's output, and the angles of
-    rotary embeddings."""
+    """Moves the activations of the largest size to the graphs, which keep them from the first pass on, also while
+    servers sample. Each size also has buffers for the first layer's input, the gradient of the last one's output, and
+    the angles of rotary embeddings."""
     if not (_asked(learner) and learner.padding.sizes):
         return terms
     buffers = 2 * shape.hidden_size * BYTES[learner.dtype] / learner.tp + shape.rotary_dim * BYTES["float32"]

@@ -47,7 +47,7 @@ class Graphs(LearnerHooks):
 
     @override
     def warm_up(self) -> Sequence[PackedMicroBatch]:
-        """Micro-batches of each size, for a pass at whose end megatron captures all layers."""
+        """Returns micro-batches of each size, for a pass at the end of which megatron captures all layers."""
         tp, most = parallel_state.get_tensor_model_parallel_world_size(), self._padding.sequences
         return [
             pack_micro_batch(_sample_inputs(size), tp=tp, cp=1, cp_rank=0, device=self._device, sequences=most)
@@ -57,7 +57,7 @@ class Graphs(LearnerHooks):
     @override
     @contextlib.contextmanager
     def around_score(self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Layers compute without graphs for other weights, which graphs would not read, and where none `fit`."""
+        """Makes layers compute without graphs for other weights, which graphs would not read, and if none `fit`."""
         aside = self._layers if weights or not self.fit(micro_batches) else []
         for layer in aside:
             layer._should_call_local_cudagraph = lambda *_, **__: False
@@ -68,7 +68,7 @@ class Graphs(LearnerHooks):
                 del layer._should_call_local_cudagraph
 
     def fit(self, micro_batches: Sequence[Samples]) -> bool:
-        """Whether there are graphs for all of them, as for those that `data.packing` makes of a run's batches."""
+        """True if there are graphs for all of them, as for those that `data.packing` makes of a run's batches."""
         longest, most = self._padding.sizes[-1], self._padding.sequences or 0
         return all(m.num_sequences <= most and len(m.input_ids) <= longest for m in micro_batches)
 
@@ -87,7 +87,7 @@ def _sample_inputs(size: int) -> Samples:
 
 
 def _pool() -> Any:
-    """megatron's pool of static buffers, which takes no buffer back that a gradient flows through.
+    """Returns megatron's pool of static buffers, but it takes no buffer back that a gradient flows through.
 
     megatron's own takes the first layer's input back once its forward pass is captured, and gives the buffer to the
     gradient of the last layer's output. A replayed backward pass then reads that gradient in place of the input: the
@@ -103,8 +103,8 @@ def _pool() -> Any:
 
 
 def _manager(config: TransformerConfig) -> Any:
-    """megatron's manager of a layer's graphs, which gives them megatron's own packed parameters: they take tensors,
-    numbers and text, and ours have tuples. The longest sequence is as long as the micro-batch, so that it is static."""
+    """Returns megatron's manager of a layer's graphs, but it gives them megatron's own packed parameters: graphs take
+    tensors, numbers and text, ours have tuples. The longest sequence is as long as the micro-batch, so it is static."""
 
     class Manager(cuda_graphs.CudaGraphManager):
         def __call__(self, layer: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:

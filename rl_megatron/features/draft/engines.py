@@ -116,7 +116,7 @@ class SGLangDrafts(Drafts):
             return ()
         return (
             *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(given)),
-            *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(given + 1)),  # one more, the last token
+            *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(given + 1)),  # drafts + last token
         )
 
     @override

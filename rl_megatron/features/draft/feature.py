@@ -81,9 +81,9 @@ def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms
 
 
 def _passes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """Returns the bytes kept from the forward to the backward pass: the decoder's layer and its surroundings. These are
-    seven hidden states of this rank's tokens (the decoder's, the embedding, both normed, both joined, which is twice
-    as wide, and the last norm's), and the gathered one for log-probs."""
+    """Returns the bytes kept between the two passes, which follow each other, by the decoder's layer and around it.
+    Around it are seven hidden states of this rank's tokens, and the gathered one for log-probs. The seven: the
+    decoder's, the embedding, both normed, both joined (twice as wide), and the last norm's."""
     torch_layers = learner.model_copy(update={"layers": "torch"})
     of_layer = activation_bytes(torch_layers, shape, shape.num_layers - 1, rank.longest)
     around = (_STATES / learner.tp + 1) * shape.hidden_size * BYTES[learner.dtype]

@@ -29,7 +29,7 @@ class FollowKeys(Section):
 
 
 def follow_of(kl: KLSection) -> FollowKeys:
-    """The feature's keys of the KL's section."""
+    """Returns the feature's keys of the KL's section."""
     assert isinstance(kl, FollowKeys)
     return kl
 
@@ -54,7 +54,7 @@ FEATURE = Feature(
 
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> Following | None:
-    """The reference's steps; None for a run whose reference does not follow."""
+    """Returns the hooks that move the reference; None for a run with a frozen reference."""
     kl = follow_of(config.algorithm.kl)
     if not config.reference_moves or kl.follow_rate is None:
         return None

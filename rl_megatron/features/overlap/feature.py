@@ -43,13 +43,13 @@ class OverlapKeys(Section):
 
 
 def overlap_of(learner: LearnerSection) -> OverlapSection:
-    """The feature's keys of the learner's section."""
+    """Returns the feature's keys of the learner's section."""
     assert isinstance(learner, OverlapKeys)
     return learner.overlap
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Nothing to reduce."""
+    """Yields an error if there is nothing to reduce."""
     d = learner.dims
     if overlap_of(learner).gradients and d.dp * d.cp == 1 and d.tp == d.ep * d.etp:
         yield (
@@ -69,8 +69,8 @@ def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
 
 
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-    """Adds what a float32 head takes: zeros of its size announce the weight's gradient to autograd, beside the hidden
-    states and their gradient."""
+    """Adds the bytes of a float32 head: zeros of its size announce the weight's gradient to autograd, in addition to
+    the hidden states and their gradient."""
     if not overlap_of(learner).gradients or learner.head_dtype is None or not terms["logits"]:
         return terms
     rows = 2 * rank.tokens + shape.vocab_size / learner.tp
@@ -83,7 +83,7 @@ def _work(learner: LearnerSection, shape: ModelShape, length: float) -> Mapping[
 
 
 class Reducing(LearnerHooks):
-    """Has the schedule hold the reduction of gradients back in all micro-batches but the last, and checks each pass."""
+    """Delays the schedule's reduction of gradients until the last micro-batch, and checks each pass."""
 
     def __init__(self, built: Built) -> None:
         self._wrapped, self._passes = built.chunks, 0
@@ -96,7 +96,7 @@ class Reducing(LearnerHooks):
     def around_pass(self) -> Iterator[None]:
         """Raises RLMegatronError for a second pass since `clear`, because the gradients of the first are being reduced;
         and for parameters that got no gradient: megatron would wait for them."""
-        if self._config.no_sync_func is None:  # a pass of one micro-batch by itself, whose gradients stay
+        if self._config.no_sync_func is None:  # a pass of a single micro-batch: its gradients stay
             yield
             return
         if self._passes:
@@ -119,7 +119,7 @@ class Reducing(LearnerHooks):
         self._passes = 0
 
 
-_NAMED = 5  # an error names at most so many parameters
+_NAMED = 5  # parameters that an error names at most
 _ONE, _TWO, _OUT = "leave one of them out", "set one of the two", "leave it out"
 _GRADIENTS, _GATHERS = On("learner.overlap.gradients", True), On("learner.overlap.parameters", True)
 _SHARED = On("learner.overlap.shared_experts", True)

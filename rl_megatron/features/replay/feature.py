@@ -33,7 +33,7 @@ class ReplayKeys(Section):
 
 
 def of_algorithm(section: AlgorithmSection) -> Replay:
-    """Which experts the passes of an update use."""
+    """Returns the source of the experts in the passes of an update."""
     assert isinstance(section, ReplayKeys)
     return section.routing_replay
 
@@ -47,12 +47,12 @@ def _wants(config: RunConfig) -> frozenset[Want]:
 
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> Replayed | None:
-    """None where nothing is replayed, or what the engine chose, which samples have already (r3)."""
+    """Returns the hooks of r2. None without replay, and for r3: samples already have the engine's routes."""
     return Replayed() if of_algorithm(config.algorithm) == "r2" else None
 
 
 class Replayed(StepHooks):
-    """Has the passes of an update replay what the learner's own pass over the old policy chose (r2)."""
+    """Makes the passes of an update replay the experts of the learner's pass over the old policy (r2)."""
 
     @override
     def scored(self, found: ScoredSamples) -> ScoredSamples:
@@ -90,7 +90,7 @@ _RULES: Sequence[Rule] = (
 
 FEATURE = Feature(
     name="replay",
-    active=lambda _: True,  # it acts where samples have routes, or are asked for them
+    active=lambda _: True,  # it acts if samples have routes or routes are requested
     keys={"algorithm": ReplayKeys},
     rules=_RULES,
     columns=(

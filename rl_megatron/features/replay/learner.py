@@ -37,8 +37,8 @@ class _Replay(RouterReplay):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.learns = False  # whether the forward pass has a backward pass
-        self.real: Tensor  # [t] bool, which tokens are neither padding nor of a copy
+        self.learns = False  # True if the forward pass has a backward pass
+        self.real: Tensor  # [t] bool, True for tokens that are neither padding nor of a copy
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # tokens replayed; those with other experts
 
     def get_replay_topk(
@@ -49,11 +49,11 @@ class _Replay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """RouterReplay's; in passes that learn it counts tokens, and those that the router would have sent to other
-        experts."""
+        """Replays as RouterReplay does. In passes with a backward pass it counts tokens, and those that the router
+        would have sent to other experts."""
         probs, chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         forward = self.router_replay_action is RouterReplayAction.REPLAY_FORWARD
-        if forward and (torch.is_grad_enabled() or not self.learns):  # else a backward pass replays it, from the queue
+        if forward and (torch.is_grad_enabled() or not self.learns):  # otherwise a backward pass replays it, queued
             self.replay_backward_list.pop()
         if forward and self.learns and default_compute_topk is not None:
             _, own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
@@ -121,7 +121,7 @@ class Routing(LearnerHooks):
             router.set_target_indices(mine[:, self._layers.index(number)])
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
-        for _, router in self._routers[chunk]:  # until the chunk's next forward pass its layers are only recomputed
+        for _, router in self._routers[chunk]:  # layers are only recomputed until the chunk's next forward pass
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     @override

@@ -1,4 +1,4 @@
-"""``reward_models``: sequence classifiers on ranks of their own, which rewards ask while engines sample."""
+"""``reward_models``: sequence classifiers on separate ranks, which rewards call while engines sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _roles(c: RunConfig) -> dict[str, RoleModel]:
 
 
 def _problems(c: RunConfig) -> Iterator[str]:
-    """A line for each reward model on ranks that nobody asks, or that is asked and not there or too small."""
+    """Yields a line for each reward model on ranks that no reward calls, or that is called and missing or too small."""
     if not c.kind.samples:
         return
     rewards = {"reward": c.reward} | {reward_key(name): one for name, one in c.own_rewards.items()}
@@ -37,7 +37,7 @@ def _problems(c: RunConfig) -> Iterator[str]:
 
 
 def _longer_than_a_micro_batch(c: RunConfig) -> Iterator[str]:
-    """A line for each set whose completions a reward model on ranks would be shown in part; training's fit."""
+    """Yields a line for each set with completions longer than a reward model on ranks can read; training's fit."""
     before, most = c.rollout.max_prompt_tokens, c.learner.max_tokens_per_micro_batch
     of_training = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
     for name, one in c.eval.sets.items():

@@ -1,8 +1,8 @@
 """Sends only elements whose bits changed since the version before: lossless, bit for bit.
 
-For networks that are slower than memory. A sender keeps a copy of what it sent last; a receiver uses its own weights as
-the base. If the two ends of a pair have not finished the same version, as at first and after a failure, the whole
-bucket is sent; so it is if its changes would not be smaller. Digests cover the whole boxes after the change.
+For networks that are slower than memory. A sender keeps a copy of the values it sent last; a receiver uses its own
+weights as the base. The whole bucket is sent if the two ends of a pair have not finished the same version (at first
+and after a failure), or if its changes are not smaller. Digests cover the whole boxes after the change.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 2**16  # elements whose places differ in 16 bits
+_BLOCK = 2**16  # elements with places that differ in 16 bits
 
 
 class Changes(Compression):
-    """The changes of one process's parcels. Between moves nobody but the transport may write its destination."""
+    """The changes of one process's parcels. Between moves only the transport may write its destination."""
 
     def __init__(self) -> None:
-        self._base: dict[int, Tensor] = {}  # what was sent last, by parcel
+        self._base: dict[int, Tensor] = {}  # id of a parcel -> the values sent last
         self._finished = -1
         self._same: list[bool] = []
 

@@ -52,7 +52,7 @@ class ServedTeacher(FrozenModel):
         self._slots = asyncio.Semaphore(_CONCURRENCY)
 
     async def judge(self, text: Sequence[int], top: int) -> TopLogprobs:
-        """Returns its log-probs of the text, with its ``top`` most probable tokens at each place. Raises EngineError."""
+        """Returns log-probs of the text and the ``top`` most probable tokens at each place. Raises EngineError."""
         given = f"algorithm.kl.teachers.{self.name}"
         try:
             return await retried(lambda: self._attempt(text, top), retries=_RETRIES, wait=1.0, about=given)
@@ -82,8 +82,7 @@ class ServedTeacher(FrozenModel):
 
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        """Scores positions; those of sequences without a masked-in target are 0, without a request. Raises
-        EngineError."""
+        """Requests scores, except of sequences without a masked-in target, which are 0. Raises EngineError."""
         if others := want - {"logprobs", "top"}:
             raise EngineError(f"a teacher behind a server tells log-probs, and no {', '.join(sorted(others))}")
         samples, top = batch.samples, min(self.top, self.vocab_size) if "top" in want else 0

@@ -32,7 +32,7 @@ def make_hooks(config: RunConfig, roles: RunComponents) -> Teachers | None:
 
 @dataclass(frozen=True, slots=True)
 class Teachers(StepHooks):
-    """Teachers, each of which scores the prompts of its sources. One outside ``models`` is the policy or its average."""
+    """Teachers; each scores the prompts of its sources. One outside ``models`` is the policy or its average."""
 
     config: RunConfig
     models: frozenset[str]
