@@ -1,6 +1,6 @@
 """Calls a function in another process, which the kernel ends at a limit of processor time or memory.
 
-No Python of this process can end one operation of C, as a power of great integers, which also keeps Python's lock.
+No Python of this process can end one operation of C, like a power of large integers, which also keeps Python's lock.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections.abc import Callable
 from typing import IO, Any
 
 WAIT_SECONDS = 60.0  # the longest wait for a process, which a busy machine may delay
-_PASSED = ("LD_LIBRARY_PATH", "TZ")  # variables; tokens in others are not for a stranger's template
+_PASSED = ("LD_LIBRARY_PATH", "TZ")  # variables; tokens in others are not for a foreign template
 _MOST_SHOWN = 500  # bytes of a process's last words in an error
 
 
 class LimitExceeded(Exception):
-    """A call took more than a limit. The text says which, of "it"."""
+    """A call took more than a limit. The text names the limit, and calls the call "it"."""
 
 
 class ProcessFailed(Exception):
-    """The process did not start, ended with a status, was killed by another, or stood still. The text says how."""
+    """The process did not start, ended with a status, was killed by another, or hung. The text says which."""
 
 
 class BoundedProcess:
@@ -46,14 +46,14 @@ class BoundedProcess:
     def ask(self, seconds: float, *arguments: object) -> Any:
         """Returns what the function returns for the arguments: JSON.
 
-        Raises LimitExceeded for ``seconds`` of processor time, for memory and for a call that crashes it twice,
-        ProcessFailed for what the call is not to blame for.
+        Raises LimitExceeded for ``seconds`` of processor time, for memory and for a call that crashes it twice.
+        Raises ProcessFailed for faults that the call did not cause.
         """
         request = pickle.dumps((seconds, arguments))
         with self._lock:
             for _ in range(2):  # another program may have ended it, so one retry is fair
                 process, reply = self.process or self.start(), b""
-                self.process = None  # a call that is interrupted leaves it in an unknown state
+                self.process = None  # an interrupted call leaves it in an unknown state
                 try:
                     reply = _exchanged(process, request)
                 finally:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TemplateValue = bool | int | float | str
 SECONDS = 5.0
-"""Of processor time; templates take milliseconds, so that a busy machine or a stopped process ends none."""
+"""Limit of processor time; templates take milliseconds, so that a busy machine or a stopped process ends none."""
 MEMORY_BYTES = 2 << 30
 _MODULE = "rl_megatron.chat_templates"
 _LONG = 1 << 20  # characters of a text
@@ -152,7 +152,7 @@ def _answer(template: Template, variables: Mapping[str, Any]) -> tuple[str, int 
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> Template:
-    """The template with the filters, functions and tags that transformers gives it."""
+    """Compiles the template with the filters, functions and tags that transformers gives it."""
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     sandbox.filters["tojson"] = _to_json
     sandbox.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -170,7 +170,7 @@ def _raise(message: str) -> None:
 
 
 class _Generation(Extension):
-    """The tag around what an assistant writes, which is shown as it is."""
+    """The tag around an assistant's text, which is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -181,7 +181,7 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Gives and refuses what its base does, which asks at each lookup whether the attribute of a type is safe.
+    """A sandbox with its base's rules, which caches whether the attribute of a type is safe.
 
     A history is rendered again for each turn, and a template looks up some ten attributes of each of its messages.
     """

@@ -136,7 +136,7 @@ def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 class ColumnWriter:
     """The columns of a document with only [first index, count] of each in its JSON: pydantic's ``context`` of it.
 
-    Each kind is a file of numpy's format, without pickles: ``tokens.npy`` has the tokens of all completions one after
+    Each kind is a file of numpy's format, without pickles. ``tokens.npy`` has the tokens of all completions one after
     the other (int32), ``logprobs.npy`` float32, ``columns.npy`` the bytes of their `Column`s, and ``texts.npy`` UTF-8.
     """
 
@@ -272,7 +272,7 @@ class _ByName(_Numbers):
 
 
 class HasColumns:
-    """A type with the field ``columns``; JSON of an older checkpoint has one of them as a field of its own."""
+    """A type with the field ``columns``; JSON of an older checkpoint has one of them as a separate field."""
 
     __slots__ = ()
 

@@ -1,6 +1,6 @@
 """Sizes and checksums of files, computed by the process that writes them and verified by one that reads them. No torch.
 
-XXH3 with 128 bits (Cyan4973/xxHash) finds torn and flipped bytes as surely as SHA-256 and reads as fast as memory
+XXH3 with 128 bits (Cyan4973/xxHash) finds torn and flipped bytes as surely as SHA-256. It reads as fast as memory
 delivers, SHA-256 at 1 to 2 GB/s a core. It finds no forgery; nor would SHA-256 in a file next to the data.
 """
 

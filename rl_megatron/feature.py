@@ -2,7 +2,7 @@
 
 A feature of this package is a folder ``features/<name>`` with a ``feature.py`` that holds `FEATURE`. Another package
 brings one by an entry point of the group `GROUP`: ``name = "its.module:FEATURE"``. A declaration is data and imports no
-torch, so a login node reads it. Code that acts on a rank is named by text, and is imported only where it runs.
+torch, so a login node reads it. Code that acts on a rank is named by text, and is imported only on the rank.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class Pushes:
     sync: str
     """``package.module:function`` that makes the `ServedSync` of a run, called by `launcher.servers.pool`."""
     ends: str
-    """``package.module:function``, called by `launcher.worker.learner_rank` on every rank, that makes the `Staging` of
-    its adapters, and a function that gets the message of ``sync`` before a version is staged."""
+    """``package.module:function`` that makes the `Staging` of its adapters, and a function that gets the message of
+    ``sync`` before a version is staged. `launcher.worker.learner_rank` calls it on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class Feature:
     keys: Mapping[str, type[Section]] = field(default_factory=dict)
     """Its keys by the section that gets them, such as ``{"learner": DraftKeys}``."""
     may_change: frozenset[str] = frozenset()
-    """Full names of those of its keys that a resumed run may change."""
+    """Full names of its keys that a resumed run may change."""
     rules: Sequence[Rule] = ()
     """Needs and exclusions of its keys, checked as a configuration is loaded, also if the feature is not active."""
     learner_rules: Sequence[Rule] = ()
@@ -241,10 +241,10 @@ class Feature:
     passes: Callable[[RunConfig], float] = lambda _: 0.0
     """For the same: the number of its passes of the policy without gradients over a step's rows."""
     changes: Mapping[str, str] = field(default_factory=dict)
-    """A change that makes each of its own terms of ``memory`` smaller, for messages."""
+    """A change that makes each of its terms of ``memory`` smaller, for messages."""
     check_files: str | None = None
-    """``package.module:function`` that gets the folder from which a run starts, whose tensors can be read, and its
-    `ModelShape`, and yields a kind (problem or note) and a text for each finding."""
+    """``package.module:function`` that yields a kind (problem or note) and a text for each finding. It gets the folder
+    from which a run starts, with readable tensors, and its `ModelShape`."""
     metrics: MetricTuples = ()
     """Rows of the table of metrics."""
     recorded: Mapping[str, tuple[On, str]] = field(default_factory=dict)
@@ -275,7 +275,7 @@ class Feature:
     """``package.module:function`` that gets the shape of a policy, the learner's section and this rank's chunks of it,
     before they get gradient buffers, and adds parameters. Every rank calls it."""
     export: str | None = None
-    """``package.module:function`` as `exported`, for checkpoints of its own."""
+    """``package.module:function`` like `exported`, for its own checkpoints."""
     learner: str | None = None
     """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None leaves a model alone."""
     step: str | None = None
@@ -343,7 +343,7 @@ class Encoding(Protocol):
         ...
 
     def write(self, name: str, values: Tensor, held: Mapping[str, Tensor]) -> tuple[float, float] | None:
-        """Writes a plain tensor into those of the encoded checkpoint, ``held``. Returns the squared Frobenius norms of
+        """Writes a plain tensor into the encoded checkpoint's, ``held``. Returns the squared Frobenius norms of
         the tensor and of its change by the encoding; None if nothing changed. Raises SyncError that names a tensor that
         cannot be encoded."""
         ...

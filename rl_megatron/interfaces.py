@@ -92,9 +92,9 @@ class Scorer(Protocol):
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
         """Returns all scores in ``want``, from one pass. Routers replay the batch's ``routes``, if any, unless they
-        record. Raises RLMegatronError for a score that this model cannot compute.
+        record.
 
-        """
+        Raises RLMegatronError for a score that this model cannot compute."""
         ...
 
     async def forget(self) -> None:
@@ -213,16 +213,16 @@ class RunComponents:
     """Everything a run needs, as started by a launcher. Models are known by their roles' names."""
 
     learners: Mapping[str, Learner]
-    """``policy``, and ``critic`` where the algorithm has one."""
+    """``policy``, and ``critic`` if the algorithm has one."""
     frozen: Mapping[str, FrozenModel]
     """``reference`` if there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers`` that is not the
-    policy itself, on ranks or in servers: a step calls them, and frees the data that they hold for it."""
+    policy itself, on ranks or in servers. A step calls them, and frees the data that they hold for it."""
     engine: RolloutEngine
     weights: WeightSync
     reward_models: Mapping[str, FrozenModel] = field(default_factory=dict)
     """``reward_<name>`` of each of ``reward_models``, on separate ranks: rewards call them while engines sample."""
     together: Sequence[SharedRanks] = ()
-    """Models called by one request, by the ranks that hold them. A model outside them gets requests of its own."""
+    """Models called by one request, by the ranks that hold them. A model outside them gets separate requests."""
     engine_metrics: Callable[[], Mapping[str, float]] = dict
     """Returns the metrics of the engine's servers; every step calls it once, after its push."""
     gpus: Sequence[str] = ()

@@ -203,7 +203,7 @@ class RolloutGroup:
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
-    greedy: RolloutGroup | None = None  # one greedy completion of the prompt, where the baseline asks for it
+    greedy: RolloutGroup | None = None  # one greedy completion of the prompt, if the baseline needs it
     demonstration: RolloutGroup | None = None  # one trajectory from the data, not sampled
 
     @property
@@ -225,10 +225,10 @@ class Samples:
     advantages: Tensor  # [N] float32
     rollout_logprobs: Tensor  # [N] float32, the engine's
     old_logprobs: Tensor  # [N] float32, the policy's as the update starts
-    ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference; this and the rest where needed
+    ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference; this and the rest if needed
     ref_top: Tensor | None = None  # [N, 2, k] float32, its most probable tokens and their log-probs
     old_values: Tensor | None = None  # [N] float32, of the critic at the start of the update
-    returns: Tensor | None = None  # [N] float32, what the critic learns where ``mask`` is True
+    returns: Tensor | None = None  # [N] float32, the critic's targets where ``mask`` is True
     proximal_share: Tensor | None = None  # [N] float32, the old policy: 0 is the rollout's, 1 the current one
     nll_weights: Tensor | None = None  # [N] float32, weight of -log pi next to the policy loss, over its denominator
     old_kl_weights: Tensor | None = None  # [N] float32, of each token's KL to the old policy (tokens.choose=kl_cov)
@@ -334,7 +334,7 @@ class Batch:
     Ranks hold rows of ``samples`` and take ``sequences`` of them; ``micro_batches`` are the same in this process.
     """
 
-    samples: Samples  # those of the whole step: other batches may have the rest of them
+    samples: Samples  # the whole step's: other batches may have the rest of them
     sequences: tuple[tuple[Tensor, ...], ...]  # [D][M], int64 each: which sequences of the samples they hold
     micro_batches: Sequence[Sequence[Samples]]  # [D][M], each gathered from the samples when it is read
     num_tokens: int  # masked-in targets of the whole batch

@@ -16,8 +16,8 @@ class BalanceSection(Section):
     """Widens the clip of each minibatch from ``clip_low`` and ``clip_high``."""
 
     share: PositiveFraction | None = None
-    """objective=clip: least share of tokens of positive advantage in the sum over |rho A|, clipped and weighed by the
-    old policy's probability, to which ``clip_high`` is raised in steps of 0.05; null: the limits stay."""
+    """objective=clip: lowest share of tokens of positive advantage in the sum over |rho A|, clipped and weighted by the
+    old policy's probability. ``clip_high`` is raised in steps of 0.05 until it is reached. null: the limits stay."""
     high: NonNegativeFloat = 2.0
     """Limit to which ``clip_high`` may be raised."""
     low: NonNegativeFloat = 0.1

@@ -1,4 +1,4 @@
-"""Adapts the clip to each minibatch, until tokens of positive advantage have their share of the loss (BAPO)."""
+"""Adapts the clip to each minibatch until tokens of positive advantage have their share of the loss (BAPO)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_megatron.types import Batch
 
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> BalancedClip | None:
-    """The limits of a run's minibatches; None without ``algorithm.balance.share``."""
+    """Returns the hooks that adapt the clip; None without ``algorithm.balance.share``."""
     return None if balance_of(config).share is None else BalancedClip(config, roles)
 
 
@@ -27,7 +27,7 @@ class BalancedClip(StepHooks):
     """The limits of a step's minibatches, on the controller, over all of a minibatch's tokens: the same in every
     layout.
 
-    Ratios are those of the policy before the minibatch's optimizer step. For the first one they come from the scores
+    Ratios are the policy's before the minibatch's optimizer step. For the first one they come from the scores
     of the batch; later ones take a pass of the policy each.
     """
 
@@ -42,7 +42,7 @@ class BalancedClip(StepHooks):
 
     @override
     async def limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits:
-        """The limits of the minibatch."""
+        """Returns the limits of the minibatch."""
         current, self._scored = self._scored, None
         if current is None:
             with watch("logprobs"):

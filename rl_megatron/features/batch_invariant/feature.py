@@ -35,7 +35,7 @@ def _asked(learner: LearnerSection) -> bool:
 
 
 def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
-    """Selects FlashAttention in one split; megatron-core after 0.16.1 needs its generation, and takes only the third."""
+    """Selects FlashAttention in one split. megatron-core after 0.16.1 needs its generation, and takes only 3."""
     if not _asked(learner):
         return Keywords()
     require_transformer_engine(_KEY, learner, shape)

@@ -26,9 +26,9 @@ from rl_megatron.types import Samples
 
 
 class Graphs(LearnerHooks):
-    """The graphs of a rank's layers. A process has those of one model: megatron's record of them is global.
+    """The graphs of a rank's layers. A process has one model's graphs: megatron's record of them is global.
 
-    Raises ConfigError for a megatron-core whose graphs are made otherwise.
+    Raises ConfigError for a megatron-core that makes graphs differently.
     """
 
     def __init__(self, built: Built) -> None:
@@ -47,7 +47,7 @@ class Graphs(LearnerHooks):
 
     @override
     def warm_up(self) -> Sequence[PackedMicroBatch]:
-        """Returns micro-batches of each size, for a pass at the end of which megatron captures all layers."""
+        """Returns micro-batches of each size, for a pass after which megatron captures all layers."""
         tp, most = parallel_state.get_tensor_model_parallel_world_size(), self._padding.sequences
         return [
             pack_micro_batch(_sample_inputs(size), tp=tp, cp=1, cp_rank=0, device=self._device, sequences=most)
@@ -89,8 +89,8 @@ def _sample_inputs(size: int) -> Samples:
 def _pool() -> Any:
     """Returns megatron's pool of static buffers, but it takes no buffer back that a gradient flows through.
 
-    megatron's own takes the first layer's input back once its forward pass is captured, and gives the buffer to the
-    gradient of the last layer's output. A replayed backward pass then reads that gradient in place of the input: the
+    megatron's own pool takes the first layer's input back once its forward pass is captured. It gives the buffer to the
+    gradient of the last layer's output. A replayed backward pass then reads that gradient in place of the input. The
     gradients of the first layer's norm and of the embedding are wrong.
     """
 

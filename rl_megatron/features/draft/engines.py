@@ -90,7 +90,7 @@ class VLLMDrafts(Drafts):
 
 
 def read_counts(metrics: str) -> tuple[float, float]:
-    """Tokens that were proposed, and those accepted, over all data-parallel ranks; by the text of vLLM's /metrics."""
+    """Returns counts of proposed and accepted tokens over all data-parallel ranks, from vLLM's /metrics."""
     said = _COUNTED.findall(metrics)
     proposed, accepted = (sum(float(count) for kind, count in said if kind == one) for one in ("draft", "accepted"))
     return proposed, accepted
@@ -99,8 +99,8 @@ def read_counts(metrics: str) -> tuple[float, float]:
 class SGLangDrafts(Drafts):
     """SGLang 0.5.21 (arg_groups/speculative_hook.py, managers/tokenizer_manager.py).
 
-    The layer proposes its most probable token, which is accepted with the model's probability of it; else another is
-    drawn from the model's distribution without it (speculative/eagle_utils.py, `eagle_sample`).
+    The layer proposes its most probable token, which is accepted with the model's probability of it. Otherwise another
+    is drawn from the model's distribution without it (speculative/eagle_utils.py, `eagle_sample`).
     """
 
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({"--specu": _OWN_LAYER})
@@ -121,7 +121,7 @@ class SGLangDrafts(Drafts):
 
     @override
     def described(self, settings: Mapping[str, Any]) -> tuple[int, Sequence[str]]:
-        """``settings``: of its /server_info."""
+        """Reads ``settings`` of its /server_info."""
         if not settings.get("speculative_algorithm"):
             return 0, ()
         return int(settings["speculative_num_steps"]), [

@@ -43,9 +43,9 @@ class DraftTokenKeys(Section):
     """The feature's key of servers."""
 
     draft_tokens: NonNegative = 0
-    """Tokens that the model's draft layer proposes at each step of a server, which accepts or replaces them so that
-    the distribution of samples stays the model's (docs/sft.md); 0 is off. Needs learner.draft.train=true: pushes then
-    include the layer."""
+    """Tokens that the model's draft layer proposes at each step of a server (docs/sft.md); 0 is off. The server accepts
+    or replaces them so that samples have the model's distribution. Needs learner.draft.train=true: pushes then include
+    the layer."""
 
 
 def of_server(server: ServerSection) -> int:
@@ -72,8 +72,8 @@ def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
 
 
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-    """Adds the bytes that one pass of the draft layer keeps, and those of the embedding's copy on a last stage that is
-    not the first."""
+    """Adds the bytes that one pass of the draft layer keeps. A last stage that is not the first also has the
+    embedding's copy."""
     if not of_learner(learner).train:
         return terms
     last = rank.stage == learner.dims.pp - 1

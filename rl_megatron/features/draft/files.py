@@ -13,7 +13,7 @@ from rl_megatron.weights.layouts.tables.drafts import holds_draft
 
 
 def check_files(folder: Path, shape: ModelShape) -> Iterator[tuple[Literal["problem", "note"], str]]:
-    """Yields that the files have no draft layer, or one with an embedding or output matrix of its own."""
+    """Yields that the files have no draft layer, or one with its own embedding or output matrix."""
     if not holds_draft(tensor_names(folder)):
         text = "give a folder that has one, as the model is published, or leave it out"
         yield "problem", f"learner.draft.train=true, but no tensor in model.path={folder} is of a draft layer; {text}"

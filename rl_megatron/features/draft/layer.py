@@ -1,7 +1,7 @@
 """The draft layer of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) as a module of the last stage.
 
-At a position it reads the decoder's output, after the final norm as megatron-core and both engines take it, and the
-embedding of the token after the position's own; one decoder layer and a norm later it says the token after that one.
+At a position it reads the decoder's output and the embedding of the next token. The output is taken after the final
+norm, like in megatron-core and both engines. After one decoder layer and a norm it predicts the token after that one.
 Embedding and output matrix are the policy's. Names are megatron-core's (``weights.layouts.tables.drafts``).
 """
 
@@ -36,9 +36,9 @@ _PREFIX = "mtp.layers.0."
 
 
 class DraftHead(MegatronModule):
-    """The draft layer on ranks of the last pipeline stage, nothing on others.
+    """The draft layer on ranks of the last pipeline stage, empty on others.
 
-    Megatron asks it, as any chunk of a model, for the embedding that first and last stages share.
+    Megatron reads from it, as from any chunk of a model, the embedding that first and last stages share.
     """
 
     pre_process = post_process = share_embeddings_and_output_weights = False
@@ -60,7 +60,7 @@ class DraftHead(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The state under megatron-core's keys, which count draft layers from 0."""
+        """Returns the state under megatron-core's keys, which count draft layers from 0."""
         if self.layer is None:
             return {}
         found: dict[str, Any] = self.layer.sharded_state_dict(prefix + _PREFIX, sharded_offsets, metadata)
@@ -68,7 +68,7 @@ class DraftHead(MegatronModule):
 
 
 class DraftLayer(MegatronModule):
-    """Norms of both inputs, which a linear joins; a decoder layer as the model's last one; a norm."""
+    """Norms of both inputs, which a linear joins; a decoder layer like the model's last one; a norm."""
 
     def __init__(self, shape: ModelShape, config: DecoderConfig) -> None:
         super().__init__(config=config)
@@ -86,7 +86,7 @@ class DraftLayer(MegatronModule):
         self.final_layernorm = RMSNorm(config, size, eps)
 
     def forward(self, hidden: Tensor, embedded: Tensor, attention: PackedAttentionParams) -> Tensor:
-        """``hidden`` and ``embedded`` [t / tp, 1, h] -> [t / tp, 1, h], what the output matrix multiplies."""
+        """Maps ``hidden`` and ``embedded`` [t / tp, 1, h] to the output matrix's input [t / tp, 1, h]."""
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)
         mixed = gather_from_tensor_model_parallel_region(self.eh_proj(joined)[0])
         if self.config.sequence_parallel:
@@ -97,7 +97,7 @@ class DraftLayer(MegatronModule):
 
 
 def _config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
-    """The policy's, of torch's layers that keep what they compute: one layer's memory is there for one micro-batch."""
+    """Returns the policy's config with torch's layers and no recompute: one layer of one micro-batch fits in memory."""
     plain: dict[str, object] = {
         "layers": "torch",
         "recompute": RecomputeSection(),
@@ -111,8 +111,8 @@ def _config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
 
 @torch.no_grad()
 def embedded(weight: Tensor, tokens: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Rows of the embedding [V / tp, h] of ``tokens`` [t], of this rank's positions: [t / tp, 1, h]. Every TP rank
-    calls it."""
+    """Returns rows of the embedding [V / tp, h] for ``tokens`` [t] at this rank's positions: [t / tp, 1, h]. Every TP
+    rank calls it."""
     group = parallel_state.get_tensor_model_parallel_group()
     local = tokens - len(weight) * group.rank()
     here = (local >= 0) & (local < len(weight))

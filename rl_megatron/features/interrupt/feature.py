@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class InterruptSection(Section):
-    """Ends thinking that is too long: a text follows that the model did not sample and is not trained on, and the model
-    continues after it (ScaleRL). Only for completions to train on."""
+    """Ends thinking that is too long by a text that the model did not sample and is not trained on. The model continues
+    after it (ScaleRL). Only for completions to train on."""
 
     earliest: NonNegativeFloat = 0.0
     """Sampled tokens after which a completion that is still thinking (has no </think> yet) is interrupted, or below 1,

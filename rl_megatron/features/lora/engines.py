@@ -31,7 +31,7 @@ class HeldAdapters(EngineHooks):
         await server.told(f"{self.path}/load_lora_adapter", {"lora_name": version.name, "lora_path": str(folder)})
 
     async def unload(self, server: Server, version: NamedVersion) -> None:
-        """Forgets adapters; requests that vLLM has of them continue. Raises as `Server`."""
+        """Unloads adapters; running requests with them continue in vLLM. Raises as `Server`."""
         await server.told(f"{self.path}/unload_lora_adapter", {"lora_name": version.name})
 
     @override
@@ -46,7 +46,7 @@ class HeldAdapters(EngineHooks):
 
     @override
     def fits(self, found: object, given: object) -> bool:
-        """A run starts its own servers, with their places."""
+        """Returns True: a run starts its own servers, with their slots."""
         return True
 
     def ranks(self, given: AdapterSlots) -> Mapping[str, int]:
@@ -102,18 +102,18 @@ _LINEARS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *_OF_EXPERTS,
 )
-"""Of SUPPORTED_LORA_TARGET_MODULES (srt/utils/common.py)."""
+"""Names in SUPPORTED_LORA_TARGET_MODULES (srt/utils/common.py)."""
 
 
 class SGLangAdapters(HeldAdapters):
-    """SGLang 0.5.21. It also samples without adapters, which takes a place."""
+    """SGLang 0.5.21. It also samples without adapters, which takes a slot."""
 
     path, field = "", "lora_path"
 
     @override
     def options(self, count: int, ranks: Mapping[str, int], device: str) -> Sequence[str]:
-        """SGLang reads adapters by the loader of the model's first weights, and that of random ones reads nothing. This
-        one takes what memory held, for an empty file."""
+        """Returns options that set the load format: SGLang reads adapters by the loader of the model's first weights,
+        and that of random weights reads nothing. This one keeps the memory's values for an empty file."""
         return (
             *("--enable-lora", "--max-lora-rank", str(max(ranks.values())), "--max-loras-per-batch", str(count + 1)),
             *("--lora-target-modules", *_modules(ranks), "--load-format", "safetensors"),

@@ -95,8 +95,8 @@ def places_of(config: RunConfig) -> AdapterSlots | None:
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Yields errors for keys without effect, options that need gradients of the whole model or the same weights in each
-    pass, and experts of one tensor a layer."""
+    """Yields errors: keys without effect, experts of one tensor a layer, and options that need gradients of the whole
+    model or the same weights in each pass."""
     lora = lora_of(learner)
     if lora.rank is None:
         if changed := lora.model_dump(exclude_defaults=True):

@@ -59,7 +59,7 @@ def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[
 
 def raise_other_base(source: Path, held: HeldLora, base: str, where: str) -> None:
     """Raises CheckpointError if the adapters of ``source`` were trained on a model with another digest than ``base``,
-    that of ``where``. Older checkpoints have none."""
+    the digest of ``where``. Older checkpoints have none."""
     if held.base not in (None, base):
         raise CheckpointError(
             f"{source} holds adapters of another model than {where}: a sample of the weights that they were trained "

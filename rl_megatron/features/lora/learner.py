@@ -1,8 +1,8 @@
 """The adapters of a model on one rank: parameters added to its linears, merged into their weights while a pass runs.
 
-The weight itself is frozen. A module multiplies by W + alpha / rank * B A, computed in one product when its forward
-pass begins, and once more in its backward pass: autograd keeps none of the merged weights. That costs the products of
-full training, and gives the bits that engines get from a push.
+The weight itself is frozen. A module multiplies by W + alpha / rank * B A. It computes this in one product when its
+forward pass begins, and again in its backward pass: autograd does not keep the merged weights. That costs the products
+of full training, and gives the bits that engines get from a push.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class Adapters(ChunkAdapters):
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
-        """Puts the merged weights into the model's own tensors, and the frozen ones back, to the bit, from a copy in
-        the host's memory that the first call makes."""
+        """Puts the merged weights into the model's own tensors, and the frozen ones back, to the bit. These come from a
+        copy in the host's memory that the first call makes."""
         linears = [linear for site in self._sites for linear in site.linears]
         try:
             for linear in linears:
@@ -281,8 +281,8 @@ class _Kept(NamedTuple):
 
 
 class _Pass:
-    """One forward pass. Its merged weights are made again when the backward pass reads the first of them, and are freed
-    with the last that autograd keeps for it."""
+    """One forward pass. Its merged weights are made again when the backward pass reads the first of them. They are
+    freed with the last one that autograd keeps for it."""
 
     def __init__(self, linears: Sequence[Linear], merged: Sequence[Tensor]) -> None:
         self._linears, self._again = linears, list[Tensor]()

@@ -1,7 +1,6 @@
 """Creates adapters before the first step, and merges those of a run's checkpoint into their model, tensor by tensor.
 
-A sample of its numbers distinguishes that model from others of the same sizes.
-
+A sample of the model's numbers distinguishes it from others of the same sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rl_megatron.weights.checkpoints.streaming import Copy, OnProgress, Share, S
 from rl_megatron.weights.formats.hf_folder import config_text, is_draft
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 
-_SAMPLED = 4096  # numbers of a tensor
+_SAMPLED = 4096  # sampled numbers of a tensor
 
 
 class UntrainedAdapters(RandomWeights):
@@ -44,10 +43,10 @@ class UntrainedAdapters(RandomWeights):
 
 
 def base_digest(folder: Path, family: str | None = None) -> str:
-    """The digest of the first numbers of two tensors of each kind, of a checkpoint of either kind but for its draft
-    layers. They are rounded to bfloat16, so that a copy in other files or in that dtype has the same.
+    """Computes the digest of the first numbers of two tensors of each kind, of a checkpoint of either kind without its
+    draft layers. They are rounded to bfloat16, so that a copy in other files or in that dtype has the same digest.
 
-    It reads some 100 blocks of a MiB, however large the model is, and both matrices of a tied pair that are stored.
+    It reads some 100 blocks of a MiB for a model of any size, and both matrices of a tied pair if both are stored.
     Raises as `hf_tensors`.
     """
     shape = converted_shape(folder, family=family)
@@ -81,7 +80,7 @@ class _Merged:
 
 
 def export(source: Path, base: Path, out: Path, *, family: str | None, dtype: str) -> bool:
-    """`rl_megatron.feature.exported` for adapters, which are merged. Raises as `merge_adapters`."""
+    """Merges adapters for `rl_megatron.feature.exported`. Raises as `merge_adapters`."""
     if stored_lora(source) is None:
         return False
     merge_adapters(source, base, out, family=family, dtype=DType(dtype))
@@ -99,7 +98,7 @@ def merge_adapters(
     on_progress: OnProgress = lambda n, total: None,
     share: Share | None = None,
 ) -> list[int]:
-    """Write the Hugging Face folder ``base`` with the adapters of the checkpoint ``source`` merged into its weights.
+    """Writes the Hugging Face folder ``base`` with the adapters of the checkpoint ``source`` merged into its weights.
 
     Returns and raises as `megatron_to_hf`, and as `raise_other_base`.
     """
@@ -137,6 +136,6 @@ def _merged(tensor: Copy, a: Copy, b: Copy, scale: float, source: Sliceable) -> 
 
 
 def _whole(tensor: Copy, scale: float = 1.0) -> Tensor:
-    """All of a small tensor in float32, times ``scale``."""
+    """Returns a whole small tensor in float32, times ``scale``."""
     blocks = [to_tensor(block, tensor.dtype).float() for block in tensor.blocks(lambda n: None)]
     return torch.cat(blocks) * scale

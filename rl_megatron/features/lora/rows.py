@@ -1,8 +1,8 @@
-"""Layouts of LoRA adapters, derived from those of their matrices. No row is written by hand.
+"""Layouts of LoRA adapters, derived from the layouts of their matrices. No row is written by hand.
 
 A matrix that is cut along its rows has A whole and B cut alike; one that is cut along its columns has A cut alike and B
-whole. A local matrix of several Hugging Face matrices (queries over keys and values, gate over up) has their As one
-below the other, and one B, with rows in the order of its own. Names are peft's.
+whole. A local matrix of several Hugging Face matrices (queries over keys and values, gate over up) has all their As,
+one below the other. It has one B, with rows in the matrix's order. Names are peft's.
 """
 
 from __future__ import annotations

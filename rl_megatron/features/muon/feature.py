@@ -18,9 +18,9 @@ class MuonSection(Section):
     """The setting of ``name=muon`` only."""
 
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """The update of a matrix [rows, columns] is multiplied by 0.2 sqrt(max(rows, columns)), so that learning rates of
-    AdamW fit (Moonlight, arXiv:2502.16982), or by sqrt(max(1, rows / columns)) (kellerjordan.github.io/posts/muon), as
-    torch.optim.Muon does. AdamW's parameters have the same learning rate."""
+    """Factor of the update of a matrix [rows, columns]: 0.2 sqrt(max(rows, columns)), so that learning rates of AdamW
+    fit (Moonlight, arXiv:2502.16982), or sqrt(max(1, rows / columns)) (kellerjordan.github.io/posts/muon), like
+    torch.optim.Muon. AdamW's parameters have the same learning rate."""
 
 
 class MuonKeys(Section):

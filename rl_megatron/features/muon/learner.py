@@ -1,13 +1,13 @@
-"""Muon's step of matrices, and Muon with AdamW over one model. Data-parallel ranks share its parameters out whole, as
-megatron-core's ``layer_wise_optimizer.py``: a rank holds the state of its own, steps them, and then ranks exchange the
-new weights.
+"""Muon's step of matrices, and Muon with AdamW over one model. Data-parallel ranks share its whole parameters out, like
+megatron-core's ``layer_wise_optimizer.py``. A rank holds the state of its parameters and steps them. Then ranks
+exchange the new weights.
 
-The rule: each matrix of a decoder layer that is a linear map is stepped by itself: queries, keys, values, gate and up,
-also those of each expert. Routers are among them, as in Moonlight (arXiv:2502.16982) and megatron-core's ``muon.py``.
-AdamW steps the rest, as there: the embedding, the output layer, a critic's value layer, norms, biases, sinks.
+Each matrix of a decoder layer that is a linear map is stepped separately: queries, keys, values, gate and up, also in
+each expert. Routers are among them, as in Moonlight (arXiv:2502.16982) and megatron-core's ``muon.py``. AdamW steps the
+rest, as there: the embedding, the output layer, a critic's value layer, norms, biases, sinks.
 
-Differences from megatron-core: experts are shared out even if dense parameters are not, the exchange takes one
-buffer of `_BUCKET` bytes and not a second copy of the model, and a checkpoint loads into any layout.
+Differences from megatron-core: experts are shared out even if dense parameters are not. The exchange takes one
+buffer of `_BUCKET` bytes and not a second copy of the model. A checkpoint loads into any layout.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon for parameters that are several matrices, each stepped by itself, or shards of matrices.
+    """torch.optim.Muon for parameters that are several matrices, each stepped separately, or shards of matrices.
 
     ``matrices`` has an entry for each parameter that is not one whole matrix. Ranks that hold shards of a parameter
     have it at the same place in their lists, and step together. ``dtype`` is that of the iteration; the state, one

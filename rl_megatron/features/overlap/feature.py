@@ -69,8 +69,8 @@ def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
 
 
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-    """Adds the bytes of a float32 head: zeros of its size announce the weight's gradient to autograd, in addition to
-    the hidden states and their gradient."""
+    """Adds the bytes of a float32 head: zeros of its size announce the weight's gradient to autograd. The hidden states
+    and their gradient are there too."""
     if not overlap_of(learner).gradients or learner.head_dtype is None or not terms["logits"]:
         return terms
     rows = 2 * rank.tokens + shape.vocab_size / learner.tp

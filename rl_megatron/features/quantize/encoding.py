@@ -3,7 +3,7 @@
 fp8 is DeepSeek-V3's checkpoint (weights/formats/schemes.py). int8 is compressed-tensors' "int-quantized" with a scale
 for each output channel (vllm-project/compressed-tensors; vLLM's CompressedTensorsW8A8Int8): ``x.weight`` and
 ``x.weight_scale``, float32 [rows, 1]. With both the engine quantizes activations token by token. Scales are tensors of
-a layout: those of the blocks that begin in a rank's boxes. Torch is imported when numbers are written.
+a layout, for the blocks that begin in a rank's boxes. Torch is imported when numbers are written.
 """
 
 from __future__ import annotations

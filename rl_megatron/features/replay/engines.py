@@ -1,4 +1,4 @@
-"""How engines are started so that they return the experts that their routers choose."""
+"""The start of engines so that they return the experts that their routers choose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_megatron.feature import EngineHooks
 
 
 class Routes(EngineHooks):
-    """Servers that return routes, for the key with its value that asks for them; of others of a run they fit too."""
+    """Servers that return routes, for the key (with its value) that needs them; they also fit runs without it."""
 
     @override
     def arguments(self, given: str | None, device: str) -> Sequence[str]:
@@ -45,5 +45,5 @@ class SGLangRoutes(Routes):
 
     @override
     def described(self, settings: Mapping[str, Any]) -> tuple[bool, Sequence[str]]:
-        """``settings``: of its /server_info."""
+        """Reads ``settings`` of its /server_info."""
         return bool(settings.get("enable_return_routed_experts")), ()

@@ -27,9 +27,9 @@ class ReplayKeys(Section):
     """The feature's key of the algorithm."""
 
     routing_replay: Replay = "off"
-    """Which experts the passes of an update use: the router's choice (off), those of the learner's pass over the old
-    policy (r2), or those of the engine while it sampled, also in the pass over the old policy (r3);
-    docs/algorithms.md."""
+    """The experts that the passes of an update use (docs/algorithms.md). off: the router's choice. r2: the choice of
+    the learner's pass over the old policy. r3: the engine's choice while it sampled, also in the pass over the old
+    policy."""
 
 
 def of_algorithm(section: AlgorithmSection) -> Replay:

@@ -1,11 +1,11 @@
 """Routing replay: makes this rank's routers take given experts, or records the experts they chose.
 
-megatron-core's RouterReplay does so in one router. This module hands each router its routes: it knows which layers a
-rank has (PP, VPP), which tokens of a micro-batch a TP rank routes (sequence parallelism), and when (in each
-micro-batch, and again when its layers are recomputed). Expert weights are the router's own scores of the replayed
+megatron-core's RouterReplay does so in one router. This module gives each router its routes. It knows which layers a
+rank has (PP, VPP), and which tokens of a micro-batch a TP rank routes (sequence parallelism). It acts in each
+micro-batch, and again when its layers are recomputed. Expert weights are the router's own scores of the replayed
 experts, so the router still learns.
 
-R2 replays the routes of the learner's own pass over the old policy, R3 those of the rollout engine (Zheng et al.,
+R2 replays the routes of the learner's own pass over the old policy, R3 the rollout engine's routes (Zheng et al.,
 "Stabilizing Reinforcement Learning with LLMs", arXiv:2512.01374; Ma et al., "Stabilizing MoE Reinforcement Learning by
 Aligning Training and Inference Routers", arXiv:2510.11370).
 """
@@ -49,8 +49,8 @@ class _Replay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Replays as RouterReplay does. In passes with a backward pass it counts tokens, and those that the router
-        would have sent to other experts."""
+        """Replays like RouterReplay. In passes with a backward pass it counts tokens, and tokens that the router would
+        have sent to other experts."""
         probs, chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         forward = self.router_replay_action is RouterReplayAction.REPLAY_FORWARD
         if forward and (torch.is_grad_enabled() or not self.learns):  # otherwise a backward pass replays it, queued
@@ -166,7 +166,7 @@ class Routing(LearnerHooks):
 
     @override
     def read(self) -> dict[str, Metric[float]]:
-        """``moe/rerouted_fraction``: share of (token, layer) whose router would choose other experts.
+        """Returns ``moe/rerouted_fraction``: the share of (token, layer) that routers would send to other experts.
 
         Empty if nothing was replayed. Each rank counts its own tokens and layers.
         """
@@ -188,7 +188,7 @@ class Routing(LearnerHooks):
     def scored(
         self, want: frozenset[Want], packed: Sequence[PackedMicroBatch], micro_batches: Sequence[Samples]
     ) -> Mapping[Want, list[Tensor]]:
-        """Recorded routes at the samples' positions, [N, MoE layers, top_k] a micro-batch.
+        """Returns recorded routes at the samples' positions, [N, MoE layers, top_k] a micro-batch.
 
         Every rank gets all routes of its DP rank. A rank recorded its own tokens and layers; the rest is 0.
         """
@@ -203,7 +203,7 @@ class Routing(LearnerHooks):
             out[source[real]] = routes[real]
             parts.append(out)
         everything = torch.cat(parts)
-        whole = everything.view(torch.uint8)  # neither gloo nor NCCL adds int16; where one rank wrote, others add 0
+        whole = everything.view(torch.uint8)  # neither gloo nor NCCL adds int16; one rank wrote, others add 0
         for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
             if group.size() > 1:
                 dist.all_reduce(whole, group=group)

@@ -134,7 +134,7 @@ class Balance(LearnerHooks):
     @override
     @contextlib.contextmanager
     def around_forward(self, chunk: Any, micro_batch: PackedMicroBatch, num_tokens: int) -> Iterator[None]:
-        """Adds the losses of ``chunk`` to those of the forward pass within."""
+        """Adds the losses of ``chunk`` to the losses of the forward pass within."""
         own, device = local_tokens(len(micro_batch.segment_ids)), micro_batch.segment_ids.device
         tokens = _Tokens(
             trained=micro_batch.columns["mask"][own].to(device),
@@ -177,7 +177,7 @@ class Balance(LearnerHooks):
 
     @override
     def step(self, learning_rate: float) -> Mapping[str, Metric[float]]:
-        """Lowers the biases of experts with more choices than the mean, and raises those of others, by the rate."""
+        """Lowers the biases of experts with more choices than the mean, and raises the others' biases, by the rate."""
         routers = self._all
         if not (self._rate and routers):
             return {}

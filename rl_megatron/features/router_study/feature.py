@@ -18,8 +18,8 @@ class RouteFlipsKeys(Section):
 
     route_flips: bool = False
     """Whether each step measures the share of tokens with other experts in engine and learner, and before and after the
-    update, by layer, and of tokens with a ratio outside 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass
-    over the batch."""
+    update, by layer (``moe/flips_*``). It also measures the share of tokens with a ratio outside 1 +- 0.2
+    (``ratio/outside``). Takes one more pass over the batch."""
 
 
 def of_train(section: TrainSection) -> bool:

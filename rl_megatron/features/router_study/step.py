@@ -79,8 +79,8 @@ def engine_flips(engine: Tensor, learner: Tensor, mask: Tensor) -> Row:
 def update_flips(before: Tensor, after: Tensor, log_ratio: Tensor, mask: Tensor) -> Row:
     """Returns ``moe/flips_update``, ``moe/first_flip/*`` and ``ratio/outside*`` of an update.
 
-    ``before`` and ``after`` [N, L, k] are the experts that passes with the old and the new policy used, ``log_ratio``
-    [N] the difference of their log-probs. A token's first flip is in the lowest layer with other experts; routers
+    ``before`` and ``after`` [N, L, k] are the experts in passes of the old and the new policy, ``log_ratio`` [N] the
+    difference of their log-probs. A token's first flip is in the lowest layer with other experts; routers
     above it have another input, so later flips are its effect too. Shares of a group without tokens are left out.
     """
     counted = _counted(mask)

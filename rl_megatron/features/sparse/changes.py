@@ -1,8 +1,8 @@
-"""Sends only elements whose bits changed since the version before: lossless, bit for bit.
+"""Sends only elements with bits that changed since the version before: lossless, bit for bit.
 
 For networks that are slower than memory. A sender keeps a copy of the values it sent last; a receiver uses its own
-weights as the base. The whole bucket is sent if the two ends of a pair have not finished the same version (at first
-and after a failure), or if its changes are not smaller. Digests cover the whole boxes after the change.
+weights as the base. The whole bucket is sent if its changes are not smaller, or if the two ends of a pair have not
+finished the same version (at first and after a failure). Digests cover the whole boxes after the change.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Changes(Compression):
 
     @override
     def unpack(self, frame: Tensor, parcel: BoundBucket) -> None:
-        """Change a copy of what is held here."""
+        """Changes a copy of the values held here."""
         torch._foreach_copy_(parcel.views, parcel.tensors)
         size, blocks, trailer = parcel.bucket.dtype.itemsize, _blocks(parcel), parcel.trailer.nbytes
         changed = (len(frame) - trailer - 4 * blocks) // (size + 2)
@@ -78,7 +78,7 @@ class Changes(Compression):
 
 
 def compression(config: RunConfig) -> Compression | None:
-    """The compression of one plan's parcels."""
+    """Returns the compression of one plan's parcels."""
     return Changes() if config.weights.delta else None
 
 
@@ -87,7 +87,7 @@ def _blocks(parcel: BoundBucket) -> int:
 
 
 def _frame_bytes(parcel: BoundBucket, changed: int) -> int:
-    """Trailer, changes of each block of places, changed elements, low half of their places."""
+    """Returns the bytes of trailer, changes of each block of places, changed elements, low half of their places."""
     return parcel.trailer.nbytes + 4 * _blocks(parcel) + changed * (parcel.bucket.dtype.itemsize + 2)
 
 
@@ -96,5 +96,5 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as elements; copied where they do not lie at one."""
+    """Views bytes as elements of a dtype, and copies them if they are not aligned to it."""
     return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)

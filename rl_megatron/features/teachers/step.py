@@ -99,8 +99,8 @@ def merge_teacher_logprobs(
     """Returns ``ref_logprobs`` [N] float32, the means of the log-probs of each sequence's teachers by their
     ``weights``; and ``ref_top`` [N, 2, k] of the only teacher, if requested.
 
-    ``found`` is 0 where a teacher was not asked. Scores by a teacher with its own prompt move to the places where the
-    policy sampled the tokens; others are 0. The weighted mean's k1 is the weighted sum of the teachers'.
+    ``found`` is 0 outside a teacher's sequences. Scores by a teacher with its own prompt move to the policy's places of
+    the sampled tokens; other places are 0. The weighted mean's k1 is the weighted sum of the teachers'.
     """
 
     def said(one: Judge, what: Want) -> Tensor:
