@@ -63,7 +63,7 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, b
 
 
 def setting(variables: Mapping[str, TemplateValue], template: str, *, unless_given: bool = False) -> str:
-    """Returns the template with ``variables`` set; with ``unless_given``, only those that its caller does not set."""
+    """Returns the template with ``variables`` set; with ``unless_given``, only those unset by its caller."""
     values = {
         name: f"{name} if {name} is defined else {_literal(value)}" if unless_given else _literal(value)
         for name, value in variables.items()
@@ -133,7 +133,7 @@ def _answers(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, 
         return [(str(error.message), error.lineno)] * max(len(many), 1)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001  Python's compiler's, as of brackets in brackets or 5,000 digits
+    except Exception as error:  # noqa: BLE001  the compiler's, for example for nested brackets or 5,000 digits
         return [(f"{type(error).__name__}: {error}", 0)] * max(len(many), 1)
     return [_answer(template, variables) for variables in many]
 

@@ -170,9 +170,9 @@ class SaveHandle(Protocol):
 
 
 class Learner(FrozenModel, Protocol):
-    """A model that is trained, a policy or a critic, and its optimizer, over however many ranks.
+    """A model that is trained, a policy or a critic, and its optimizer, on any number of ranks.
 
-    Where micro-batches have ``routes``, its routers take these.
+    If micro-batches have ``routes``, its routers take these.
     """
 
     async def backward(self, batch: Batch, loss: Loss) -> Mapping[str, Metric[float]]:

@@ -1,6 +1,6 @@
-"""Every type that one room hands to another. Data only: no behavior beyond trivial views, no torch import at run time.
+"""Every type that packages pass to each other. Data only: no behavior beyond simple views, no torch import at run time.
 
-Engines answer in read-only numpy columns; training reads tensors. Letters: P prompts, G group size, S sequences,
+Engines return read-only numpy columns; training reads tensors. Letters: P prompts, G group size, S sequences,
 N tokens of a ragged batch (all sequences concatenated), D data-parallel ranks, M micro-batches. Log-probs are nats,
 float32, of the sampling distribution. A *position* is one (input, target) pair: L tokens have L - 1 positions.
 
@@ -23,7 +23,7 @@ BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 """Bytes of an element, by dtype."""
 FinishReason = Literal["stop", "length", "abort"]
 StopReason = Literal["done", "length", "turns", "tokens", "seconds", "bad_call", "environment_error", "abandoned"]
-"""Why a trajectory ended: by itself, by a cut turn, a limit, an unreadable call, a fault, or by the engine."""
+"""The cause of a trajectory's end: it was done, a cut turn, a limit, an unreadable call, a fault, or the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Settings of sampling. ``temperature=0`` is greedy. ``seed`` makes each completion repeatable by itself."""
+    """Settings of sampling. ``temperature=0`` is greedy. ``seed`` makes each completion repeatable on its own."""
 
     temperature: float
     top_p: float

@@ -305,7 +305,7 @@ class _Pass:
 
 
 class MergedPasses:
-    """A module with passes in which ``linears``, its own or its parts', have merged weights in place of their own."""
+    """A module that computes its passes with merged weights of ``linears``, which are its own or its parts'."""
 
     def __init__(self, host: torch.nn.Module, linears: Sequence[Linear]) -> None:
         self.linears, self.off = linears, False

@@ -1,4 +1,4 @@
-"""Creates adapters before the first step, and merges those of a run's checkpoint into their model, tensor by tensor.
+"""Creates adapters before the first step, and merges a checkpoint's adapters into their model, tensor by tensor.
 
 A sample of the model's numbers distinguishes it from others of the same sizes.
 """

@@ -1,4 +1,4 @@
-"""``rollout.server.quantization``: servers hold weights in float8 or int8, quantized where they are sent from."""
+"""``rollout.server.quantization``: servers hold weights in float8 or int8, quantized by the sending ranks."""
 
 from __future__ import annotations
 

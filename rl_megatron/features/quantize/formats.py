@@ -1,8 +1,8 @@
 """Quantizes weights for engine servers: a scale of each block, numbers of each box.
 
-Scales of fp8 are powers of two: vLLM with DeepGEMM, and SGLang on Blackwell, round scales up to such after a load, and
-would quantize a second time. A learner rank's boxes are quantized where they are sent from: scales once a version,
-numbers as they are packed.
+Scales of fp8 are powers of two: vLLM with DeepGEMM, and SGLang on Blackwell, round scales up to these after a load.
+Otherwise they would quantize a second time. A learner rank quantizes its own boxes: scales once a version, numbers as
+they are packed.
 """
 
 from __future__ import annotations

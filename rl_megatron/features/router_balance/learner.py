@@ -3,12 +3,12 @@
 Letters: t tokens that a rank routes, E experts, k of them a token, N the batch's trained tokens (``num_tokens``).
 
 Only trained (masked-in) tokens count, so padding and prompts do not. Every loss of a layer is a sum of shares over
-tokens, each over N, and the layers' losses add up:
+tokens, each over N. The layers' losses add up.
 
-- balance: ``E / N * sum over tokens and experts of f * p``, with the router's probability ``p`` of an expert (for
-  sigmoid scores, its share of a token's scores) and the share ``f`` of choices that fell on it. ``f`` is that of the
-  micro-batch over TP and CP (``aux_loss``), of the token's sequence (``seq_aux_loss``), or of all ranks' micro-batches
-  since the last optimizer step, this one included (``global_aux_loss``). The loss is 1 for an even load.
+- balance: ``E / N * sum over tokens and experts of f * p``. ``p`` is the router's probability of an expert (for sigmoid
+  scores, its share of a token's scores), and ``f`` the share of choices that fell on it. ``aux_loss`` takes ``f`` over
+  the micro-batch (over TP and CP), ``seq_aux_loss`` over the token's sequence. ``global_aux_loss`` takes it over all
+  ranks' micro-batches since the last optimizer step, this one included. The loss is 1 for an even load.
 - ``z_loss``: ``1 / N * sum over tokens of logsumexp(logits)^2``.
 
 So the weight of a micro-batch or a sequence is its number of tokens. ``seq_aux_loss`` and ``z_loss`` do not depend on

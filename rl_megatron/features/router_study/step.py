@@ -34,7 +34,7 @@ def make_hooks(config: RunConfig, roles: RunComponents) -> RouteFlips | None:
 class RouteFlips(StepHooks):
     """Compares the routes of the engine, of the policy before an update and of the one after it.
 
-    ``alone``: no model reads the engine's. With replay no route flips: passes take the routes of the update's.
+    ``alone``: no model reads the engine's routes. With replay no route flips: passes take the update's routes.
     """
 
     def __init__(self, *, alone: bool) -> None:

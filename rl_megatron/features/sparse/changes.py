@@ -1,8 +1,8 @@
 """Sends only elements with bits that changed since the version before: lossless, bit for bit.
 
 For networks that are slower than memory. A sender keeps a copy of the values it sent last; a receiver uses its own
-weights as the base. The whole bucket is sent if its changes are not smaller, or if the two ends of a pair have not
-finished the same version (at first and after a failure). Digests cover the whole boxes after the change.
+weights as the base. The whole bucket is sent if its changes are not smaller. It is also sent if the two ends of a pair
+have not finished the same version: at first and after a failure. Digests cover the whole boxes after the change.
 """
 
 from __future__ import annotations
