@@ -45,7 +45,7 @@ class _Imported(Mapping[str, Any]):
         """Raises ConfigError if the installed package has none, or one has the name of another command."""
         found = {name: EntryPoint(name, value, GROUP) for name, value in _COMMANDS.items()}
         for name, entry in declared("command", GROUP, own=True).items():
-            if name in REMOVED_COMMANDS:  # of an installation that is older than the code
+            if name in REMOVED_COMMANDS:  # an installation older than the code has it
                 continue
             if name in found:
                 said = describe_entry("command", entry)
@@ -79,7 +79,7 @@ def _help_of(entry: EntryPoint) -> str:
         if spec is None or spec.origin is None:
             return f"cannot be loaded: no module {entry.module}"
         tree = ast.parse(Path(spec.origin).read_bytes())
-    except (ImportError, OSError, ValueError, SyntaxError) as error:  # of another package; to run it says more
+    except (ImportError, OSError, ValueError, SyntaxError) as error:  # another package's; running it says more
         return f"cannot be loaded: {error}"
     for each in tree.body:
         if isinstance(each, ast.FunctionDef) and (

@@ -50,7 +50,7 @@ class Call:
     threads: int
     device: str  # learner.device
     role: str = LEARNER
-    store: bool = True  # whether rank 0 listens for torch.distributed's store; else the ranks meet at a file
+    store: bool = True  # rank 0 listens for torch.distributed's store; otherwise the ranks meet at a file
     cpus: Sequence[int] = ()  # the cores that it runs on; empty: all that its parent may use
     hindered: str = ""  # the reason why it is not forked from the process that imported for its node
 
@@ -133,8 +133,8 @@ PROOF_BYTES = 32
 TOKEN_BYTES = 32
 HANDSHAKE_SECONDS = 10.0  # time limit of a whole handshake
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)  # a node's network may come up after Slurm
-_PAUSE_SECONDS = 1.0  # between two tries to connect
-_SILENCE_SECONDS = 60  # without an answer of the other node's kernel end a stream on which nothing is on its way
+_PAUSE_SECONDS = 1.0  # pause between two tries to connect
+_SILENCE_SECONDS = 60  # ends a stream with nothing in transit if the other node's kernel does not answer
 
 
 class NotProven(ConnectionError):
@@ -206,7 +206,7 @@ async def _proven(stream: socket.socket, token: bytes, *, ours: bytes, theirs: b
 
 
 def _probe(stream: socket.socket) -> None:
-    """Have the kernel find a lost node. No TCP_USER_TIMEOUT: it ends streams of nodes that live but do not read."""
+    """Makes the kernel detect a lost node. No TCP_USER_TIMEOUT: it ends streams of nodes that live but do not read."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 2)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_SECONDS // 6)
@@ -228,7 +228,7 @@ async def _exactly(stream: socket.socket, count: int) -> bytes:
     return data
 
 
-_LEAST_BYTES = 4096  # larger arrays travel beside the pickle; smaller ones are cheaper inside
+_LEAST_BYTES = 4096  # larger arrays travel next to the pickle; smaller ones are cheaper inside
 
 _HEAD = struct.Struct("<QI")  # bytes of the pickle, number of arrays; the bytes of each array follow, 8 bytes each
 _MOST_PARTS = 64  # buffers that one system call writes
@@ -263,7 +263,7 @@ def parts(message: Message) -> Iterator[memoryview]:
 
 
 def write_some(file: int, left: deque[memoryview]) -> None:
-    """Write as much of ``left`` as the stream takes at once, and remove it. Raises OSError as `os.writev`."""
+    """Writes as much of ``left`` as the stream takes now, and removes it. Raises the OSError of `os.writev`."""
     done = os.writev(file, [left[i] for i in range(min(len(left), _MOST_PARTS))])
     while left and done >= len(left[0]):
         done -= len(left.popleft())
@@ -286,7 +286,7 @@ class Incoming:
 
     @property
     def inside(self) -> bool:
-        """Whether a part of a message has arrived."""
+        """True if a part of a message has arrived."""
         return self._inside
 
     def filled(self, count: int) -> Message | None:

@@ -88,7 +88,7 @@ class Data:
     end_token_ids: EndTokens
     train: PromptPool
     held_out: Sequence[Prompt]
-    sets: Sequence[EvalSet]  # at least one: without ``eval.sets`` it is the held-out prompts
+    sets: Sequence[EvalSet]  # one or more; without ``eval.sets`` it is the held-out prompts
 
 
 def load_data(
@@ -134,7 +134,7 @@ def load_data(
 
 
 def training_data(config: RunConfig, model_folder: Path, *, vocab_size: int = sys.maxsize) -> Data:
-    """The data of `load_data`, of which a job on written text can make rows, and teachers can read. May take minutes.
+    """Loads the data with `load_data`, such that a dataset job can make rows, and teachers can read. May take minutes.
 
     Rows without the form of a conversation end the run by a DataError, or are left out as they are drawn, where
     ``on_refused`` says so."""
@@ -175,7 +175,7 @@ def _tell_ends(data: Data) -> None:
 
 
 def _trains_on_answers(config: RunConfig) -> bool:
-    """Whether there are answers of problems to learn, or demonstrations."""
+    """True if the run trains on answers of problems, or on demonstrations."""
     if config.kind.samples:
         return config.warm_start.steps > 0 or config.algorithm.demonstration_gamma is not None
     sources = data_sources(config.data).values()
@@ -185,7 +185,7 @@ def _trains_on_answers(config: RunConfig) -> bool:
 
 
 def problem_sets(config: RunConfig, held_out: Sequence[Prompt], load: Callable[..., Sequence[Prompt]]) -> list[EvalSet]:
-    """The sets of ``eval.sets``, whose own data ``load`` reads; without any, the ``held_out`` prompts."""
+    """Returns the sets of ``eval.sets``; without any, the ``held_out`` prompts. ``load`` reads the sets' own data."""
     section = config.eval
     if not section.sets:
         whole = EvalSetSection()

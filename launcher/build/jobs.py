@@ -1,6 +1,6 @@
 """Builds the jobs of a run, in order, from roles, data and configuration.
 
-Builds the job of a run that trains on what somebody wrote.
+Builds the job of a run that trains on a dataset of supervised rows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LearnedRows:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Sequence[int]
     end_token_ids: EndTokens
-    vocab_size: int  # of the model that is trained
+    vocab_size: int  # vocabulary of the trained model
 
     def units(self, config: RunConfig) -> UnitsOf:
         """The method that makes the rows of the job of ``config``."""
@@ -168,7 +168,7 @@ _NAMES: Mapping[JobName, str] = {"sft": "fine-tuning", "dpo": "preferences", "re
 def _objective(
     parts: RunParts, roles: RunComponents, data: Data, units_of: UnitsOf, attention_cost: float, steps: OptimizerSteps
 ) -> DatasetObjective:
-    """What the job of ``parts.config.job`` learns."""
+    """Returns the objective of the job ``parts.config.job``."""
     config, section = parts.config, parts.config.dpo
 
     def packer(unit: int = 1, role: str = LEARNER) -> Packer:

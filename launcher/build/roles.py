@@ -37,7 +37,7 @@ from rl_megatron.weights.layouts.learner import job_shape, role_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """What a run needs besides processes and data; building it finds errors before any process starts."""
+    """The parts of a run besides processes and data. Building them finds errors before any process starts."""
 
     config: RunConfig
     folder: Path
@@ -45,7 +45,7 @@ class RunParts:
     allocation: Allocation | None  # None: the run uses no Slurm allocation
     claimed: Callable[[], None] = lambda: None  # raises CheckpointError where the folder is another than at the start
     hold: Callable[[], None] = lambda: None  # takes the run's lock again if it was removed; raises CheckpointError
-    reward_models: RewardModels = field(default_factory=RewardModels)  # which ranks load
+    reward_models: RewardModels = field(default_factory=RewardModels)  # ranks load them
     resumes: bool = False  # its servers have served this run before
 
 
@@ -88,7 +88,7 @@ async def _start(
 
 
 def attention_cost(shape: ModelShape) -> float:
-    """What a packer balances work by; see `causal_attention_cost`."""
+    """Returns the cost by which a packer balances work; see `causal_attention_cost`."""
     return causal_attention_cost(
         linear_parameters=shape.active_parameters, attention_width=shape.num_layers * shape.num_heads * shape.head_dim
     )
@@ -101,7 +101,7 @@ async def load_reward_models(
     models: RewardModels,
     tell: Callable[[str], None] = ignore_progress,
 ) -> None:
-    """Have ranks load the reward models, before any job asks for a reward. The policy has ``shape``."""
+    """Makes ranks load the reward models, before any job requests a reward. The policy has ``shape``."""
     for role, model in roles.reward_models.items():
         name = role.removeprefix(REWARD)
         tell(f"loading the reward model {name}")

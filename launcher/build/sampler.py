@@ -53,8 +53,8 @@ def make_sampler(
     *,
     vocab_size: int,
 ) -> PolicySampler:
-    """The sampler over ``engine`` of a model of ``vocab_size`` tokens; of ``made`` where there is one, which
-    gives rewards itself, and for prompts of sources with an environment of their own in that."""
+    """Returns the sampler over ``engine`` of a model of ``vocab_size`` tokens. It uses ``made``, if given, which gives
+    rewards itself. Prompts of sources with an environment of their own are sampled in that one."""
     usual: PolicySampler
     if made is not None:
         usual = environment_sampler(config, made, engine, data, vocab_size=vocab_size)
@@ -99,11 +99,11 @@ def _single_turns(
 class Demonstrations:
     """The demonstration of a prompt: the text of its source's field, or its answer, and the token that ends it."""
 
-    fields: Mapping[str, str | None]  # by source, as in ``data.fields.demonstration``
+    fields: Mapping[str, str | None]  # source -> its ``data.fields.demonstration``
     tokenizer: PreTrainedTokenizerBase
     end_token_ids: EndTokens
     stop_token_ids: Sequence[int]
-    vocab_size: int  # of the policy
+    vocab_size: int  # the policy's
     most: int  # tokens, as many as the policy may sample
 
     def __call__(self, prompt: Prompt) -> Completion:
@@ -237,8 +237,8 @@ def _warn_of_calls(tokenizer: PreTrainedTokenizerBase, parser: str | None, key: 
 
 
 def _leave_out_of_proxies(host: str) -> None:
-    """Have clients of agents, here and in processes that they start, ask ``host`` itself. A proxy of the environment,
-    as clusters have one, could not reach it, and would read what they ask and with which key."""
+    """Makes clients of agents, here and in processes that they start, send requests to ``host`` without a proxy. The
+    environment's proxy, which clusters often have, could not reach it, and would read their requests and keys."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     if given.strip() != "*" and host not in given.replace(" ", "").split(","):
         given = f"{given},{host}" if given else host
@@ -246,8 +246,8 @@ def _leave_out_of_proxies(host: str) -> None:
 
 
 def demonstrations(made: EnvironmentFactory | Agent, config: RunConfig) -> Targets:
-    """What the warm start learns: the environment's own texts, another choice of them in each step. Raises as
-    `demonstrate`."""
+    """Returns the targets of the warm start: the environment's own texts, another choice of them in each step. Raises
+    the errors of `demonstrate`."""
     function, seed = config.environment.function, config.seed
 
     def of_step(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:

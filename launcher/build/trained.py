@@ -230,7 +230,7 @@ async def standalone_engine(
 
 
 class _FolderWeights(LearnerWeights):
-    """The learner's end of a delivery, whose weights are those of a folder."""
+    """The learner's end of a delivery of a folder's weights."""
 
     def __init__(
         self, config: RunConfig, model_folder: Path, shape: ModelShape, path: Path, ends: contextlib.ExitStack
@@ -270,7 +270,7 @@ class _FolderWeights(LearnerWeights):
 
 
 class _Loading:
-    """Has servers load the mirror file at ``path``, and compares what their ranks hold with its seal."""
+    """Makes servers load the mirror file at ``path``, and compares the weights of their ranks with its seal."""
 
     def __init__(self, weights: _FolderWeights, path: Path, engine: ServerEngine) -> None:
         self._delivery = FileDelivery(learner=weights, path=path, servers=engine.weights)
@@ -286,7 +286,7 @@ class _Loading:
             self._served = True
 
     async def refit(self, name: str) -> None:
-        """Serve them on a restarted server; nothing before `all`, whose servers are stale too."""
+        """Serves them on a restarted server. Does nothing before `all`, when all servers are stale too."""
         async with self._lock:
             if self._served and self._engine.weights.stale(name):
                 sealed = await self._delivery.filled(_VERSION)

@@ -36,7 +36,7 @@ _PACKAGES = (
     ("ray", "ray", "optional: launching over nodes"),
     ("wandb", "wandb", "optional: log.wandb"),
 )
-IMPORT_SECONDS = 300.0  # of the learner's modules, from a cold disk
+IMPORT_SECONDS = 300.0  # limit for the learner's modules, from a cold disk
 
 
 app = typer.Typer(add_completion=False)

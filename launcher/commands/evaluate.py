@@ -119,7 +119,7 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
 
 
 def _kept(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[str, SetResult]:
-    """`finished_sets`, of which a line is printed."""
+    """Returns `finished_sets`, and prints a line about them."""
     file = unfinished(path)
     try:
         kept = finished_sets(path, begun, sets)

@@ -54,12 +54,12 @@ def job_commands(run: Path, job: str, *, over: bool = False) -> list[str]:
     lines = [f"{'less' if over else 'tail -F'} {shown}"] if shown else []
     if over:  # another job may have its number by now
         return lines
-    clusters = os.environ.get("SBATCH_CLUSTERS")  # which scancel does not read
+    clusters = os.environ.get("SBATCH_CLUSTERS")  # scancel does not read it
     return [*lines, " ".join(["scancel", *([f"--clusters={shlex.quote(clusters)}"] if clusters else []), job])]
 
 
 def _current(run: Path) -> tuple[str, Status] | None:
-    """The run's job and its status: of its script sent by hand, where that waits and no job before it goes on.
+    """Returns the run's job and its status. If the known job is over, it is one of its script sent by hand, if any.
 
     None if there is none. Raises ConfigError if Slurm does not answer.
     """
@@ -91,7 +91,7 @@ class Status:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended for good."""
+        """True if the job has ended for good."""
         return self.name in _OVER
 
 
@@ -120,7 +120,7 @@ def job_status(job: str, run: Path) -> Status:
 
 
 def _shown(job: str) -> list[dict[str, str]]:
-    """What Slurm's controller knows of a job, one entry; nothing once forgotten."""
+    """Returns the state of a job in Slurm's controller, one entry; empty once forgotten."""
     shown = _known("scontrol", "show", "job", "-o", job).splitlines()
     # The first entry of a name counts, because a later comment may hold any text.
     return [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
@@ -133,10 +133,10 @@ def _state(part: Mapping[str, str]) -> str:
 
 
 def _prints_for(run: Path, job: str, log: str) -> bool:
-    """Whether a job's output goes to ``jobs`` of ``run``, or
-    where the run's job of that number says that its own goes (slurm/job.sh): a copied folder has the number, too.
+    """True if a job's output goes to ``jobs`` of ``run``, or to the target of ``jobs/<job>.txt`` (slurm/job.sh).
 
-    True where Slurm does not say it, and where spaces in the folder's name end what is read of it.
+    The number is no proof: a copied folder has it, too. True also if Slurm does not report the output, or if spaces in
+    the folder's name cut it short.
     """
     folder, told = run.resolve(), (run / "jobs" / f"{job}.txt").resolve()
     return (
@@ -145,7 +145,7 @@ def _prints_for(run: Path, job: str, log: str) -> bool:
 
 
 def _known(*command: str) -> str:
-    """What Slurm says, nothing of jobs that it has forgotten or whose accounts it does not keep.
+    """Returns Slurm's output; empty for jobs that it has forgotten or keeps no accounts of.
 
     Raises ConfigError if it does not answer.
     """

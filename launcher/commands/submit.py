@@ -81,7 +81,7 @@ class ResolvedJob:
     placement: RankPlacement
     separate: tuple[RankPlacement, ...]  # one for each role with its own ranks
     seats: tuple[ServerPlacement, ...]
-    roles: str  # the models that the learner's ranks hold beside the policy
+    roles: str  # the models that the learner's ranks hold besides the policy
     memory: str  # the line about the fullest GPU, if it is known
 
     def describe(self) -> str:
@@ -96,7 +96,7 @@ class PreparedJob:
     """A job that is ready to be submitted; the run's folder holds all of it."""
 
     folder: Path
-    created: bool  # whether the folder is new; else a dry run's, whose job may have been sent by hand
+    created: bool  # the folder is new; else a dry run's, whose job may have been sent by hand
     script: Path
     checked: ResolvedJob
     findings: Preflight
@@ -140,7 +140,7 @@ def for_slurm(config: RunConfig) -> RunConfig:
 
 
 def find_unsent(folder: Path) -> bool:
-    """Whether the folder holds a dry run alone, whose job may be sent by hand: Slurm writes nothing until it starts."""
+    """True if the folder holds a dry run alone, whose job may be sent by hand: Slurm writes nothing until it starts."""
     jobs = folder / "jobs"
     return jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
 
@@ -174,7 +174,7 @@ def prepare(config: RunConfig, config_name: str) -> Iterator[PreparedJob]:
         created = not folder.exists()
         (folder / "jobs").mkdir(parents=True, exist_ok=True)
         with (folder / _LOCK).open("ab") as file:
-            if lock(file) and free(folder):  # since it was chosen another may have sent its job
+            if lock(file) and free(folder):  # another process may have sent its job since
                 show_code(folder)
                 for name, data in files.items():
                     write_atomically(folder / name, data, private=config.private)
@@ -185,7 +185,7 @@ def prepare(config: RunConfig, config_name: str) -> Iterator[PreparedJob]:
 
 
 def _files(config: RunConfig, name: str) -> dict[str, bytes]:
-    """What a run of this name runs, and the job's script."""
+    """Returns the resolved configuration of a run of this name, and the job's script, by file name."""
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     package = code_folder(Path.cwd() / named.run.dir / name)
     script = job_script(named, folder=Path.cwd(), python=sys.executable, package=package)
@@ -193,12 +193,12 @@ def _files(config: RunConfig, name: str) -> dict[str, bytes]:
 
 
 def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
-    """Whether no file in the folder differs from these."""
+    """True if no file in the folder differs from these."""
     return all(not (path := folder / name).is_file() or path.read_bytes() == data for name, data in files.items())
 
 
 def verify_script(prepared: PreparedJob, *, cluster: bool) -> None:
-    """Have bash parse the script, and Slurm check whether the job could ever run.
+    """Makes bash parse the script, and Slurm check whether the job could ever run.
 
     Raises ConfigError with their message, after removing the run's folder if `prepare` made it.
     """

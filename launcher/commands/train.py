@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REPORT_SECONDS = 60.0  # between two reports of a run that goes on
+_REPORT_SECONDS = 60.0  # pause between two reports of a running run
 _REPORT_SHARE = 30  # times as long as a report took passes until the next
 
 
@@ -151,7 +151,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
                     raise first from error
                 logger.info("the run ends: %s", error, exc_info=isinstance(error, OSError))  # main shows it
                 if isinstance(error, OSError):
-                    claimed()  # why a file that is named cannot be written, where the folder has gone
+                    claimed()  # tells why the named file cannot be written, if the folder is gone
                 raise
             finally:
                 loop_watch.stop()
@@ -217,13 +217,13 @@ async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> Non
         finally:
             costs.is_over = True
             await asyncio.wait([writing])
-            if error := writing.exception():  # as before the first row
+            if error := writing.exception():  # raised before the first row, for example
                 logger.debug("the report is not written now: %s", error)
         pause = max(seconds, _REPORT_SHARE * (time.monotonic() - began))
 
 
 class _EndingCosts(RunCosts):
-    """RunCosts that end the report's thread, for which Python would wait, once nobody waits for the report."""
+    """RunCosts that end the report's thread, for which Python would wait, once the report is no longer needed."""
 
     is_over = False
 
@@ -313,7 +313,7 @@ async def _train(
 
 
 def _nothing_left_message(start: Checkpoint, config: RunConfig) -> str:
-    """What is said of a checkpoint after which no step is left."""
+    """Returns the text about a checkpoint after which no step is left, or an empty string."""
     if start.state.step < config.train.steps or start.state.warm_start_step is not None:
         return ""
     return f": the run is at its last step{'; give a larger train.steps' if config.written_epochs is None else ''}"

@@ -229,7 +229,7 @@ async def _welcome(
                 del unproven[oldest]
                 with contextlib.suppress(OSError):  # unless it hung up first
                     oldest.shutdown(socket.SHUT_RDWR)
-            await asyncio.sleep(0)  # sock_accept lets nobody else run while strangers keep coming
+            await asyncio.sleep(0)  # sock_accept runs no other task while connections keep coming
 
     tasks = {asyncio.create_task(accept())}
     try:

@@ -4,7 +4,7 @@ ranks of a role, which are started, called and ended together.
 Reads and writes ranks' streams from the event loop, which never waits for one. Keeps the first failure of a run, which
 ends every wait for a rank.
 
-Ends a run that hangs, and says why: which rank makes no progress, where every rank stands, and which is behind. Has
+Ends a run that hangs, and says why: which rank makes no progress, where every rank stands, and which is late. Makes
 ranks record their kernels, and finds the learner rank whose passes take longest.
 """
 
@@ -41,8 +41,8 @@ from rl_megatron.placement.names import LEARNER, file_stem, rank_label
 
 logger = logging.getLogger(__name__)
 
-_WAKE_SECONDS = 10.0  # limit of scancel, whose server may be away
-_TAIL_SECONDS = 0.5  # to read the end of a dead rank's output
+_WAKE_SECONDS = 10.0  # limit of scancel: its server may be away
+_TAIL_SECONDS = 0.5  # limit of reading the end of a dead rank's output
 _HUNG_UP = "hung up: it was killed, crashed or lost its node"
 
 
@@ -56,10 +56,10 @@ class RankProcess:
         self.where = f"pid {self.pid}" if isinstance(output, StderrTail) else f"pid {self.pid} on {self.node}"
 
     async def ending(self) -> tuple[str, bool]:
-        """How it ended, once its stream has, which is the only sign from another node; and whether it was killed, so
-        that its peers' errors are consequences.
+        """Returns how it ended, once its stream has, which is the only sign from another node. Also returns whether it
+        was killed, so that its peers' errors are consequences.
 
-        Says it soon, whatever its output's disk does: peers blame each other after a second.
+        Returns soon, whatever its output's disk does: peers blame each other after a second.
         """
         if isinstance(self.output, StderrTail):
             tail = await self.output.tail()
@@ -108,15 +108,15 @@ _beside = memoryview(bytearray(64 << 10))  # all streams share it: it is empty b
 
 
 class RankStream:
-    """The controller's end of a stream. ``heard`` gets each message, and ``hearing`` is called each time a part of one
-    was read whose rest is still to come; a stream that breaks only ends."""
+    """The controller's end of a stream. ``heard`` gets each message, and ``hearing`` is called each time a part of an
+    incomplete message was read. A stream that breaks only ends."""
 
     def __init__(self, connection: Connection, heard: Callable[[Message], None], hearing: Callable[[], None]) -> None:
         self._connection, self._heard, self._hearing = connection, heard, hearing
         self._loop = asyncio.get_running_loop()
         self.hung_up: asyncio.Future[None] = self._loop.create_future()
         self._coming, self._left = wire.Incoming(), deque[memoryview]()
-        self._writing, self._awaiting = True, False  # whether the other side may still read; whether we wait for it
+        self._writing, self._awaiting = True, False  # the other side may still read; the loop waits for room
         self._file = connection.fileno()
         os.set_blocking(self._file, False)
         self._loop.add_reader(self._file, self._read)
@@ -142,13 +142,13 @@ class RankStream:
             wire.write_some(self._file, self._left)
         except BlockingIOError:
             pass
-        except OSError:  # what ended the other side is known soon
+        except OSError:  # the cause of the other side's end is known soon
             self._writing = False
             self._left.clear()
         self._await_room(bool(self._left))
 
     def _await_room(self, wanted: bool) -> None:
-        """Have the loop call `_write` as soon as the stream takes more, or no longer."""
+        """Makes the loop call `_write` as soon as the stream takes more, or no longer."""
         if wanted and not self._awaiting:
             self._loop.add_writer(self._file, self._write)
         elif self._awaiting and not wanted:
@@ -198,8 +198,8 @@ class Failure:
         self._loop = asyncio.get_running_loop()
         self.known: asyncio.Future[None] = self._loop.create_future()
         self.known.add_done_callback(retrieve_exception)
-        self.rank: int | None = None  # the rank whose process failed, if one did
-        self.role = LEARNER  # that rank's role
+        self.rank: int | None = None  # rank of the process that failed, if one did
+        self.role = LEARNER  # the role of this rank
         self._waits = self._claimed = False
 
     def claim(self) -> None:
@@ -209,7 +209,7 @@ class Failure:
     def report(
         self, error: RLMegatronError, *, at_once: bool, whose: RankProcess | None = None, claimed: bool = False
     ) -> None:
-        """Record ``error``, at once or unless a better one arrives within a second."""
+        """Records ``error``, immediately or unless a better one arrives within a second."""
         if self._claimed and not claimed:
             logger.info("reported while the run hangs: %s", error)
         elif at_once:
@@ -243,7 +243,7 @@ class WorkerHandle:
         self.process, self.role, self.rank = process, process.role, process.rank
         self._failure, self._on_signal = failure, on_signal
         self.who = f"{rank_label(self.role, self.rank)} ({process.where})"
-        self.ready = False  # whether it serves calls
+        self.ready = False  # it serves calls
         self.quiet = self.still = 0  # seconds since its last message, since its last progress
         self.doing, self.beats = "its start", 0
         self.pass_seconds, self.peak = 0.0, 0  # passes since `SlowestRank` read them; the most bytes that it held
@@ -283,11 +283,11 @@ class WorkerHandle:
         self.still += self.asked is not None
 
     def dump(self) -> None:
-        """Have it write its stacks, whatever it is doing."""
+        """Makes it write its stacks, whatever it is doing."""
         self._stream.send(STACKS)
 
     def _hearing(self) -> None:
-        """Count the rank as alive while a large answer arrives, behind which its heartbeats wait."""
+        """Counts the rank as alive while a large answer arrives, which delays its heartbeats."""
         self.quiet = self.still = 0
 
     def _heard(self, message: wire.Message) -> None:
@@ -341,7 +341,7 @@ class WorkerHandle:
         )
 
     async def stop(self) -> None:
-        """Let the process finish, then kill it, each with a time limit."""
+        """Waits for the end of the process, then kills it, each with a time limit."""
         hung_up = self._stream.hung_up
         if not (await asyncio.wait({hung_up}, timeout=STOP_SECONDS))[0]:
             self.process.kill()
@@ -382,7 +382,7 @@ class Watchdog:
         return self._disk_limit if call in _DISK else self._limit
 
     async def _end(self, silent: Sequence[WorkerHandle], stuck: Sequence[WorkerHandle]) -> None:
-        self._failure.claim()  # from here on ranks' complaints about each other are noise
+        self._failure.claim()  # ranks' later complaints about each other are noise
         quiet = {w: w.quiet for w in self._workers if w.quiet > _QUIET_SECONDS}
         found = await self._stacks(quiet)
         role = (*silent, *sorted(stuck, key=lambda w: w.beats))[0].role  # its ranks alone share collectives
@@ -435,7 +435,7 @@ async def _written(before: Mapping[Path, int]) -> None:
     """Wait, with a limit, until the files have grown."""
     for _ in range(int(_DUMP_SECONDS * 10)):
         if all(_size(file) > size for file, size in before.items()):
-            await asyncio.sleep(0.2)  # until they are complete
+            await asyncio.sleep(0.2)  # time for them to be complete
             return
         await asyncio.sleep(0.1)
 
@@ -493,7 +493,7 @@ class WorkerGroup:
 
     async def prepare(self, setup: Setup, tell: Callable[[str], None]) -> None:
         """Wait until every rank is ready to serve. Raises WorkerFailure, or a rank's error."""
-        answers = [w.send("prepare", wire.pack(setup)) for w in self.workers]  # with the name of its GPU, if any
+        answers = [w.send("prepare", wire.pack(setup)) for w in self.workers]  # answers: GPU names, if any
         _counted(answers, setup.role, tell)
         limit = setup.config.learner.timeout_seconds
         try:
@@ -605,7 +605,7 @@ class SlowestRank:
             worker.pass_seconds = 0.0
         if len(seconds) < 2 or not all(seconds):
             return {}
-        slowest, median = seconds.index(max(seconds)), median_low(seconds)  # of two ranks one can be slow
+        slowest, median = seconds.index(max(seconds)), median_low(seconds)  # one of two ranks can be slow
         if seconds[slowest] >= _SLOW * median and slowest != self._named:
             self._named = slowest
             who = self._workers[slowest].who

@@ -80,7 +80,7 @@ class WeightGroup(WeightSync):
             return await self._twice(version)
 
     async def push_beside(self, version: int, *given: object) -> WeightUpdate:
-        """Pushes a feature's parameters beside the model's; its ends get what is ``given``. Raises as `push`."""
+        """Pushes a feature's parameters, not the model's; its ends get the values ``given``. Raises as `push`."""
         await self._group.each("announce", *given)
         return await self._twice(version, True)
 
@@ -120,13 +120,13 @@ class WeightGroup(WeightSync):
         return reports
 
     async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
-        """Have every rank join the group at ``rendezvous`` with engine ranks that hold ``ranks``. Raises SyncError."""
+        """Makes every rank join the group at ``rendezvous`` with engine ranks that hold ``ranks``. Raises SyncError."""
         for answer in await self._group.each("join_engines", rendezvous, ranks):
             if answer is not None:
                 raise answer
 
     async def send(self, version: int) -> tuple[WeightUpdate, list[ChecksumReport]]:
-        """Have every rank send its shards to the engine ranks. Returns each one's checksums too. Raises SyncError."""
+        """Makes every rank send its shards to the engine ranks. Returns each one's checksums too. Raises SyncError."""
         answers: list[tuple[WeightUpdate, ChecksumReport] | SyncError] = await self._group.each("send", version)
         for answer in answers:
             if isinstance(answer, SyncError):
@@ -136,7 +136,7 @@ class WeightGroup(WeightSync):
 
     @override
     async def export(self, folder: Path) -> None:
-        """Have rank 0 write the version pushed last."""
+        """Makes rank 0 write the version pushed last."""
         await self._group.ask("export", {0: (folder,)})
 
 
@@ -157,11 +157,11 @@ class BatchCalls:
 
     def __init__(self, group: WorkerGroup, dims: ParallelDims) -> None:
         self._group, self._dims, self._sent = group, dims, SentRows(dims.dp)
-        self._held = False  # whether ranks may hold rows, also of a step whose later shares could not be computed
+        self._held = False  # ranks may hold rows, also of a step whose later shares could not be computed
         self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
 
     async def score(self, batch: Batch, passes: Sequence[ForwardPass]) -> list[PassResult]:
-        """What all passes over the batch say. Raises as `call`."""
+        """Returns the results of all passes over the batch. Raises the errors of `call`."""
         answers: list[list[tuple[dict[Want, list[Tensor]] | None, float]]]
         answers = await self.call("score", tuple(passes), batch, to_score=True)
         return [
@@ -207,10 +207,10 @@ class BatchCalls:
         await self._group.gather(answers)
 
     async def _shares(self, batch: Batch, *, to_score: bool) -> dict[int, Share]:
-        """Each data-parallel rank's share, by the rank that gets it; computed beside the event loop."""
+        """Returns each data-parallel rank's share, by the rank that gets it. Computed outside of the event loop."""
         sent, self._sent = self._sent, SentRows(self._dims.dp, after=self._sent.step + 1)
         shares = await asyncio.to_thread(sent.shares, batch, to_score=to_score)
-        self._sent = sent  # unless this was cancelled: what was not sent is held by nobody
+        self._sent = sent  # not reached if canceled: no rank holds unsent rows
         return {d * self._dims.tp * self._dims.cp: share for d, share in enumerate(shares)}
 
 
@@ -223,7 +223,7 @@ class LearnerGroup(Learner):
     def __init__(self, group: WorkerGroup, role: str, calls: BatchCalls) -> None:
         """``calls`` is that of the group, which models on the same ranks share."""
         self._group, self.role, self._calls = group, role, calls
-        self._num_layers: dict[str, int] = {}  # that columns have entries of; empty: not known yet
+        self._num_layers: dict[str, int] = {}  # column -> the layers that it has entries of; empty: not known yet
 
     @override
     async def start_from(self, folder: Path) -> None:

@@ -89,7 +89,7 @@ def _host(seat: ServerPlacement, allocation: Allocation, *, alone: bool) -> str:
     if alone and _here(seat, allocation):
         return HERE
     try:
-        if seat.node == allocation.here:  # whose own name is often loopback here
+        if seat.node == allocation.here:  # a node's own name is often loopback there
             return allocation.address()
         return allocation.address_of(seat.node)
     except ConfigError as error:
@@ -97,7 +97,7 @@ def _host(seat: ServerPlacement, allocation: Allocation, *, alone: bool) -> str:
 
 
 def _here(seat: ServerPlacement, allocation: Allocation) -> bool:
-    """Whether this process is on the seat's node."""
+    """True if this process is on the seat's node."""
     return seat.node == allocation.here
 
 

@@ -25,7 +25,7 @@ CHECKS: Mapping[str, Check] = {
     "reward": own_code.check,
 }
 """The checks by their names in messages. Those of tools and of other packages stand before the last three."""
-_LAST = ("engine", "versions", "reward")  # which start programs, or call functions of the user's
+_LAST = ("engine", "versions", "reward")  # they start programs or call functions of the user
 GROUP = "rl_megatron.checks"
 
 
@@ -45,7 +45,7 @@ class Preflight:
 
     found: tuple[Finding, ...]
     seconds: float
-    names: tuple[str, ...] = ()  # of the checks
+    names: tuple[str, ...] = ()  # names of the checks
 
     def texts(self, kind: str) -> list[str]:
         """The texts of the findings of one kind."""

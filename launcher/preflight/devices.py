@@ -84,8 +84,8 @@ def _processes(config: RunConfig) -> Iterator[Finding]:
 
 
 def open_files(config: RunConfig, *, ranks: int = 0, requests: int = 0, drawn: int = 0) -> Iterator[Finding]:
-    """Compares what the controller of sampling has open at once with its limit, beside ``ranks``: in training
-    ``requests`` and the trajectories of so many completions ``drawn``, in evaluations trajectories alone."""
+    """Compares the files that the controller of sampling has open simultaneously with its limit. It has ``ranks``, in
+    training also ``requests`` and the trajectories of ``drawn`` completions, in evaluations trajectories alone."""
     most = max((one.concurrency for one in config.environments.values()), default=0)
     for asked, led in ((requests, min(most, drawn)), (0, most)):
         if (asked or led) and (said := limits.problem_of_controller(ranks, asked, led)):
@@ -106,7 +106,7 @@ def _requests(config: RunConfig) -> int:
 
 
 def _max_completions(config: RunConfig) -> int:
-    """Most completions of training at once."""
+    """Returns the largest number of concurrent completions of training."""
     return config.completions_per_step * (1 + config.train.max_staleness)
 
 
@@ -116,7 +116,7 @@ def _count_ranks(config: RunConfig) -> str:
 
 
 def _float8_on(config: RunConfig) -> str:
-    """Why the learner cannot multiply in float8 on this machine's GPUs; empty if it can, or need not."""
+    """Returns why the learner cannot multiply in float8 on this machine's GPUs; empty if it can, or need not."""
     if (fp8 := config.learner.fp8) is None or not 0 < (here := _capability()) < _CAPABILITIES[fp8]:
         return ""
     able = " or ".join(name for name, least in _CAPABILITIES.items() if here >= least)
@@ -127,7 +127,7 @@ def _float8_on(config: RunConfig) -> str:
 
 
 def _servers_on(subject: PreflightContext) -> str:
-    """Why the servers cannot serve quantized weights on this machine's GPUs; empty if they can."""
+    """Returns why the servers cannot serve quantized weights on this machine's GPUs; empty if they can."""
     rollout = subject.config.rollout
     if not rollout.served or rollout.server.addresses or rollout.server.quantization == "none":
         return ""
@@ -148,7 +148,7 @@ def _capability() -> float:
 
 
 def torch_is_for_cpus() -> bool:
-    """Whether torch's record of its build names no CUDA; False if it cannot be read."""
+    """True if torch's record of its build names no CUDA; False if it cannot be read."""
     folder = torch_folder()
     record = folder / "version.py" if folder else None
     return record is not None and record.is_file() and bool(re.search(r"^cuda\b.*= None$", record.read_text(), re.M))
@@ -240,7 +240,7 @@ def _variables(slurm: SlurmSection) -> Iterator[Finding]:
 
 
 def _time(slurm: SlurmSection) -> Iterator[Finding]:
-    """Yields a note on a job whose time is all for saving; a limit of 0 is none."""
+    """Yields a note on a job that has no time except for saving. A limit of 0 means no limit."""
     if 0 < 60 * minutes_of(slurm.time) <= slurm.signal_seconds:
         yield note(
             f"slurm.time={slurm.time} is no longer than slurm.signal_seconds={slurm.signal_seconds}: the run is asked "

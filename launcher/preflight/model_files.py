@@ -47,8 +47,8 @@ from rl_megatron.weights.layouts.learner import role_layout, role_shape
 
 
 def check(subject: PreflightContext) -> Iterator[Finding]:
-    """Yields a problem for each file that ``model.path`` lacks, each reason why a reference or a critic cannot score
-    for it, and if a tiny model, which the run makes, is to learn conversations."""
+    """Yields a problem for each file that ``model.path`` lacks and each reason why a reference or a critic cannot score
+    for it. A tiny model, which the run makes, cannot learn conversations, which is a problem too."""
     yield from run_check("model files", _policy(subject))
     if subject.config.kind.scores:
         yield from run_check("model files", _classifier(subject))
@@ -69,7 +69,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
 
 
 def _has_rl_checkpoint(config: RunConfig) -> bool:
-    """Whether the run has a checkpoint of reinforcement, and so its critic's."""
+    """True if the run has a checkpoint of reinforcement learning, which includes its critic's."""
     found = (config.run.dir / str(config.run.name) / "checkpoints").glob("step_*")
     return any(CHECKPOINT.fullmatch(path.name) and path.is_dir() for path in found)
 
@@ -83,7 +83,7 @@ def _by_policy(subject: PreflightContext) -> Iterator[Finding]:
 
 
 def _served(subject: PreflightContext, name: str, folder: Path) -> Iterator[Finding]:
-    """Yields why a teacher behind a server cannot judge the policy's tokens: its lengths, its vocabulary."""
+    """Yields why a teacher served by a server cannot score the policy's tokens: its lengths, its vocabulary."""
     key = f"algorithm.kl.teachers.{name}.path"
     named, longest = longest_scored_row(subject.config, teacher_role(name))
     if not (folder / "config.json").is_file():
@@ -183,7 +183,7 @@ def _generated(config: RunConfig) -> Iterator[Finding]:
 
 
 def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What the tokenizer's chat template shows to the model: the key with its value, and what to do without one."""
+    """Yields each setting that needs the tokenizer's chat template: key with value, and what to do without one."""
     for key, data in {**data_sources(config.data), **config.eval.data_of_sets}.items():
         if isinstance(data, FileKeys) and data.chat_template:
             yield f"{key}.chat_template=true", "set it to false"
@@ -304,7 +304,7 @@ def _differing_sizes(shape: ModelShape, own: ModelShape) -> str:
 
 
 def _sizes(shape: ModelShape) -> dict[str, object]:
-    """What decides where a model's weights lie, by name."""
+    """Returns the sizes that decide where a model's weights lie, by name."""
     named = {each.name: getattr(shape, each.name) for each in fields(shape)}
     return {name: size for name, size in named.items() if name not in _BESIDE_SIZES}
 
@@ -388,7 +388,7 @@ def seen_problems(config: RunConfig) -> Iterator[Finding]:
 
 
 def _is_elsewhere(host: str) -> bool:
-    """Whether it has addresses, and all are another machine's. None within a second: False, as nothing is known."""
+    """True if the host has addresses, and all are another machine's. False if no address is found in a second."""
     found: list[str] = []
 
     def look_up() -> None:

@@ -58,7 +58,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
         if f"{key}.environment" in config.environments:
             continue
         section = config.source_rewards.get(name_of(key), config.reward)
-        if section not in seen:  # of those without their own, the first source's problem is asked about
+        if section not in seen:  # sources that share a reward: the first one's problem
             seen.append(section)
             yield from run_check("reward", _of(subject, section, name_of(key)))
     for name, one in config.eval.sets.items():
@@ -190,7 +190,7 @@ def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Reward
 
 
 def _within(limit: float, work: Callable[[], T]) -> T | None:
-    """What ``exercise_reward`` answers in a thread of its own, which must not raise; None if it does not in time."""
+    """Returns the result of ``work``, run in its own thread; None if it takes longer. ``work`` must not raise."""
     answers = list[T]()
     thread = threading.Thread(target=lambda: answers.append(work()), name="preflight", daemon=True)
     thread.start()
@@ -240,8 +240,8 @@ def _own(name: str, known: Collection[str]) -> str | None:
 
 
 def _not_there(own: str) -> str:
-    """What of ``package.module:name`` ranks would not find, and what to do; or empty. ``__main__`` is another module in
-    ranks."""
+    """Returns which part of ``package.module:name`` ranks would not find, and what to do; or empty. ``__main__`` is
+    another module in ranks."""
     module, _, name = own.partition(":")
     spec: ModuleSpec | None = None
     for end in (place for place, sign in enumerate(f"{module}.") if sign == "."):
@@ -269,7 +269,7 @@ def _below(parent: ModuleSpec, part: str) -> ModuleSpec | None:
 
 
 def _has_unseen(parent: ModuleSpec) -> bool:
-    """Whether a module may have others below it that are not files in its folders."""
+    """True if a module may have submodules that are not files in its folders."""
     if not all(Path(folder).is_dir() for folder in parent.submodule_search_locations or ()):
         return True
     if parent.origin is None:
@@ -282,7 +282,7 @@ def _has_unseen(parent: ModuleSpec) -> bool:
 
 
 def _names(file: Path) -> set[str] | None:
-    """What a module's text binds anywhere; None where it may bind more, or cannot be read, as an import would say."""
+    """Returns the names that a module's text binds anywhere; None if it may bind more, or cannot be read or parsed."""
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
     except (OSError, SyntaxError, ValueError):

@@ -60,8 +60,8 @@ _OF_CONVERSATIONS: Mapping[str, str] = {
 
 
 def check(subject: PreflightContext) -> Iterator[Finding]:
-    """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, as the run does, and
-    yields why one is refused, which of them are trained on and held out, and what the run would log."""
+    """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, like the run does.
+    Yields why a row is refused, which rows are trained on and held out, and what the run would log."""
     logger, kept = logging.getLogger("rl_megatron"), _Kept()
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(kept)
@@ -118,7 +118,7 @@ class _Reader:
         self._rows: LearnedRows | None = None  # None: the tokenizer cannot be read here
         self.longer = list[str]()  # files with more rows than are read
         self._unshown = list[str]()  # files with rows that the chat template is not asked to show
-        self._empty: dict[str, list[str]] = {"train": [], "eval": []}  # why no row of a file is left, or nothing
+        self._empty: dict[str, list[str]] = {"train": [], "eval": []}  # a file: why no row of it is left, or ""
 
     def prepare(self, subject: PreflightContext) -> Iterator[Finding]:
         """Reads what the run makes tokens by, and yields why that fails, unless another check does."""
@@ -140,7 +140,7 @@ class _Reader:
         self._rows = LearnedRows(tokenizer=tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
 
     def unread(self) -> Iterator[Finding]:
-        """Yields which rows were not read, or not in full, and the files of which none is left."""
+        """Yields which rows were not read, or not in full, and the files with no row left."""
         if self.longer:
             yield unchecked(f"rows of {' and '.join(self.longer)} after the first {ROWS}")
         if self._unshown:
@@ -196,7 +196,7 @@ class _Reader:
         named, source, config = [replace(one, id=one.place) for one in problems], name_of(section), self._config
         if self._rows is None:
             return [] if data.fields["messages"] is None else unrendered(named)
-        drawn = name == "train" and data.train.suffix != ".jsonl"  # of parquet a job drops long rows as it draws them
+        drawn = name == "train" and data.train.suffix != ".jsonl"  # a job drops long parquet rows when it draws them
         form = RowForm(
             tokenizer=self._rows.tokenizer,
             max_tokens=sys.maxsize if drawn and not config.kind.samples else config.longest_prompt,
@@ -347,7 +347,7 @@ def _odd_answers(
 
 
 def _list_in(text: str) -> list[object]:
-    """The list of which a text is the JSON; empty if it is none."""
+    """Returns the list that a JSON text encodes; empty if the text encodes no list."""
     try:
         found = parse(text) if text.startswith("[") else None
     except ValueError:
@@ -391,7 +391,7 @@ def _null_arguments(problems: Sequence[Example]) -> Iterator[Finding]:
 
 
 def _has_null_argument(text: str) -> bool:
-    """Whether a call of a tool in the messages has null for an argument itself."""
+    """True if a tool call in the messages has null as the value of an argument itself."""
     said = json.loads(text)
     for message in (*said["messages"], *said.get("rejected", ())):
         calls = message.get("tool_calls")

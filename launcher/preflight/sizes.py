@@ -92,8 +92,8 @@ def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
 
 
 def check_batches(subject: PreflightContext) -> Iterator[Finding]:
-    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, if trajectories wait for servers
-    or servers for trajectories, if groups are left out that have a gradient, if samples of an older policy have no
+    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or trajectories and servers wait
+    for each other. Also yields notes if groups with a gradient are left out, if samples of an older policy have no
     ratio, or if no step trains the policy."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.trained_per_step // config.train.minibatches

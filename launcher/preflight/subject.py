@@ -92,8 +92,8 @@ Check = Callable[[PreflightContext], Iterator[Finding]]
 
 
 def run_check(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """The findings of the check ``name`` or of a part of it, and as a problem the error that ends them: so what was
-    found before, and what others find, is reported too."""
+    """Yields the findings of the check ``name`` or of a part of it, then the error that ends them, as a problem. So
+    earlier findings, and those of other checks, are reported too."""
     try:
         yield from findings
     except RLMegatronError as error:

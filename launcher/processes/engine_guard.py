@@ -32,9 +32,9 @@ SEAT = "RL_MEGATRON_SEAT"
 """A variable with the numbers of the server's GPUs among those that the guard sees; empty: all."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP_SECONDS = 10.0
-_TRACKER_SECONDS = 5.0  # of these
+_TRACKER_SECONDS = 5.0  # part of `_STOP_SECONDS`
 _SHARED = Path("/dev/shm")
-_LOOK_SECONDS = 0.5  # from one look at it to the next
+_LOOK_SECONDS = 0.5  # pause from one look at `_SHARED` to the next
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LONGEST = 107 - len("/engine-12345678/") - 36  # bytes; a socket's path has 107, vLLM's file names are UUIDs
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -50,10 +50,10 @@ def main(host: str, command: list[str]) -> int:
         os.environ[_VISIBLE] = request_fields(seat, os.environ.get(_VISIBLE))
     os.umask(0o077)
     others = {path.name for path in _shared_files()}
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts what outlives the server
     with tempfile.TemporaryDirectory(prefix="engine-", dir=_within(), ignore_cleanup_errors=True) as folder:
         with contextlib.suppress(OSError):  # no locks there
-            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # as `lasting` of scratch.py
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # like `lock_against_tmpfiles` of scratch.py
         os.environ.update(compiled_folder(lambda: f"{folder}/torch"))
         os.environ["TMPDIR"] = folder
         server = subprocess.Popen(
@@ -134,12 +134,12 @@ def _mapped() -> set[str]:
 
 
 def compiled_folder(otherwise: Callable[[], str]) -> Mapping[str, str]:
-    """The variable that names torch's folder of compiled code: what the user set, or a folder in the user's cache, one
-    for each kind of processor, since code that is compiled for one may fail on another. It is made, 0700; where there
-    is no home, or none that can be written, ``otherwise`` names one that no other user can write.
+    """Returns the variable that names torch's folder of compiled code: the user's value, or a folder in the user's
+    cache, made with mode 0700. Each kind of processor has one, as code compiled for one may fail on another. If there
+    is no home, or it cannot be written, ``otherwise`` names a folder that no other user can write.
 
-    Torch's default is ``torchinductor_<user>`` in the machine's temporary folder. Torch loads pickles from there,
-    whoever made it first, and writes it into the environment where it is imported.
+    Torch's default is ``torchinductor_<user>`` in the machine's temporary folder. Torch loads pickles from there, even
+    if another user made it, and writes it into the environment where it is imported.
     """
     given = Path(os.environ.get(_COMPILED, ""))
     if given.name and not (given.parent == Path(tempfile.gettempdir()) and given.name.startswith("torchinductor_")):
@@ -148,7 +148,7 @@ def compiled_folder(otherwise: Callable[[], str]) -> Mapping[str, str]:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "rl_megatron" / "torch" / _processor()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # of a home that is read-only, or full
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # fails if the home is read-only, or full
             file.write(b"1")
             os.fsync(file.fileno())
     except (OSError, RuntimeError):
@@ -173,7 +173,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # under Ray both are blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # Ray blocks both
 
 
 def _end_with_trainer(server: subprocess.Popen[bytes], own: set[str]) -> None:

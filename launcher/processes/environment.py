@@ -26,9 +26,9 @@ _KEPT_KERNELS = "128"
 
 
 def variables(*, threads: int, device: str) -> Mapping[str, str]:
-    """Variables for a rank of ``learner.device`` with so many CPU threads. A CPU rank sees no GPU, and caches few
-    kernels unless the user sets a number; for other ranks torch counts GPUs without initializing CUDA, so that the
-    process that has imported torch may fork. torch's profiler prints nothing of its own."""
+    """Returns variables for a rank of ``learner.device`` with this many CPU threads. A CPU rank sees no GPU, and caches
+    few kernels unless the user sets a number. For other ranks torch counts GPUs without initializing CUDA, so that the
+    process that has imported torch may fork. Silences torch's profiler unless the user sets its log level."""
     out = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
     out |= compiled_folder(lambda: _own_folder().name)
     if device == "cpu":
@@ -96,12 +96,12 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies."""
+    """Makes the kernel kill this process when its parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def exit_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, its own, dies; if that is dead already, it ends at once."""
+    """Makes the kernel kill this process when ``parent``, its own, dies. Exits immediately if that is dead already."""
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)

@@ -82,7 +82,7 @@ class GuardProcess(Guard):
 
     async def _status(self) -> int:
         status = await self.process.wait()
-        if status < 0:  # it was killed, and ended nobody
+        if status < 0:  # it was killed, and did not end its server
             await asyncio.to_thread(_kill_marked, self.mark)
         return status
 
@@ -136,12 +136,12 @@ _LINES = 8
 _LONGEST = 4096  # characters of a line
 _DRAIN_SECONDS = 1.0  # its own children may hold the pipe open
 ENDING = "\0"
-"""What a process's parent writes behind its output, before how it ended: no program writes it."""
+"""The mark that a process's parent writes after its output, before how it ended. No program writes it."""
 
 
 class StderrTail:
-    """The controller's end of a process's stderr, whose other end is ``theirs``. Once it has ended, ``ending`` is what
-    its parent wrote behind `ENDING`, if it did."""
+    """The controller's end of a process's stderr, whose other end is ``theirs``. Once it has ended, ``ending`` is the
+    text that its parent wrote after `ENDING`, if any."""
 
     def __init__(self, who: str) -> None:
         self._ours, self.theirs = multiprocessing.Pipe(duplex=False)
@@ -254,11 +254,11 @@ class ServerSite:
     count: int = 1
     node: str = "here"  # the scheduler's name of it
     gpus: tuple[int, ...] = ()  # the server's there, by number among those that the node shows the run
-    shared: bool = False  # whether ranks may have these too
+    shared: bool = False  # ranks may have these too
 
     @property
     def away(self) -> bool:
-        """Whether it is, or may be, on another node, without access to this node's memory."""
+        """True if it is, or may be, on another node, without access to this node's memory."""
         return self.host != HERE
 
     @contextlib.contextmanager
@@ -272,11 +272,11 @@ class ServerSite:
 
 
 Sites = Sequence[ServerSite]
-"""The nodes of one server, the first of which answers requests."""
+"""The nodes of one server. The first one answers requests."""
 
 
 def elsewhere(found: Sequence[Sites]) -> bool:
-    """Whether any server is on another node, without access to this node's memory."""
+    """True if any server is on another node, without access to this node's memory."""
     return any(site.away for sites in found for site in sites)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import resource
 
 _MOST_FILES = 1 << 20  # a hard limit may be infinite, and some programs visit every number below the soft one
-_FILES_OF_A_RANK, _FILES_OF_A_PEER = 85, 11  # on CPUs, measured with worlds of 2 and 4 whose ranks share all groups
-_FILES_OF_CONTROLLER = 256  # without the streams of ranks
-_FILES_OF_A_TRAJECTORY = 3  # of its event loop
-_LOOP = "Symlink loop from "  # as pathlib says it, with RuntimeError, before Python 3.13
+_FILES_OF_A_RANK, _FILES_OF_A_PEER = 85, 11  # measured on CPUs: worlds of 2 and 4, all groups shared
+_FILES_OF_CONTROLLER = 256  # excludes the streams of ranks
+_FILES_OF_A_TRAJECTORY = 3  # files of its event loop
+_LOOP = "Symlink loop from "  # start of pathlib's RuntimeError before Python 3.13
 _THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
 _SIGNS = {
     "Too many open files": "the limit of open files is reached; raise the hard one (ulimit -Hn), or have fewer ranks a "
@@ -33,14 +33,14 @@ def raise_open_files() -> int:
 
 
 def problem_of_ranks(ranks: int) -> str:
-    """Why this machine's limit of open files does not allow a run of so many ranks on its CPUs; empty if it does."""
+    """Returns why this machine's limit of open files rejects a run of this many ranks on its CPUs; or empty."""
     needed = _FILES_OF_A_RANK + _FILES_OF_A_PEER * ranks
     return problem_of_controller(ranks) or _beyond(needed, f"{ranks} ranks: each of them", "have fewer ranks")
 
 
 def problem_of_controller(ranks: int, requests: int = 0, trajectories: int = 0) -> str:
-    """Why the controller cannot have so many ranks, requests at servers and trajectories at once under this machine's
-    limit of open files; empty if it can."""
+    """Returns why this machine's limit of open files rejects this many ranks, concurrent requests at servers and
+    trajectories in the controller; empty if it does not."""
     counted = {
         "ranks": ranks,
         "requests at servers (rollout.server.concurrency * rollout.group_size at most)": requests,
@@ -72,7 +72,7 @@ def describe_open_files() -> str:
 
 
 def refusal(error: OSError | RuntimeError) -> str | None:
-    """What the system refused, and how to allow it; None if the error is not the system's."""
+    """Returns what the system refused, and how to allow it; None if the error is not the system's."""
     if isinstance(error, OSError):
         if error.errno is None:
             return None

@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 async def in_own_thread(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """One call in a thread of its own. Neither a cancellation nor the end of the process waits for it, as both do for
-    that of ``asyncio.to_thread``."""
+    """Makes one call in a thread of its own. Neither a cancellation nor the end of the process waits for it, unlike for
+    a thread of ``asyncio.to_thread``."""
     thread = DedicatedThread(name)
     try:
         return await thread(function, *args, **kwargs)
@@ -32,7 +32,7 @@ class DedicatedThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function in the thread. Cancelling stops the waiting, not the call."""
+        """Run the function in the thread. Cancellation stops the waiting, not the call."""
         future: Future[T] = Future()
         self._calls.put((future, functools.partial(function, *args, **kwargs)))
         return await asyncio.wrap_future(future)

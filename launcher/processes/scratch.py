@@ -44,9 +44,9 @@ def lock_against_tmpfiles(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_at_exit(*folders: Path) -> Iterator[None]:
-    """Remove the folders at the end, which is at latest that of this process.
+    """Removes the folders when the context ends, at the latest when this process ends.
 
-    What takes longer than `_STOP_SECONDS`, as a large file of weights may, is not waited for: the helper goes on.
+    Waits at most `_STOP_SECONDS`. The helper continues if a removal takes longer, for example of a large weight file.
     """
     command = [sys.executable, "-I", "-S", __file__, *map(str, folders)]
     remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_variables())
@@ -63,7 +63,7 @@ def remove_at_exit(*folders: Path) -> Iterator[None]:
 
 
 def _variables() -> dict[str, str]:
-    """This process's, of which another thread may take one away between its name and its value."""
+    """Returns this process's variables. Tries again if another thread removes one while they are copied."""
     while True:
         with contextlib.suppress(KeyError):
             return dict(os.environ)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR2
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
-_CALLS = "_serve"  # of launcher/worker/process.py
+_CALLS = "_serve"  # the function of launcher/worker/process.py
 _COLLECTIVES = "/torch/distributed/"
 _OURS = ("/rl_megatron/", "/launcher/")
 _file: IO[str] | None = None  # kept open: a process that hangs cannot open one
@@ -39,7 +39,7 @@ _silence = 0.0
 
 
 def register(path: Path, *, silence: float) -> None:
-    """Have this process write its stacks into a file on the signal, or ``silence`` seconds after
+    """Makes this process write its stacks into a file on the signal, or ``silence`` seconds after
     `postpone_stack_dump`."""
     global _file, _silence
     make_inside(path.parent, mode=0o700)
@@ -92,7 +92,7 @@ class Stack:
     """The last stack that a process wrote."""
 
     frames: tuple[Frame, ...]  # innermost first, of the thread in a collective, else of the main thread
-    collective: str | None  # that it waits in
+    collective: str | None  # the collective that it waits in
 
     @property
     def place(self) -> str:
@@ -119,7 +119,7 @@ def read(text: str) -> Stack | None:
     if there is none."""
     parts = _HEAD.split(text)[1:]
     last: dict[str, tuple[Frame, ...]] = {}
-    for thread, part in zip(parts[-2::-2], parts[::-2], strict=True):  # from the end
+    for thread, part in zip(parts[-2::-2], parts[::-2], strict=True):  # last dump first
         if thread in last:
             break  # an earlier dump
         found = _FRAME.finditer(part)
@@ -178,7 +178,7 @@ def explain(found: Mapping[int, Stack | None]) -> tuple[list[int], str]:
 
 
 _TICK_SECONDS = 0.02
-_LAST_SECONDS = 5.0  # for the stacks and the reason, before the process ends
+_LAST_SECONDS = 5.0  # time for stacks and reason before the process ends
 
 
 class LoopWatch:

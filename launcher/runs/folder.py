@@ -1,4 +1,4 @@
-"""The paths of a run's files, in and beside its folder.
+"""The paths of a run's files, in and next to its folder.
 
 Locks files against other processes.
 
@@ -36,7 +36,7 @@ def mirror_path(config: RunConfig, run_folder: Path) -> Path:
 
 
 def drawn_mirror_path(config: RunConfig, folder: Path) -> Path:
-    """A mirror file of one process alone, beside which others may serve models from the same folder."""
+    """Returns a mirror file of one process alone. Others may serve models from the same folder."""
     return _mirror(config, folder, secrets.token_hex(8))
 
 
@@ -158,7 +158,7 @@ def claim(folder: Path, *, resume: bool) -> Iterator[Claim]:
     except FileExistsError as error:
         raise NameTaken(f"{folder}: another run has just taken this name; start again") from error
     with contextlib.ExitStack() as held:
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # so that no other gets its number
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # open, so its inode number is not reused
         held.callback(os.close, number)
         folder, stat = folder.absolute(), os.fstat(number)
         if (file := _locked(folder)) is None:
@@ -188,16 +188,16 @@ class Claim:
     _turns: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self) -> None:
-        """Raises CheckpointError where ``folder`` no longer is this folder, as after a move, or with its file system
-        unmounted, and where another process has the lock, as its file was removed."""
+        """Raises CheckpointError if ``folder`` no longer is this folder: it was moved, or its file system unmounted.
+        Raises it too if another process has the lock, because its file was removed."""
         _refuse_another(self.folder, self.number)
         with self._turns:
             self._renew()
 
     def hold(self) -> None:
-        """Take the lock again if its file was removed, as `__call__` does, at the price of a look at it. What else is
-        wrong with the folder, which may be back by then, is left to that. Raises CheckpointError where another process
-        has the lock."""
+        """Takes the lock again if its file was removed, like `__call__`, at the price of a look at it. Other problems
+        of the folder, which may be back by then, are left to `__call__`. Raises CheckpointError if another process has
+        the lock."""
         with self._turns, contextlib.suppress(OSError):
             if self._is_gone() and os.path.samestat(self.folder.stat(), self.number):
                 self._lock_again()
@@ -224,7 +224,7 @@ class Claim:
         return self.folder / "lock"
 
     def _is_gone(self) -> bool:
-        """Whether the locked file has lost its name. Raises OSError where it cannot be looked at."""
+        """True if the locked file has lost its name. Raises OSError if its path cannot be read."""
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(self.file.fileno()))
         except OSError as error:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 START_FOLDER = "hf_start"
 """In a run's folder: the model that training starts from, where it is the frozen reference."""
 _MAX_LINES = 20
-_MOST_PATH = 500  # characters of one, of which two may differ at the end
+_MOST_PATH = 500  # characters of a path; two paths may differ at the end
 
 
 def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
@@ -60,7 +60,7 @@ def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
 
 
 def has_trained(run_folder: Path) -> bool:
-    """Whether a start before this one has recorded a row, perhaps without a checkpoint: its options let it train."""
+    """True if an earlier start has recorded a row, perhaps without a checkpoint: its options let it train."""
     metrics = run_folder / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
 
@@ -90,7 +90,7 @@ def _check_same(
 ) -> None:
     """Older versions lack new keys, hold free ones, and have keys that this one does not have: those must be off.
 
-    ``paths``: the keys whose value is one.
+    ``paths``: the keys with a path as value.
     """
     lacked = {key: now[key] if key in FREE_BEFORE else value for key, value in usual.items() if key in now}
     held, then = then, {**lacked, **{key: value for key, value in then.items() if not is_free(key) or _is_held(key)}}
@@ -148,8 +148,8 @@ _GIT_SECONDS = 10.0
 
 
 def record_start(run_folder: Path, *, step: int, engine: Path | None) -> list[str]:
-    """Append the row of a start from ``step``, and return a line for each version that is not that of the start before,
-    after one for each damaged row, which says nothing of it.
+    """Appends the row of a start from ``step``. Returns a line for each damaged row, which is left out, and then a line
+    for each version that differs from the start before.
 
     ``engine``: an interpreter of this machine that servers run with, if that is another. Controller's process. Raises
     OSError that names the file.
@@ -199,8 +199,8 @@ def _installed(name: str, folders: list[str]) -> str:
 
 
 def _commit(folder: Path) -> str:
-    """The commit that a folder of a git repository is at, and whether files differ from it; empty where git tells
-    none, as where it is not installed, or refuses another user's folder."""
+    """Returns the commit of a folder of a git repository, and whether files differ from it. Empty if git reports none,
+    for example because it is not installed, or refuses another user's folder."""
     commit, changed = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
     if not commit or changed is None:
         return ""
@@ -208,7 +208,7 @@ def _commit(folder: Path) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints of the folder; None where it fails. It takes no lock that a user's git would meet."""
+    """Returns git's output about the folder; None if git fails. It takes no lock that a user's git would meet."""
     try:
         return subprocess.run(
             ["git", "--no-optional-locks", "-C", str(folder), *arguments],

@@ -53,7 +53,7 @@ class StopSignal(asyncio.Event):
 
 @contextlib.contextmanager
 def stop_signals(progress: Progress) -> Iterator[StopSignal]:
-    """Yield a Stop that Ctrl-C, SIGTERM and SIGUSR1 set. A second Ctrl-C interrupts at once."""
+    """Yields a StopSignal that Ctrl-C, SIGTERM and SIGUSR1 set. A second Ctrl-C interrupts immediately."""
     stop, loop, interrupted = StopSignal(progress), asyncio.get_running_loop(), asyncio.Event()
 
     def interrupt(*_: object) -> None:

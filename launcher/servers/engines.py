@@ -17,7 +17,7 @@ from rl_megatron.weights.push.trust import PROBE_LENGTH
 SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
 """Engines of others, whose interpreters are theirs."""
 KNOWN: Mapping[str, Callable[[ModelShape], Adapter]] = {"local": EmbeddedAdapter, **SERVERS}
-"""Engines whose adapters are the project's own."""
+"""Engines with adapters of this project."""
 
 
 def load_adapter(engine: str, shape: ModelShape) -> Adapter:
@@ -30,8 +30,8 @@ def load_adapter(engine: str, shape: ModelShape) -> Adapter:
 def engine_problems(
     config: RunConfig, adapter: Adapter, shape: ModelShape, environment: Mapping[str, str]
 ) -> list[str]:
-    """A line for each key that servers of the adapter's engine cannot follow for the model, and for each variable of
-    the ``environment`` in which the run starts them that they cannot have."""
+    """Returns a line for each key that servers of the adapter's engine cannot follow for the model, and for each
+    variable that they cannot have. The run starts them in ``environment``."""
     server, device = config.rollout.server, config.learner.device
     extra = normalize_options(server.options or "")
     out = [adapter.options_problem(extra), adapter.batch_problem(extra) if server.batch_invariant else ""]

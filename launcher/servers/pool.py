@@ -74,7 +74,7 @@ class ServerChecks:
     max_length: int
 
     async def check(self, servers: Sequence[Server]) -> None:
-        """Raises ConfigError with all problems of the servers at once, and EngineError."""
+        """Raises ConfigError with all problems of the servers together, and EngineError."""
         found = [(server, await self._described(server)) for server in servers]
         self._raise_misfits([(server.url, described) for server, described in found])
         for server, described in found:
@@ -477,7 +477,7 @@ class ServerLauncher(Launcher):
             logger.warning("rollout.server.colocated: on CPUs servers do not release their memory")
         adapter = load_adapter(config.rollout.engine, self._shape)
         path = mirror_path(config, self._run_folder)
-        await asyncio.to_thread(wait_until_unlocked, path.parent)  # before servers' end removes it
+        await asyncio.to_thread(wait_until_unlocked, path.parent)  # not inside `running`, which removes it
         async with contextlib.AsyncExitStack() as stack:
             servers = self._servers(config, adapter)
             starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
@@ -486,7 +486,7 @@ class ServerLauncher(Launcher):
                 await self._before_learners(config, starting, tell)
                 inner = asyncio.create_task(stack.enter_async_context(self._inner.start(config, tell)))
                 tasks.append(inner)
-                await asyncio.gather(*tasks)  # raises the first error, whoever still starts
+                await asyncio.gather(*tasks)  # raises the first error, even if the other still starts
                 roles, engine = inner.result(), starting.result()
             except BaseException:
                 for one in tasks:
@@ -499,7 +499,7 @@ class ServerLauncher(Launcher):
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
     def _sync(self, config: RunConfig, roles: RunComponents, engine: ServerEngine, path: Path) -> ServedSync:
-        """Delivers to the servers of ``engine``, beside mirror files at ``path``, and verifies."""
+        """Makes the sync that delivers to the servers of ``engine`` and verifies. Mirror files are at ``path``."""
 
         def trust_of(servers: Probed) -> PushVerifier:
             return PushVerifier(
@@ -592,7 +592,7 @@ def colocated(roles: RunComponents, servers: ReplicaWeights) -> RunComponents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Has the ``models`` release their memory before a push, in which servers take theirs."""
+    """Makes the ``models`` release their memory before a push, in which servers take theirs."""
 
     inner: WeightSync
     models: Sequence[FrozenModel]

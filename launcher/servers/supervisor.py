@@ -43,10 +43,10 @@ _LOOK_SECONDS = 0.1
 
 
 async def wait_until_serving(server: Server, ends: Coroutine[Any, Any, str], seconds: float) -> str | None:
-    """Ask ``server`` for its health until it is well; if it ends first, return what ``ends`` says.
+    """Checks the health of ``server`` until it is healthy. If it ends first, returns the text of ``ends``.
 
-    A request without an answer is made again: a server that has just begun to listen may never answer those before.
-    Raises TimeoutError after ``seconds``, of which the text is what the last answer was, as "status 503".
+    Repeats a request without an answer: a server that has just begun to listen may never answer earlier requests.
+    Raises TimeoutError after ``seconds``, with the last answer as its text, for example "status 503".
     """
     ended, heard = asyncio.ensure_future(ends), "nothing"
     try:
@@ -129,26 +129,26 @@ class StartedServer(ServerState):
 
     @override
     async def end(self) -> None:
-        """End it on all of its nodes at once: a node that stayed would hold GPUs and ports."""
+        """Ends it on all of its nodes concurrently: a node that stayed would hold GPUs and ports."""
         await asyncio.gather(*(guard.end() for guard in self.guards))
         self.ports.close()
 
 
 @dataclass(slots=True, kw_only=True)
 class AttachedServer(ServerState):
-    """A server that somebody else runs. After it was unreachable it may be another one at the same address."""
+    """A server that the user runs. After it was unreachable it may be another one at the same address."""
 
     server: Server
     fatal: tuple[type[Exception], ...] = (ResponseTimeout, UnknownWeights, ServerUnreachable, TokenRefused)
 
     @override
     async def ended(self) -> str:
-        """Never returns: nobody reports the server's end."""
+        """Never returns: the server's end is not reported."""
         return await _unused_argument()
 
     @override
     async def end(self) -> None:
-        """Does nothing: whoever started the server ends it."""
+        """Does nothing: the user, who started the server, ends it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,7 +206,7 @@ class Supervisor:
         replica.supervised, loop = True, asyncio.get_running_loop()
         while True:
             began = loop.time()
-            if replica.health is not Health.DEAD:  # as one that Failed is
+            if replica.health is not Health.DEAD:  # a FailedServer starts DEAD
                 why = await self._until_dead(replica, standing)
                 if loop.time() - began >= CALM_SECONDS:
                     replica.forgive()
@@ -225,10 +225,10 @@ class Supervisor:
             replica.apply(Event.ANSWERED)
 
     async def _again(self, replica: Replica) -> ServerState | None:
-        """Restart the server; None after ``rollout.server.restarts`` attempts since it last ran for an hour.
+        """Restarts the server; None after ``rollout.server.restarts`` attempts since it last ran for an hour.
 
-        One for each death under poison does not count. Raises TooManyOpenFiles, of which the server is not the cause.
-        A learner that takes turns with it trains first: its GPUs have no room for a start.
+        One attempt for each server that a dropped prompt killed does not count. Raises TooManyOpenFiles, which has
+        another cause. A learner that takes turns with it trains first: its GPUs have no room for a start.
         """
         while (count := self.engine.tries(replica)) < self.section.restarts:
             wait = backoff_seconds(count)
@@ -273,7 +273,7 @@ class Supervisor:
             period = _period()
             status = await server.health(seconds=period)
             if not (status or await _Meter(self.engine.adapter, server).moves(period)):
-                await asyncio.sleep(_GRACE_SECONDS)  # if it ended, its exit status and log say more
+                await asyncio.sleep(_GRACE_SECONDS)  # an ended server's exit status and log say more
                 return f"{error}; and it did not answer a health check within {period:g} s"
             replica.trust()
 
@@ -297,7 +297,7 @@ class Supervisor:
         )
 
     async def _all_answer(self, replica: Replica) -> bool:
-        """Whether every rank of an idle server answers, also those on its other nodes."""
+        """True if every rank of an idle server answers, also those on its other nodes."""
         try:
             async with asyncio.timeout(_period()):
                 await self.engine.adapter.ping(replica.server)
@@ -321,7 +321,7 @@ class Supervisor:
         )
 
     async def _cannot_serve(self, replica: Replica) -> str:
-        """Wait until it cannot be refitted with the served weights. Raises TooManyOpenFiles, of which it is not the
+        """Waits until it cannot be refitted with the served weights. Raises TooManyOpenFiles, which has another
         cause."""
         if replica.health is Health.STALE:
             try:
@@ -342,9 +342,9 @@ class _Meter:
         self._before: Hashable = None
 
     async def moves(self, seconds: float) -> bool | None:
-        """Whether it made tokens since the last call (True at the first count); None if it has no requests, or cannot.
+        """True if it generated tokens since the last call, or at the first count. None if paused or without requests.
 
-        A server that does not answer in ``seconds`` makes none. Raises TooManyOpenFiles, of which it is not the cause.
+        False if it does not answer in ``seconds``. Raises TooManyOpenFiles, which has another cause.
         """
         if self._server.paused or not self._server.in_flight:
             self._before = None

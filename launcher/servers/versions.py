@@ -36,7 +36,7 @@ SECONDS = 4.0  # the limit for an interpreter's answer on a login node; 0.2 to 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionComparison:
-    """What two environments have, and why ranks of both cannot be one group; empty if they can."""
+    """The libraries of two environments, and why ranks of both cannot be one group; empty if they can."""
 
     table: str
     problem: str
@@ -55,9 +55,9 @@ def compare_environments(
 
 
 def group_problem(config: RunConfig, environments: Mapping[str, Libraries]) -> str:
-    """Why ranks of these environments, by name, cannot receive weights as configured; else empty.
+    """Returns why ranks of these environments, by name, cannot receive weights as configured; or empty.
 
-    Where it depends on the number of GPUs whether they join a group, ranks say it when they meet.
+    If the number of GPUs decides whether they join a group, ranks report the problem when they meet.
     """
     kind, way = config.transport, config.weights.transport
     if config.learner.device == "cpu" or not kind.direct or not config.rollout.served:
@@ -88,7 +88,7 @@ def other_container(config: RunConfig) -> str | None:
 
 
 def shared_settings(config: RunConfig, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """NCCL's settings for servers whose ranks join the learner's: those of ``environment``, or NCCL's defaults.
+    """Returns NCCL's settings for servers that join the learner's ranks: those of ``environment``, or NCCL's defaults.
 
     An engine may set others where none is given: SGLang 0.5.21 sets NCCL_CUMEM_ENABLE=0.
     """
@@ -98,7 +98,7 @@ def shared_settings(config: RunConfig, environment: Mapping[str, str]) -> Mappin
 
 
 def libraries_of(python: Path, environment: Mapping[str, str], seconds: float = SECONDS) -> Libraries:
-    """What programs of an interpreter load under the variables of ``environment``. Raises EngineError."""
+    """Returns the libraries that an interpreter's programs load with variables ``environment``. Raises EngineError."""
     try:
         done = subprocess.run(
             [python, libraries.__file__], capture_output=True, text=True, timeout=seconds, env=dict(environment)
@@ -132,8 +132,8 @@ async def check_interpreter(python: Path, adapter: Adapter) -> None:
 
 
 def has_module(package: str, python: Path) -> bool | None:
-    """Whether an interpreter finds the package: the files of its environment may say so, or else it is asked, from a
-    folder without modules, as packages may lie elsewhere. None if it does not start, or answer in `ANSWER_SECONDS`."""
+    """True if an interpreter finds the package: its environment has the files, or the interpreter itself, run from a
+    folder without modules, finds them elsewhere. None if it does not start, or answer in `ANSWER_SECONDS`."""
     environment = python.absolute().parent.parent  # not resolved: in an environment the interpreter is a link
     packages = [*environment.glob("lib/python3*/site-packages"), *environment.glob("lib64/python3*/site-packages")]
     if any((folder / package).is_dir() or any(folder.glob(f"{package}-*.dist-info")) for folder in packages):
@@ -154,7 +154,7 @@ def has_module(package: str, python: Path) -> bool | None:
 
 
 def show_package(packages: Path) -> None:
-    """Have the empty folder ``packages`` hold this package alone, for an interpreter that must not get those beside."""
+    """Makes the empty folder ``packages`` hold this package alone, for an interpreter that must not get others."""
     (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parents[2] / "rl_megatron")
 
 

@@ -76,7 +76,7 @@ def silence_warnings() -> None:
 
 
 def no_fork_reason() -> str:
-    """Why this process must not fork ranks: what of it would not work in them, or be shared; empty if it may."""
+    """Returns why this process cannot fork ranks (state that fails in them or would be shared), or an empty string."""
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         return f"the imports started threads: there are {count} (known to Python: {names})"
@@ -90,7 +90,7 @@ def no_fork_reason() -> str:
 
 
 def _gpu_in_use() -> bool:
-    """Whether somebody has called cuInit, by torch or past it; asks the driver only if it is loaded."""
+    """True if this process has called cuInit, through torch or not. Asks the driver only if it is loaded."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:

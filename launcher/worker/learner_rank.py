@@ -75,7 +75,7 @@ class LearnerRank(RankModels):
             self._connect_beside(config, setup.run_folder, pushes)
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
-        """The target of pushes: this rank's engine or, if servers sample or nobody does, its node's mirror file."""
+        """Makes the target of pushes: the node's mirror file if servers sample, or the job does not; else an engine."""
         section, longest = config.rollout, config.rollout.max_prompt_tokens + config.longest_completion
         if config.fills_files:
             return self._make_mirror(config, run_folder)
@@ -86,10 +86,10 @@ class LearnerRank(RankModels):
         return engine
 
     def _make_mirror(self, config: RunConfig, run_folder: Path) -> Mirror | None:
-        """The file that this rank writes with others of its node, of which the first makes it; None if it writes none.
+        """Opens the file that this rank and others of its node write, or returns None. The first writer makes it.
 
-        The controller removes the file on its node, the first writer's end that on another; the next run on a node
-        what a run that was killed left there.
+        The controller removes the file on its node. On another node the first writer removes it when it ends. The next
+        run on a node removes the files of killed runs.
         """
         path, shapes, float32 = mirror_path(config, run_folder), self._hf.local_shapes(0), self._float32
         group: Sequence[int] = next((group for group in self._writers if self._rank in group), ())
@@ -242,8 +242,8 @@ class LearnerRank(RankModels):
             return error
 
     def export(self, folder: Path) -> None:
-        """Write the version pushed last as a Hugging Face folder, with the draft layers from which the run started, if
-        it has not trained them; the chat template of a reward model sets the run's variables."""
+        """Writes the version pushed last as a Hugging Face folder, with the draft layers from which the run started, if
+        it has not trained them. The chat template of a reward model sets the run's variables."""
         tensors: Mapping[str, Tensor] = self._held
         if self._made_up is None and not self._shape.scores and not self._shape.drafts:
             tensors = WithDrafts(tensors, self._model_folder, self._dtype, self._config.learner.model)
@@ -274,8 +274,8 @@ def make_mirror(
     float32: Collection[str],
     writers: int = 1,
 ) -> None:
-    """Make a mirror file as `Mirror.make` does. In a node's memory its folder is held until ``ends`` closes, and what
-    runs that were killed left beside it is removed."""
+    """Makes a mirror file with `Mirror.make`. In a node's memory its folder is locked until ``ends`` closes, and the
+    neighboring folders of killed runs are removed."""
     Mirror.make(path, shapes, dtype, model_folder / "config.json", encoding, float32=float32, writers=writers)
     if path.is_relative_to(NODE_MEMORY):
         ends.enter_context(lock_folder(path.parent))

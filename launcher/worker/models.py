@@ -6,7 +6,7 @@ learner's ranks hold all roles that do not have their own ranks.
 
 Records the kernels and operators of a rank's own process, by torch's profiler.
 
-What a rank says of its memory when it runs out: the plan's terms, what torch allocated, and a snapshot.
+Reports a rank's memory when it runs out: the plan's terms, torch's allocations, and a snapshot.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Recording:
         if profiler is None:
             raise RLMegatronError("this rank records no kernels")
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # of kernels that were launched the ends are recorded, too
+            torch.cuda.synchronize()  # records the ends of launched kernels, too
         profiler.stop()
         try:
             with add_path_to_errors(file):
@@ -292,8 +292,8 @@ class RankModels:
     def score(
         self, passes: Sequence[ForwardPass], share: Share | None
     ) -> list[tuple[dict[Want, list[Tensor]] | None, float]]:
-        """What each of the passes says of each micro-batch, None except on the rank that reports for its DP rank; and
-        the seconds that it took."""
+        """Returns for each pass its outputs for each micro-batch, and the seconds that it took. The outputs are None
+        except on the rank that reports for its DP rank."""
         replaying = [one.role for one in passes if one.replays] or [passes[0].role]
         micro_batches = self._taken(replaying[0], share)
         answers = []
@@ -344,8 +344,8 @@ class RankModels:
             self._average.move(policy.tensors, rate)
 
     def _beside(self, role: str) -> ExtraState | None:
-        """What a checkpoint of the role holds beside its model: of the policy the reference that follows it, if it has
-        weights."""
+        """Returns what a checkpoint of the role holds in addition to its model. The policy's holds the reference that
+        follows it, if it has weights."""
         from rl_megatron.learner.checkpoint.state import ExtraState
 
         if role != "policy" or self._average is None:
@@ -361,7 +361,7 @@ class RankModels:
         self._saving[role] = learner.start_save(folder, apart=self._saves_apart, beside=beside)
 
     def written(self, role: str, wait: bool) -> bool:
-        """Whether this rank's part of the save is written, or could not be; with ``wait``, once that is so."""
+        """True if this rank's part of the save is written, or could not be. With ``wait``, waits until then."""
         if wait:
             self._saving[role].wait()
         return self._saving[role].written
@@ -371,7 +371,7 @@ class RankModels:
         return self._saving.pop(role).durable()
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
-        """Problems of a checkpoint's files, of which this rank reads a share; see digests.misfits."""
+        """Returns problems of a checkpoint's files; this rank reads a share of them. See digests.mismatches."""
         return digests.mismatches(folder, files, read=True)
 
     def load(self, role: str, folder: Path) -> None:
@@ -406,13 +406,13 @@ _ENTRIES = 200_000  # allocations and frees that are remembered, the latest
 
 
 def remember() -> None:
-    """Have torch record where memory is allocated from now on, for `memory_report`."""
+    """Makes torch record where memory is allocated from now on, for `memory_report`."""
     torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
 
 
 @contextmanager
 def with_memory_notes(setup: Setup, rank: int) -> Iterator[None]:
-    """Have an error inside for want of a GPU's memory carry `memory_report` of this rank as notes."""
+    """Adds `memory_report` of this rank as notes to an error inside that says that the GPU's memory is full."""
     try:
         yield
     except RuntimeError as error:
@@ -422,17 +422,17 @@ def with_memory_notes(setup: Setup, rank: int) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's memory is full: torch's own error, or the words of libraries that allocate beside torch.
+    """True if a GPU's memory is full: torch's own error, or the messages of libraries that allocate without torch.
 
     These are NCCL's ``Cuda failure 2 'out of memory'`` in a DistBackendError, CUDA's ``CUDA error: out of memory`` and
-    cuBLAS's status. What torch says of a full machine has none of them.
+    cuBLAS's status. Torch's message about full host memory has none of them.
     """
     words = isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_MESSAGES)
     return words or isinstance(error, torch.OutOfMemoryError)
 
 
 def memory_report(setup: Setup, rank: int) -> Iterator[str]:
-    """The plan of this rank's GPU beside what torch holds of it now; a snapshot with ``profile.memory``.
+    """Yields the plan of this rank's GPU, then the memory that torch holds now; a snapshot with ``profile.memory``.
 
     Nothing is raised: the rank has an error already.
     """

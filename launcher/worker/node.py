@@ -56,7 +56,7 @@ def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
             pid = _start(rank, call, {2: outputs[local].fileno()}, [file.fileno() for file in outputs])
             started[pid] = name, outputs[local]
             continue
-        os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(local))  # as if srun had started it
+        os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(local))  # the same as under srun
         with (Path(muster.folder) / f"{file_stem(role, rank)}.txt").open("ab") as output:
             started[_start(rank, call, dict.fromkeys((1, 2), output.fileno()))] = name, None
     for number in signal.sigpending() & BLOCKED_SIGNALS:  # arrived before there were ranks to pass it on

@@ -144,12 +144,12 @@ def reporting_errors(connection: Connection) -> Iterator[None]:
 
 
 def _machines(error: BaseException) -> bool:
-    """Whether the machine or a peer may be the cause: errors of NCCL, gloo, CUDA and files, except out of memory."""
+    """True if the machine or a peer may be the cause: errors of NCCL, gloo, CUDA and files, except out of memory."""
     return isinstance(error, RuntimeError | OSError) and not is_out_of_memory(error)
 
 
 def _hear(connection: Connection, calls: Calls) -> None:
-    """Queue calls, and write stacks at once."""
+    """Queues calls. Writes stacks immediately when the controller requests them."""
     with contextlib.suppress(EOFError, OSError):  # the controller closed the stream
         while True:
             message = wire.receive(connection)

@@ -1,4 +1,4 @@
-"""What runs in Ray's processes on the nodes of a cluster: a rank, or the guard of an engine server.
+"""The code that runs in Ray's processes on the nodes of a cluster: a rank, or the guard of an engine server.
 
 Each imports this file, so it has none of the controller's imports.
 """

@@ -65,7 +65,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from launcher.hosts.ray.actors import ServerActor
 
-for _name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK"):  # of the cluster of a `ray job submit`
+for _name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK"):  # set by the cluster of a `ray job submit`
     os.environ.pop(_name, None)
 logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, which is intended
 logger = logging.getLogger(__name__)
@@ -74,25 +74,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.2
-_MISMATCH = "Version mismatch"  # how the RuntimeError of ray/_private/utils.py begins, in Ray 2.60
+_MISMATCH = "Version mismatch"  # start of the RuntimeError of ray/_private/utils.py in Ray 2.60
 _SHUTDOWN_SECONDS = 60.0
-_ANSWER_SECONDS = 60.0  # of a call to the running cluster
-_DEATHS = (ConnectionError, RuntimeError, RayError)  # by which Ray says that a process of its own is not there
+_ANSWER_SECONDS = 60.0  # limit of a call to the running cluster
+_DEATHS = (ConnectionError, RuntimeError, RayError)  # Ray's errors if one of its processes is missing
 
 
 class _Job(JobConfig):
-    """A job whose actors do not have the driver's folder before our packages: `run_worker` puts the user's behind."""
+    """A job whose actors do not have the driver's folder before our packages: `run_worker` puts the user's after."""
 
     @override
     def _runtime_env_has_working_dir(self) -> bool:
-        return True  # for else Ray 2.60.0 puts the driver's script and current folder first (connect, worker.py)
+        return True  # otherwise Ray 2.60.0 puts the driver's script and current folder first (connect, worker.py)
 
 
 @dataclass(slots=True, kw_only=True)
 class Wait:
-    """A wait for a cluster that goes on in several threads."""
+    """A wait for a cluster, in several threads."""
 
-    what: str  # is waited for now, for messages
+    what: str  # the thing that it waits for now, for messages
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
@@ -119,10 +119,10 @@ async def await_health(call: NodeCall) -> None:
 
 
 def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
-    """Join a running cluster once it has the ``wanted`` resources, or end once nobody waits any more.
+    """Joins a running cluster once it has the ``wanted`` resources, or ends once the wait is given up.
 
-    Ray refuses by a RuntimeError, too, where the raylet of this node has not registered in a minute. Raises ConfigError
-    where it has other versions.
+    Ray raises RuntimeError, too, if the raylet of this node has not registered within a minute. Raises ConfigError if
+    the cluster has other versions.
     """
     os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # Ray makes one attempt with a limit, not twenty
     while not ray.is_initialized():
@@ -168,13 +168,13 @@ def start_here(has: Bundle, token: str, folder: str) -> None:
 
 
 def restore_sigterm_handler() -> None:
-    """Have this process's own handler of SIGTERM run again, which a driver's start replaces. The main thread calls it.
+    """Makes this process's own handler of SIGTERM run again, which a driver's start replaces. The main thread calls it.
 
     Ray's (absl's failure_signal_handler.cc, installed for SIGTERM as for SIGSEGV) prints a stack, calls the one before,
     and has SIGALRM abort the process three seconds later.
     """
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-    signal.siginterrupt(signal.SIGTERM, False)  # as asyncio sets it
+    signal.siginterrupt(signal.SIGTERM, False)  # the value that asyncio sets
 
 
 def said(error: BaseException) -> str:
@@ -220,7 +220,7 @@ class RayCluster:
         self.shares = shares(self.placements, self.seats, alone=bool(allocation and allocation.engine_nodes))
         self._config = config
         self._own: DedicatedThread | None = None
-        self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # of servers
+        self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # places of servers
 
     @property
     def own(self) -> DedicatedThread:
@@ -266,7 +266,7 @@ class RayCluster:
             host=self.host,
             port=free_port(""),
             token=secrets.token_hex(32),
-            folder=f"/tmp/rlm-{allocation.id}-{secrets.token_hex(6)}",  # on each node; its name cannot be guessed
+            folder=f"/tmp/rlm-{allocation.id}-{secrets.token_hex(6)}",  # node-local; its name cannot be guessed
             resources=on_learner,
             seconds=self._config.learner.timeout_seconds,
         )
@@ -308,8 +308,8 @@ class RayCluster:
         steps: Sequence[asyncio.subprocess.Process],
         wait: Wait,
     ) -> None:
-        """Wait for ``driver``. Raises WorkerFailure that says what was waited for if a step of Ray ends first, or after
-        ``learner.timeout_seconds``, the only limit of the wait, and where Ray's processes fail; else what it raises."""
+        """Waits for ``driver``, with ``learner.timeout_seconds`` as the only limit. Raises WorkerFailure with the
+        awaited event if a step of Ray ends first, after the limit, or if Ray's processes fail; else its own error."""
         limit, driving = self._config.learner.timeout_seconds, asyncio.ensure_future(driver)
         over = [asyncio.ensure_future(ended(step)) for step in steps]
         read = f"ray-*.txt in {self.folder} have Ray's output"
@@ -371,8 +371,8 @@ class RayCluster:
         )
 
     async def start_guard(self, number: int, order: GuardSpec) -> Guard:
-        """Start a server's guard at seat ``number``. Raises EngineError after ``rollout.server.start_seconds``, and at
-        once where its node is gone."""
+        """Starts a server's guard at seat ``number``. Raises EngineError after ``rollout.server.start_seconds``, and
+        immediately if its node is gone."""
         node, nodes = self.seats[number].node, await self.ask(_living)
         if node not in nodes:
             raise EngineError(f"Ray has no node {node} now; it has {', '.join(sorted(nodes))}")
@@ -385,7 +385,7 @@ class RayCluster:
             await self.end(actor)
             why = f": {error}" if isinstance(error, RayError) else f" in rollout.server.start_seconds={limit:g}"
             raise EngineError(f"Ray did not start the server of {order.log.name} on {node}{why}") from error
-        except BaseException:  # nobody waits for it any more
+        except BaseException:  # the caller has stopped waiting for it
             await asyncio.shield(self.end(actor))
             raise
         return ActorGuard(self.end, actor, order.log)
@@ -400,7 +400,7 @@ class RayCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InCluster(Launcher):
-    """A launcher whose processes are all in one cluster."""
+    """A launcher with all processes in one cluster."""
 
     cluster: RayCluster
     inner: Launcher
@@ -455,7 +455,7 @@ class ActorGuard(Guard):
 
 
 def make_server_actor(here: PlacementGroupSchedulingStrategy) -> Any:
-    """The actor class, bound to its bundle, all of which it takes."""
+    """Makes the actor class, bound to its bundle, which it takes completely."""
     bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
     actor: Any = ray.remote(ServerActor)
     return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()

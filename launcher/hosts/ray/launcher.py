@@ -26,7 +26,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import file_stem, rank_label
 
 # isort: split
-import ray  # after cluster, which sets what it reads
+import ray  # imported after cluster, which sets variables that it reads
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from launcher.hosts.ray.actors import RankActor
@@ -88,7 +88,7 @@ def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Pa
 
 
 async def _first_end(ends: Mapping[Who, Future[None]]) -> str:
-    """How the first actor ended, once one has."""
+    """Waits until an actor ends, and returns how the first one did."""
     waiting = {who: asyncio.wrap_future(end) for who, end in ends.items()}
     for one in waiting.values():
         one.add_done_callback(retrieve_exception)

@@ -57,9 +57,9 @@ class NodeCall:
     host: str
     port: int
     token: str
-    folder: str  # for Ray's temporary files, private to this user; short, because it holds sockets
-    resources: Mapping[str, Bundle]  # of each node
-    seconds: float  # how long to wait for the head
+    folder: str  # Ray's temporary files, private to this user; short, because it holds sockets
+    resources: Mapping[str, Bundle]  # node -> its resources
+    seconds: float  # limit of the wait for the head
 
     def line(self) -> bytes:
         """The message as a line."""
@@ -75,7 +75,7 @@ def environment(token: str) -> Mapping[str, str]:
 class Shares:
     """The shares of roles in their nodes: a bundle per rank and per server, in order."""
 
-    ranks: Mapping[str, Mapping[str, Sequence[Bundle]]]  # by role, the learner's first
+    ranks: Mapping[str, Mapping[str, Sequence[Bundle]]]  # role -> node -> bundles; the learner's first
     engines: Mapping[str, Sequence[Bundle]]
 
 
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 class ControllerWatch:
-    """What the controller tells on the standard input: a line once the cluster has all its nodes, and the end."""
+    """The controller's messages on the standard input: a line once the cluster has all its nodes, and the end."""
 
     def __init__(self) -> None:
         self.complete = self.gone = False
@@ -172,7 +172,7 @@ class ControllerWatch:
         threading.Thread(target=self._read, daemon=True).start()
 
     def watch(self, ray: subprocess.Popen[bytes]) -> None:
-        """Kill ``ray`` when the controller is gone; at once if it is."""
+        """Kills ``ray`` when the controller is gone; immediately if it already is."""
         with self._lock:
             self._ray = ray
             if self.gone:
@@ -188,11 +188,11 @@ class ControllerWatch:
 
 
 def run_ray(command: Sequence[str], variables: Mapping[str, str], seconds: float, watch: ControllerWatch) -> int:
-    """Run ``ray start --block`` to its end; return its status. No process of it is left.
+    """Runs ``ray start --block`` to its end and returns its status. No process of it is left.
 
-    Where files are slow or a node is busy, Ray gives up on its own raylet after `RAYLET_SECONDS`, which no setting
-    changes; so one that ends after them is started again, for ``seconds`` in all and while the cluster lacks nodes.
-    What ends sooner has another cause.
+    If files are slow or a node is busy, Ray gives up on its own raylet after `RAYLET_SECONDS`, which no setting
+    changes. So a Ray that ends after them is started again, for ``seconds`` in all and while the cluster lacks nodes.
+    An earlier end has another cause.
     """
     end = time.monotonic() + seconds
     while True:

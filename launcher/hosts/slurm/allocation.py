@@ -17,7 +17,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import cut, extra_role_nodes
 
-_NAME_SECONDS = 60.0  # in which a name server learns of a node that a cloud has just made
+_NAME_SECONDS = 60.0  # time until a name server knows a node that a cloud has just created
 _LOOK_SECONDS = 1.0
 _INHERITED = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # srun would apply the learner's
 
@@ -118,7 +118,7 @@ class Allocation:
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
     def server_command(self, nodes: Sequence[str], cpus: int | None) -> list[str]:
-        """The srun command that runs a command on each node with all its memory and GPUs, beside other steps."""
+        """The srun command that runs a command on each node with all its memory and GPUs, alongside other steps."""
         return [
             *_OWN,
             "srun",
@@ -128,8 +128,8 @@ class Allocation:
 
 
 def cores_option(cores: int | None) -> list[str]:
-    """The option of srun that gives each task so many cores and no more (it implies --exact); None: without it a task
-    has all that the job has on its node."""
+    """Returns the option of srun that gives each task exactly this many cores (it implies --exact). None: without it a
+    task has all cores that the job has on its node."""
     return [] if cores is None else [f"--cpus-per-task={cores}"]
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rl_megatron.errors import ConfigError
 
-ANSWER_SECONDS = 60.0  # of a command that asks or cancels; they have limits of their own, which differ by cluster
-SENT_SECONDS = 300.0  # of sbatch, whose jobs a cluster's plugins look at
-_NO_JOBS = ("SLURM_CONF", "SLURM_CLUSTERS")  # which no surrounding job sets
+ANSWER_SECONDS = 60.0  # limit of a query or cancel command; its own limit differs by cluster
+SENT_SECONDS = 300.0  # limit of sbatch, because a cluster's plugins check its jobs
+_NO_JOBS = ("SLURM_CONF", "SLURM_CLUSTERS")  # no surrounding job sets these
 _VARIABLES = {
     "time": ("TIMELIMIT",),
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
@@ -29,21 +29,21 @@ def _outside_jobs() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _NO_JOBS or not name.startswith(("SLURM_", "SRUN_"))
     }
-    if (clusters := kept.pop("SBATCH_CLUSTERS", None)) is not None:  # for all commands: they ask where it was sent
+    if (clusters := kept.pop("SBATCH_CLUSTERS", None)) is not None:  # other commands ask the cluster that sbatch used
         kept["SLURM_CLUSTERS"] = clusters
     return kept
 
 
 def call_slurm(command: Sequence[str], script: Path | None = None) -> str:
-    """What a command prints, outside of any job that this is in. ``script`` is sbatch's: the user's SBATCH_ variables
-    count for what it leaves open, as sbatch itself would have them replace its options.
+    """Returns what a command prints, run outside of any job of this process. ``script`` is sbatch's: the user's SBATCH_
+    variables set only options that it leaves open, whereas sbatch itself lets them replace its options.
 
-    Raises ConfigError with its errors, or with what it has waited for in vain.
+    Raises ConfigError with its errors, or if it does not answer in time.
     """
     command = command if script is None else [*command, str(script)]
     stated = set() if script is None else _stated(script.read_text(encoding="utf-8"))
     kept = {name: value for name, value in _outside_jobs().items() if name not in stated}
-    kept.pop("SBATCH_WAIT", None)  # until the job ends
+    kept.pop("SBATCH_WAIT", None)  # it would wait until the job ends
     seconds, shown = SENT_SECONDS if command[0] == "sbatch" else ANSWER_SECONDS, shlex.join(command)
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=kept, timeout=seconds)
@@ -69,7 +69,7 @@ def _stated(script: str) -> set[str]:
 
 
 def parse_script(script: str) -> None:
-    """Have bash read a job's script, without running it. Raises ConfigError with its message."""
+    """Makes bash read a job's script, without running it. Raises ConfigError with its message."""
     try:
         done = subprocess.run(
             ["bash", "-n"], input=script, capture_output=True, text=True, env=dict(os.environ), timeout=ANSWER_SECONDS

@@ -43,7 +43,7 @@ def step_command(slurm: SlurmSection, placement: RankPlacement, *, python: str, 
         f"--nodes={nodes}",
         f"--ntasks={nodes}",
         "--ntasks-per-node=1",
-        f"--job-name={placement.role}",  # as `squeue --steps` shows it
+        f"--job-name={placement.role}",  # the name in `squeue --steps`
         *cores_option(slurm.cores(placement.ranks_per_node)),
         "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step
         "--label",  # output, which goes to step.txt, with the number of the node
@@ -56,7 +56,7 @@ def step_command(slurm: SlurmSection, placement: RankPlacement, *, python: str, 
 
 @contextlib.asynccontextmanager
 async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a step whose tasks each read ``line``; leaving the context ends it."""
+    """Runs a step. Each of its tasks reads ``line``. Leaving the context ends the step."""
     logger.info("starting a step: %s", shlex.join(command))
     with (folder / "step.txt").open("ab") as output:
         step = await asyncio.create_subprocess_exec(

@@ -58,13 +58,13 @@ def _quoted(option: str) -> str:
 
 
 def code_folder(run: Path) -> Path:
-    """The folder with this code that a job has on PYTHONPATH: the checkout, or, of an installed wheel, which has the
-    learner's other packages beside it, the ``code`` of ``run``, which `show_code` makes."""
+    """Returns the folder with this code that a job has on PYTHONPATH: the checkout, or the ``code`` of ``run``. An
+    installed wheel, which lies next to the learner's other packages, needs the latter, which `show_code` makes."""
     return run / "code" if (_HERE / "rl_megatron" / "conf").is_dir() else _HERE
 
 
 def show_code(run: Path) -> None:
-    """Have `code_folder` hold this code alone: other interpreters of the job, as an engine's, read it too."""
+    """Makes `code_folder` hold this code alone: other interpreters of the job, for example an engine's, read it too."""
     if (folder := code_folder(run)) == _HERE:
         return
     folder.mkdir(exist_ok=True)
