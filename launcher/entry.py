@@ -10,7 +10,7 @@ _INTERRUPTED = 130  # a shell's status for a process that Ctrl-C ended
 
 
 def main() -> None:
-    """Import the command line and run it."""
+    """Imports the command line and runs it."""
     before = signal.signal(signal.SIGINT, _leave)
     from launcher.__main__ import main as run
 

@@ -179,7 +179,7 @@ def connect(host: str, port: int, token: bytes, *, seconds: float) -> tuple[Conn
 
 
 async def _proven(stream: socket.socket, token: bytes, *, ours: bytes, theirs: bytes) -> Connection:
-    """Authenticate: both send a random number, then an HMAC of both numbers and their role."""
+    """Authenticates: both send a random number, then an HMAC of both numbers and their role."""
     loop = asyncio.get_running_loop()
     try:
         stream.setblocking(False)
@@ -303,7 +303,7 @@ class Incoming:
         return None
 
     def fed(self, data: memoryview) -> Iterator[Message]:
-        """Copy bytes that were read elsewhere. Yields the messages that they complete."""
+        """Copies bytes that were read elsewhere. Yields the messages that they complete."""
         while len(data):
             count = min(len(data), len(self._room))
             self._room[:count] = data[:count]
@@ -334,7 +334,7 @@ class Incoming:
 
 
 def send(connection: Connection, message: Message) -> None:
-    """Write one message; one thread at a time. Raises OSError if the other side has closed the stream."""
+    """Writes one message; one thread at a time. Raises OSError if the other side has closed the stream."""
     left = deque(parts(message))
     while left:
         write_some(connection.fileno(), left)

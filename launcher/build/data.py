@@ -98,8 +98,8 @@ def load_data(
     *,
     vocab_size: int = sys.maxsize,
 ) -> Data:
-    """Read tokenizer and data, and what ``teachers`` (by name) read in place of prompts to train on. The model has
-    ``vocab_size`` tokens. Raises ConfigError, and DataError that names the row."""
+    """Reads tokenizer and data, and the texts that ``teachers`` (by name) read in place of training prompts. The model
+    has ``vocab_size`` tokens. Raises ConfigError, and DataError that names the row."""
     tokenizer = read_tokenizer(model_folder, config.model.template_variables)
     form = RowForm(
         tokenizer=tokenizer,
@@ -161,7 +161,7 @@ def end_tokens(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Seq
 
 
 def _tell_ends(data: Data) -> None:
-    """Log the tokens after answers that are not the tokenizer's ``eos_token``."""
+    """Logs the tokens after answers that are not the tokenizer's ``eos_token``."""
     for end in dict.fromkeys(data.end_token_ids.values()):
         if end not in (None, data.tokenizer.eos_token_id):
             ends = data.tokenizer.eos_token_id in data.stop_token_ids

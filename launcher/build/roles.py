@@ -53,7 +53,7 @@ class RunParts:
 async def run_components(
     parts: RunParts, progress: Progress, stop: StopSignal
 ) -> AsyncIterator[tuple[RunComponents, Data, ModelShape]]:
-    """Start learner and engine; yield them, the data and the model's shape. Leaving the context ends all processes.
+    """Starts learner and engine; yields them, the data and the model's shape. Leaving the context ends all processes.
 
     Raises StopRequested if a stop is requested first.
     """
@@ -64,7 +64,7 @@ async def run_components(
 async def _start(
     stack: contextlib.AsyncExitStack, parts: RunParts, progress: Progress, stop: StopSignal
 ) -> tuple[RunComponents, Data, ModelShape]:
-    """Start learner and engine; ``stack`` gets the callbacks that end them."""
+    """Starts learner and engine; ``stack`` gets the callbacks that end them."""
     config, thread = parts.config, DedicatedThread("start")  # a stop does not wait for this thread
     stack.callback(thread.close)
     progress.note("preparing the model")

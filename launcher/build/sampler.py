@@ -222,7 +222,7 @@ def environment_sampler(
 
 
 def _warn_of_calls(tokenizer: PreTrainedTokenizerBase, parser: str | None, key: str) -> None:
-    """Warn where neither the chat template nor the tokenizer has what each call of the parser's format has in it."""
+    """Warns if neither the chat template nor the tokenizer has the mark of calls in the parser's format."""
     mark = WRITTEN.get(parser or "")
     if mark is None or mark in tokenizer.get_added_vocab():
         return

@@ -243,7 +243,7 @@ class _FolderWeights(LearnerWeights):
 
     @override
     async def push(self, version: int) -> WeightUpdate:
-        """Write the mirror file."""
+        """Writes the mirror file."""
         await asyncio.to_thread(self._write, version)
         return WeightUpdate(version=version, num_bytes=0, seconds=0.0)
 
@@ -278,7 +278,7 @@ class _Loading:
         self._lock, self._served, self._checks = asyncio.Lock(), False, ServerComparisons()
 
     async def all(self) -> None:
-        """Serve the weights on all servers."""
+        """Serves the weights on all servers."""
         async with self._lock, self._delivery.sending(_VERSION) as deliver:
             delivered = await deliver(private=NO_KINDS, meanwhile=lambda: None)
             self._compare(delivered.reports, delivered.seal.checksums)

@@ -84,7 +84,7 @@ def evaluate(
 
 
 async def measure_model(target: TrainedModel, name: str | None) -> Path:
-    """Measure all sets but those that an evaluation which was stopped has measured, print the table and write the
+    """Measures all sets but those that an evaluation which was stopped has measured, prints the table and writes the
     results. Returns their file. Raises RLMegatronError."""
     from launcher.build.data import load_data
     from launcher.build.trained import config_for_folder, format_variables, hugging_face, standalone_engine
@@ -157,7 +157,7 @@ async def _measured(
 
 
 def show_compared(first: Path, second: Path) -> None:
-    """Print the paired differences of two files of results. Raises DataError."""
+    """Prints the paired differences of two files of results. Raises DataError."""
     one, other = read_results(first), read_results(second)
     rows = paired_figures(one, other)
     print(f"A: {first}\nB: {second}")
@@ -174,7 +174,7 @@ def show_compared(first: Path, second: Path) -> None:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[None]:
-    """Keep other evaluations from the results' file while the context is open. Raises ConfigError if it is there, or
+    """Keeps other evaluations from the results' file while the context is open. Raises ConfigError if it is there, or
     another evaluation is to write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("ab") as file:

@@ -59,7 +59,7 @@ def job_commands(run: Path, job: str, *, over: bool = False) -> list[str]:
 
 
 def _current(run: Path) -> tuple[str, Status] | None:
-    """Returns the run's job and its status. If the known job is over, it is one of its script sent by hand, if any.
+    """Returns the run's job and its status. If the job in ``jobs/id`` is over, looks for its script sent by hand first.
 
     None if there is none. Raises ConfigError if Slurm does not answer.
     """
@@ -120,7 +120,7 @@ def job_status(job: str, run: Path) -> Status:
 
 
 def _shown(job: str) -> list[dict[str, str]]:
-    """Returns the state of a job in Slurm's controller, one entry; empty once forgotten."""
+    """Returns the fields of a job in Slurm's controller, one entry; empty once Slurm has forgotten it."""
     shown = _known("scontrol", "show", "job", "-o", job).splitlines()
     # The first entry of a name counts, because a later comment may hold any text.
     return [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]

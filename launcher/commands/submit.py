@@ -103,7 +103,7 @@ class PreparedJob:
 
 
 def resolve_job(config: RunConfig) -> ResolvedJob:
-    """Place all ranks and servers. Raises ConfigError if they do not fit; `preflight` finds all other problems."""
+    """Places all ranks and servers. Raises ConfigError if they do not fit; `preflight` finds all other problems."""
     nodes = placeholder_nodes(config)
     placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *separate(config))]
     seats = server_placements(config, nodes[LEARNER], nodes.get("engines", ()))
@@ -218,7 +218,7 @@ def verify_script(prepared: PreparedJob, *, cluster: bool) -> None:
 
 
 def send(prepared: PreparedJob) -> str:
-    """Submit the job. Returns its id, which is also written to the run's folder.
+    """Submits the job. Returns its id, which is also written to the run's folder.
 
     No other submit takes the folder from then on: where sbatch fails or answers too late, Slurm may have the job.
     """
@@ -270,7 +270,7 @@ def smoke_of(config: RunConfig) -> RunConfig:
 
 
 def watch_smoke(config: RunConfig, folder: Path, job: str) -> bool:
-    """Watch the job, kill it, watch it come back, and end it; print what was seen. Returns whether no part failed."""
+    """Watches the job, kills it, watches it come back, and ends it. Prints each part. Returns True if all passed."""
     watched = SmokeJob(config, folder, job)
     failures = []
     try:
@@ -291,7 +291,7 @@ class SmokeJob:
         self._is_exact = config.learner.device == "cpu" and not config.rollout.served
 
     def run(self) -> None:
-        """Go through the parts. Raises NotReachedError at the first that fails, and ConfigError with Slurm's words."""
+        """Runs the parts. Raises NotReachedError at the first that fails, and ConfigError with Slurm's message."""
         self._wait("in the queue", self._attempt(0).is_dir)
         self._wait("start and first step", lambda: len(self._rows()) > 0)
         self._wait(f"{_STEPS} steps and a checkpoint", lambda: len(self._rows()) >= _STEPS and self._saved() > 0)
@@ -310,7 +310,7 @@ class SmokeJob:
         self._compare(self._again(saved))
 
     def end(self) -> list[str]:
-        """End the job and remove its checkpoints. Returns what failed."""
+        """Ends the job and removes its checkpoints. Returns what failed."""
         try:
             if not job_status(self._job, self._folder).over:
                 call_slurm(["scancel", self._job])
@@ -325,7 +325,7 @@ class SmokeJob:
         return []
 
     def _wait(self, what: str, true: Callable[[], bool]) -> None:
-        """Look until it is true, and print how long that took. Raises NotReachedError once the job has ended before."""
+        """Looks until it is true, and prints how long that took. Raises NotReachedError if the job ends before."""
         began, looks = time.monotonic(), 0
         while not true():
             time.sleep(_LOOK_SECONDS)
@@ -344,7 +344,7 @@ class SmokeJob:
             return None
 
     def _kill(self) -> None:
-        """Kill all ranks of the learner, by SIGKILL to its step."""
+        """Kills all ranks of the learner, by SIGKILL to its step."""
         self._before = self._rows()
         listed = call_slurm(["squeue", "--steps", f"--job={self._job}", "--noheader", "--format=%i %j"])
         steps = [words[0] for line in listed.splitlines() if (words := line.split())[1:] == [LEARNER]]
@@ -382,7 +382,7 @@ class SmokeJob:
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def _show(self, rows: Sequence[Mapping[str, Any]], begin: int = 0) -> None:
-        """Print what ran where, by the run's log after so many characters, and the seconds of steps by phase."""
+        """Prints what ran where, from the run's log after ``begin`` characters, and the seconds of steps by phase."""
         placed = (text.replace("\n", "\n  ") for text in _PLACED.findall(self._log()[begin:]))
         print(f"{job_status(self._job, self._folder).text}:", *placed, sep="\n  ")
         for row in rows:

@@ -104,7 +104,7 @@ def train(
 
 
 async def run_training(config: RunConfig, reward: RewardFunction, models: RewardModels, *, resume: bool) -> Path:
-    """Run to the end, or to a signal and then save a checkpoint. Returns the run's folder. Raises RLMegatronError."""
+    """Runs to the end, or to a signal and then saves a checkpoint. Returns the run's folder. Raises RLMegatronError."""
     from launcher.build.roles import RunParts, find_allocation
     from launcher.runs.resume import find, has_trained, record_start
 
@@ -195,7 +195,7 @@ async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Sto
 async def report_written_again(
     config: RunConfig, folder: Path, seconds: float = _REPORT_SECONDS
 ) -> AsyncIterator[None]:
-    """Write the report again while the context is open, at most once in so many seconds; no fault in it ends a run."""
+    """Writes the report again while the context is open, at most once in so many seconds; no fault in it ends a run."""
     writing = asyncio.create_task(_write_reports(config, folder, seconds), name="report")
     try:
         yield
@@ -254,7 +254,7 @@ def _left_out(progress: Progress, why: str) -> None:
 
 
 def _plan(config: RunConfig, folder: Path) -> None:
-    """Write what the planner says of the metrics of a run on GPUs, for the report; no fault in it ends a run."""
+    """Writes the planner's expected metrics of a run on GPUs, for the report. No fault in it ends a run."""
     if config.learner.device == "cpu":
         return
     try:
@@ -267,7 +267,7 @@ def _plan(config: RunConfig, folder: Path) -> None:
 async def _train(
     parts: RunParts, progress: Progress, stop: StopSignal, start: Checkpoint | None, loop_watch: LoopWatch
 ) -> bool:
-    """Train, and export the model unless a stop says not to. Returns whether every step was made."""
+    """Trains, and exports the model unless a stop says not to. Returns whether every step was made."""
     from launcher.build.jobs import make_loops
     from launcher.build.roles import run_components
 

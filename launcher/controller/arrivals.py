@@ -74,7 +74,7 @@ class ConnectingLauncher(Launcher):
 
     @abstractmethod
     def _begin(self, config: RunConfig, call: Call) -> AbstractAsyncContextManager[StartedRanks]:
-        """Start all ranks. Leaving the context ends what started them."""
+        """Starts all ranks. Leaving the context ends what started them."""
 
     @override
     @contextlib.asynccontextmanager
@@ -192,7 +192,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 async def _welcome(
     listener: socket.socket, token: bytes, started: StartedRanks, arrived: dict[tuple[str, int], RankProcess]
 ) -> None:
-    """Accept streams until every rank has one. Those that prove nothing delay no other: the oldest make room."""
+    """Accepts streams until every rank has one. Those that prove nothing delay no other: the oldest make room."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     everybody, where = asyncio.Event(), started.where()

@@ -72,7 +72,7 @@ class RankProcess:
         return f"{how}; {said}", "exit code" not in how
 
     async def wake(self) -> None:
-        """Continue the process if it was stopped: Slurm sends SIGCONT to all ranks of the step. On other nodes nothing
+        """Continues the process if it was stopped: Slurm sends SIGCONT to all ranks of the step. On other nodes nothing
         else can. It has a limit of its own."""
         if isinstance(self.output, StderrTail):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -93,7 +93,7 @@ class RankProcess:
             logger.warning("%s on %s was not continued, if it was stopped: %s", rank, self.node, why)
 
     def kill(self) -> None:
-        """Close the stream, upon which the rank ends within seconds."""
+        """Closes the stream, upon which the rank ends within seconds."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as stream:
             stream.shutdown(socket.SHUT_RDWR)  # unless it hung up first
 
@@ -122,7 +122,7 @@ class RankStream:
         self._loop.add_reader(self._file, self._read)
 
     def send(self, message: Message) -> None:
-        """Send after all that is still to be sent. Arrays of the message must not change before it is."""
+        """Queues a message after the unsent ones. Its arrays must not change before it is sent."""
         if not self._writing:
             return
         if not self._left:
@@ -130,12 +130,12 @@ class RankStream:
         self._left.extend(wire.parts(message))
 
     def close(self) -> None:
-        """Close it, whatever is still to be sent."""
+        """Closes the stream, even with unsent messages."""
         self._hang_up()
         self._connection.close()
 
     def _write(self) -> None:
-        """Write what the stream takes, in a turn of the loop of its own: sending to all ranks must not keep it."""
+        """Writes what the stream takes, in its own turn of the loop: sending to all ranks must not block the loop."""
         if not self._left:
             return
         try:
@@ -156,7 +156,7 @@ class RankStream:
         self._awaiting = wanted
 
     def _read(self) -> None:
-        """Read once: an array straight into its memory, and many small messages together."""
+        """Reads once: an array directly into its memory, and many small messages together."""
         room = self._coming.room
         try:
             count = os.readv(self._file, [room, _beside])
@@ -203,7 +203,7 @@ class Failure:
         self._waits = self._claimed = False
 
     def claim(self) -> None:
-        """Claim the diagnosis of a hang: later reports by others are noise."""
+        """Claims the diagnosis of a hang: later reports by others are noise."""
         self._claimed = True
 
     def report(
@@ -226,7 +226,7 @@ class Failure:
 
 
 def retrieve_exception(future: asyncio.Future[Any]) -> None:
-    """Retrieve a future's exception, so that asyncio does not warn that nothing did."""
+    """Retrieves a future's exception, so that asyncio does not warn that nothing did."""
     if not future.cancelled():
         future.exception()
 
@@ -257,7 +257,7 @@ class WorkerHandle:
         self._stream.hung_up.add_done_callback(self._gone)
 
     def send(self, name: str, message: wire.Message) -> asyncio.Future[Any]:
-        """Send the call ``name``, which is packed: many ranks may get one message. A failed worker never answers, but
+        """Sends the call ``name``, which is packed: many ranks may get one message. A failed worker never answers, but
         ``Failure`` has its error."""
         self._closing = self._closing or name == "close"
         answer = self._loop.create_future()
@@ -278,7 +278,7 @@ class WorkerHandle:
         return [answer for name, answer in zip(self._calls, self._waiting, strict=True) if name in _ALONE]
 
     def tick(self) -> None:
-        """Count one second."""
+        """Counts one second."""
         self.quiet += 1
         self.still += self.asked is not None
 
@@ -330,7 +330,7 @@ class WorkerHandle:
         self._saying = self._loop.create_task(self._say())
 
     async def _say(self) -> None:
-        """Report the end, unless the rank itself said why, or had answered all calls when it was asked to end."""
+        """Reports the end, unless the rank itself said why, or had answered all calls when it was asked to end."""
         how, killed = await self.process.ending()
         if not (self._raised or (self._closing and not self._calls)):
             self._died(how, at_once=killed)
@@ -367,7 +367,7 @@ class Watchdog:
         self._limit, self._disk_limit = config.watchdog_seconds, config.watchdog_disk_seconds
 
     async def watch(self) -> None:
-        """Wait until a rank sends no heartbeat, or makes no progress in a call, for too long; then end the run."""
+        """Waits until a rank sends no heartbeat, or makes no progress in a call, for too long; then ends the run."""
         while True:
             await asyncio.sleep(1.0)
             for worker in self._workers:
@@ -432,7 +432,7 @@ class Watchdog:
 
 
 async def _written(before: Mapping[Path, int]) -> None:
-    """Wait, with a limit, until the files have grown."""
+    """Waits, with a limit, until the files have grown."""
     for _ in range(int(_DUMP_SECONDS * 10)):
         if all(_size(file) > size for file, size in before.items()):
             await asyncio.sleep(0.2)  # time for them to be complete
@@ -457,28 +457,28 @@ class WorkerGroup:
         self.gpus: Sequence[str] = ()  # CUDA's name for each rank's, once they are ready; none of CPUs
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
-        """Make the same call on every rank. Returns answers in rank order."""
+        """Makes the same call on every rank. Returns answers in rank order."""
         return await self.ask(name, {w.rank: arguments for w in self.workers})
 
     async def ask(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
-        """Call the ranks in ``arguments``, each with its own. Returns answers in that order. Raises as `gather`."""
+        """Calls the ranks in ``arguments``, each with its own. Returns answers in that order. Raises as `gather`."""
         return await self.gather(self.begin(name, arguments))
 
     def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[asyncio.Future[Any]]:
-        """Send these calls, to be answered in that order. Ranks with the same tuple get one message, packed once."""
+        """Sends these calls, to be answered in that order. Ranks with the same tuple get one message, packed once."""
         packed = {id(given): given for given in arguments.values()}
         sent = {key: wire.pack((name, given)) for key, given in packed.items()}
         return [self.workers[rank].send(name, sent[id(given)]) for rank, given in arguments.items()]
 
     async def meet(self, name: str, *arguments: Any) -> list[Any]:
-        """Make a collective call on every rank once none makes a call alone: the others would wait for that rank in the
-        collectives of this one, with a time limit."""
+        """Makes a collective call on every rank once none makes a call alone. Otherwise the others would wait for that
+        rank in the collectives of this call, with a time limit."""
         while alone := [answer for worker in self.workers for answer in worker.alone]:
             await self.gather([asyncio.shield(answer) for answer in alone])
         return await self.each(name, *arguments)
 
     async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
-        """Await answers. Raises WorkerFailure, or a worker's error, once any worker of the run has failed.
+        """Awaits answers. Raises WorkerFailure, or a worker's error, once any worker of the run has failed.
 
         A step may take any time while its collectives end in time and every worker sends heartbeats.
         """
@@ -492,7 +492,7 @@ class WorkerGroup:
         return await everything
 
     async def prepare(self, setup: Setup, tell: Callable[[str], None]) -> None:
-        """Wait until every rank is ready to serve. Raises WorkerFailure, or a rank's error."""
+        """Waits until every rank is ready to serve. Raises WorkerFailure, or a rank's error."""
         answers = [w.send("prepare", wire.pack(setup)) for w in self.workers]  # answers: GPU names, if any
         _counted(answers, setup.role, tell)
         limit = setup.config.learner.timeout_seconds
@@ -507,7 +507,7 @@ class WorkerGroup:
             ) from error
 
     async def close(self) -> None:
-        """Ask all ranks to end. The work is saved, so `WorkerHandle.stop` ends any that does not."""
+        """Asks all ranks to end. The work is saved, so `WorkerHandle.stop` ends any that does not."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self.each("close")
@@ -524,7 +524,7 @@ async def serving(
     on_signal: Callable[[str], None] | None = None,
     tell: Callable[[str], None] = ignore_progress,
 ) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """Yield the ready ranks of each role. Leaving the context ends them.
+    """Yields the ready ranks of each role. Leaving the context ends them.
 
     ``on_signal`` gets the name of a signal that a rank forwarded, ``tell`` how many ranks are ready.
     """
@@ -551,7 +551,7 @@ async def serving(
 
 
 def _counted(answers: Sequence[asyncio.Future[Any]], role: str, tell: Callable[[str], None]) -> None:
-    """Call ``tell`` for each rank that is ready, or, of many ranks, for each eighth of them."""
+    """Calls ``tell`` for each rank that is ready, or, of many ranks, for each eighth of them."""
     ready, part = 0, max(1, len(answers) // 8)
 
     def count_ready(answer: asyncio.Future[Any]) -> None:

@@ -85,11 +85,11 @@ class WeightGroup(WeightSync):
         return await self._twice(version, True)
 
     async def merge(self, *, merged: bool) -> None:
-        """Set whether ranks merge these into what they push of the model from now on."""
+        """Sets whether ranks merge these parameters into the model that they push from now on."""
         await self._group.each("merge", merged)
 
     async def _twice(self, version: int, beside: bool = False) -> WeightUpdate:
-        """Stage and commit; stage again what was corrupted on the way, once."""
+        """Stages and commits. Stages corrupted transfers again, once."""
         updates, failures = await self._stage(version, beside)
         if failures:
             logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
@@ -181,7 +181,7 @@ class BatchCalls:
     async def call(
         self, name: str, asked: str | tuple[ForwardPass, ...], batch: Batch, *rest: Any, to_score: bool
     ) -> list[Any]:
-        """Call every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
+        """Calls every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
 
         ``asked`` are the passes, or the role of the only one. ``to_score``: without the columns that a loss alone
         reads. Raises as `WorkerGroup.gather`.
@@ -197,7 +197,7 @@ class BatchCalls:
         return await self._group.gather(answers)
 
     async def forget(self) -> None:
-        """Free what the ranks hold of a step."""
+        """Frees the rows of a step on the ranks."""
         async with self._lock:
             if not self._held:
                 return
@@ -270,7 +270,7 @@ class LearnerGroup(Learner):
         await self._group.each("lead", rate)
 
     async def check_columns(self, batch: Batch) -> None:
-        """Raise RLMegatronError for columns with entries of another model's layers."""
+        """Raises RLMegatronError for columns with entries of another model's layers."""
         for name, column in batch.samples.extra.items():
             if declared_columns()[name].layers is None:
                 continue

@@ -76,7 +76,7 @@ class LocalLauncher(ConnectingLauncher):
 
 
 def start_node(muster: Muster) -> subprocess.Popen[bytes]:
-    """Start worker/node.py as a child of this process, which has threads, so that no fork of it would be sound.
+    """Starts worker/node.py as a child of this process, which has threads, so that no fork of it would be sound.
 
     It ignores SIGINT and SIGTERM, which a terminal sends to every process of a run.
     """

@@ -70,7 +70,7 @@ class Preflight:
 
 
 def preflight(config: RunConfig, *, for_job: bool = False) -> Preflight:
-    """Run all checks. ``for_job``: the run will be a job, on other machines."""
+    """Runs all checks. ``for_job``: the run will be a job, on other machines."""
     began, subject = time.monotonic(), PreflightContext(config, for_job)
     each = checks()
     found = dict.fromkeys(one for name, check in each.items() for one in run_check(name, check(subject)))

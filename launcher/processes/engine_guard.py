@@ -41,7 +41,7 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def main(host: str, command: list[str]) -> int:
-    """Run the server, which listens at ``host`` with its gloo. Returns its exit status once its children are gone."""
+    """Runs the server, which listens at ``host`` with its gloo. Returns its exit status once its children are gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # only the closed pipe ends it
     if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
@@ -189,7 +189,7 @@ def _end_with_trainer(server: subprocess.Popen[bytes], own: set[str]) -> None:
 
 
 def _end_the_rest() -> None:
-    """Kill what is left of the server, also in sessions of its own, and wait for its end.
+    """Kills what is left of the server, also in sessions of its own, and waits for its end.
 
     Python's resource trackers end by themselves, after the others, whose shared memory they unlink.
     """

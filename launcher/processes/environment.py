@@ -83,7 +83,7 @@ def inherited(*, threads: int, device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Collect nothing within; what is there at the end stays, so that later collections skip it."""
+    """Disables garbage collection within. Objects that exist at the end stay, so that later collections skip them."""
     gc.disable()
     try:
         yield
@@ -108,7 +108,7 @@ def exit_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parents end."""
+    """Becomes the parent of descendants whose own parents end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -60,11 +60,11 @@ class Guard(Protocol):
     """The guard of a server that was started."""
 
     async def wait(self) -> str:
-        """Wait for the end of guard and server, and say how they ended, as the end of a sentence."""
+        """Waits for the end of guard and server, and says how they ended, as the end of a sentence."""
         ...
 
     async def end(self) -> None:
-        """End the server and its guard; returns once both are gone."""
+        """Ends the server and its guard; returns once both are gone."""
         ...
 
 
@@ -88,7 +88,7 @@ class GuardProcess(Guard):
 
     @override
     async def end(self) -> None:
-        """Close the pipe that the guard watches, and wait until it has ended its server."""
+        """Closes the pipe that the guard watches, and waits until it has ended its server."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -102,7 +102,7 @@ class GuardProcess(Guard):
 
 
 async def start_guard(order: GuardSpec) -> GuardProcess:
-    """Start a server under its guard, which ends with this process. Raises OSError."""
+    """Starts a server under its guard, which ends with this process. Raises OSError."""
     mark = secrets.token_hex(8)
     with append_private(order.log) as file:
         process = await asyncio.create_subprocess_exec(
@@ -122,7 +122,7 @@ async def start_guard(order: GuardSpec) -> GuardProcess:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill what the server of a guard started on this machine, which would keep its GPU's memory, and await its end."""
+    """Kills all that a guard's server started on this machine, which would hold GPU memory, and awaits its end."""
     killed = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -151,7 +151,7 @@ class StderrTail:
         self._hearing = threading.Thread(target=self._hear, name=f"stderr of {who}", daemon=True)
 
     def listen(self) -> None:
-        """Start reading, after the child was given its end."""
+        """Starts reading, once the child has its end."""
         self.theirs.close()
         self._hearing.start()
 
@@ -205,7 +205,7 @@ def any_port(number: int = 0, count: int = 1) -> int:
 
 @contextlib.contextmanager
 def held_ports(host: str) -> Iterator[int]:
-    """Hold a block of ports of ``host``, an address of this machine or "" for all of them, and yield the first.
+    """Holds a block of ports of ``host``, an address of this machine or "" for all of them, and yields the first.
 
     A server can still bind one of them if it sets SO_REUSEADDR, as servers do: Linux then lets two sockets share a
     port while at most one of them listens. Raises OSError if all tried ports are taken.
@@ -231,7 +231,7 @@ def free_port(host: str) -> int:
 
 
 def _take(held: socket.socket, host: str, port: int) -> None:
-    """Bind the port exclusively, then allow a socket with SO_REUSEADDR to share it."""
+    """Binds the port exclusively, then allows a socket with SO_REUSEADDR to share it."""
     held.bind((host, port))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 

@@ -20,7 +20,7 @@ _SIGNS = {
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files to the hard one, for this process and its children. Returns the limit.
+    """Raises the soft limit of open files to the hard one, for this process and its children. Returns the limit.
 
     A rank holds sockets to every other rank in each of its groups, and 1,024 is the usual soft limit.
     """

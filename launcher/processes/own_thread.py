@@ -32,13 +32,13 @@ class DedicatedThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function in the thread. Cancellation stops the waiting, not the call."""
+        """Runs the function in the thread. Cancellation stops the waiting, not the call."""
         future: Future[T] = Future()
         self._calls.put((future, functools.partial(function, *args, **kwargs)))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """End the thread after the calls already made."""
+        """Ends the thread after the calls already made."""
         self._calls.put(None)
 
     def _run(self) -> None:

@@ -32,7 +32,7 @@ def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock_against_tmpfiles(folder: Path) -> Iterator[None]:
-    """Lock the folder: systemd-tmpfiles, which removes what is days old from temporary folders, leaves it out."""
+    """Locks the folder, so that systemd-tmpfiles, which removes old files from temporary folders, leaves it out."""
     held = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system on a network that has no locks
@@ -70,7 +70,7 @@ def _variables() -> dict[str, str]:
 
 
 def main(folders: list[str]) -> None:
-    """Wait for the end of the trainer, then remove the folders."""
+    """Waits for the end of the trainer, then removes the folders."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the closed pipe ends it
     sys.stdin.buffer.read()

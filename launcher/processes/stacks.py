@@ -49,13 +49,13 @@ def register(path: Path, *, silence: float) -> None:
 
 
 def dump() -> None:
-    """Write this process's stacks, whatever its other threads do."""
+    """Writes this process's stacks, whatever its other threads do."""
     if _file is not None:
         os.kill(os.getpid(), SIGNAL)
 
 
 def postpone_stack_dump() -> None:
-    """Report that the interpreter runs. If this is not called in time, a C thread writes the stacks."""
+    """Postpones the stack dump. If it is not called in time, a C thread writes all stacks."""
     if _file is not None:
         faulthandler.dump_traceback_later(_silence, file=_file)
 

@@ -52,7 +52,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre mounted wit
 
 
 def lock(file: BinaryIO) -> bool:
-    """Lock a file, open for writing, until it is closed or the process ends, however it does. False: another has it.
+    """Locks a file, open for writing, until it is closed or the process ends in any way. False: another has it.
 
     On a file system without locks it warns, and returns True. Raises OSError that names the file.
     """
@@ -144,7 +144,7 @@ def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> No
 
 @contextlib.contextmanager
 def claim(folder: Path, *, resume: bool) -> Iterator[Claim]:
-    """Make the run's folder (a resume: find it) and lock it against other processes while the context is open.
+    """Makes the run's folder (a resume: finds it) and locks it against other processes while the context is open.
 
     Raises ConfigError if another process holds the lock, NameTaken if a new run's folder is there. The lock ends with
     the process, however that ends. It is of a file for nothing else, as logs are rotated. Not of the folder, which NFS
@@ -203,7 +203,7 @@ class Claim:
                 self._lock_again()
 
     def close(self) -> None:
-        """Release the lock."""
+        """Releases the lock."""
         self.file.close()
 
     def _renew(self) -> None:

@@ -35,7 +35,7 @@ class StopSignal(asyncio.Event):
             self._report = None
 
     def ask(self, by: str) -> None:
-        """Stop after this step, because of the signal ``by``."""
+        """Stops after this step, because of the signal ``by``."""
         if self._report is not None:
             self._report.set()
             return
@@ -46,7 +46,7 @@ class StopSignal(asyncio.Event):
         self.set()
 
     def forward(self, by: str) -> None:
-        """Stop because of a signal to a job's ranks. After SIGTERM, also at scancel, Slurm soon ends the job."""
+        """Stops because of a signal to a job's ranks. After SIGTERM, also at scancel, Slurm soon ends the job."""
         self.exports &= by != signal.SIGTERM.name
         self.ask(by)
 

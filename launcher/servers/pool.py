@@ -165,7 +165,7 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def running(self, mirror: Path) -> AsyncIterator[ServerEngine]:
-        """Start, check and supervise the servers. Leaving the context ends those that were started.
+        """Starts, checks and supervises the servers. Leaving the context ends the servers that it started.
 
         It also removes ``mirror``'s folder.
         """
@@ -201,7 +201,7 @@ class ServerPool:
     async def _kept(
         self, running: contextlib.AsyncExitStack, packages: Path, engine: ServerEngine, standing: Sequence[ServerState]
     ) -> AsyncIterator[None]:
-        """Supervise every replica; restarted servers are put on ``running``."""
+        """Supervises every replica; restarted servers are put on ``running``."""
 
         async def start(number: int) -> ServerState:
             started = await self._start_ready(running, number, packages)
@@ -238,7 +238,7 @@ class ServerPool:
         return Server(url, token=token, timeout_seconds=self._section.timeout_seconds, answers=answers)
 
     async def _prepare(self, packages: Path) -> None:
-        """Prepare a start."""
+        """Prepares a start."""
         if self._config.slurm.engines.container is None:
             await check_interpreter(self._python, self._adapter)
             await self._compare()
@@ -262,7 +262,7 @@ class ServerPool:
             raise ConfigError(compared.problem)
 
     def _write_models(self, packages: Path) -> None:
-        """Write the folders that servers start from: config.json alone, and with the tokenizer.
+        """Writes the folders that servers start from: config.json alone, and with the tokenizer.
 
         config.json describes the pushed weights, whatever format ``model.path`` has.
         """
@@ -277,7 +277,7 @@ class ServerPool:
             (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[ServerState]:
-        """Start the servers of the run's beginning; in a resume one that fails is left to its supervisor."""
+        """Starts the servers of the run's beginning; in a resume one that fails is left to its supervisor."""
         still, all_came = set(range(self._section.count)), asyncio.Event()
 
         def came(number: int) -> None:
@@ -323,7 +323,7 @@ class ServerPool:
         return [one.result() for one in checking]
 
     async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> StartedServer:
-        """Start a server in its turn, and wait until it is ready."""
+        """Starts a server in its turn, and waits until it is ready."""
         async with self._turns.on(self._sites[number]):
             started = await self._start_one(stack, number, packages)
             try:
@@ -531,7 +531,7 @@ class ServerLauncher(Launcher):
     async def _before_learners(
         self, config: RunConfig, starting: asyncio.Task[ServerEngine], tell: Callable[[str], None]
     ) -> None:
-        """Wait for servers on the learners' GPUs, which take what is allocated while they start for their own."""
+        """Waits for servers on the learners' GPUs, which take what is allocated while they start for their own."""
         turns, shared = config.rollout.server.colocated, [site.shared for sites in self._sites or () for site in sites]
         if config.learner.device == "cpu" or not (turns or any(shared)):
             return

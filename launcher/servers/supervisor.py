@@ -81,11 +81,11 @@ class ServerState(Protocol):
     fatal: tuple[type[Exception], ...]  # exceptions of a request that show that it cannot serve any more
 
     async def ended(self) -> str:
-        """Wait until it ends by itself, and say how."""
+        """Waits until it ends by itself, and says how."""
         ...
 
     async def end(self) -> None:
-        """End it, and wait until it is gone."""
+        """Ends it, and waits until it is gone."""
         ...
 
 
@@ -100,7 +100,7 @@ class StartedServer(ServerState):
     fatal: tuple[type[Exception], ...] = (ResponseTimeout, UnknownWeights)
 
     async def ready(self, seconds: float) -> None:
-        """Wait until it answers. Raises EngineError with the end of its log if it ends, or does not in ``seconds``."""
+        """Waits until it answers. Raises EngineError with the end of its log if it ends, or does not in ``seconds``."""
         try:
             how = await wait_until_serving(self.server, self.ended(), seconds)
         except TimeoutError as error:
@@ -114,7 +114,7 @@ class StartedServer(ServerState):
 
     @override
     async def ended(self) -> str:
-        """Say how the first guard ended, with the last lines of its node's log."""
+        """Says how the first guard ended, with the last lines of its node's log."""
         waiting = [asyncio.ensure_future(guard.wait()) for guard in self.guards]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -248,7 +248,7 @@ class Supervisor:
         return None
 
     async def _until_dead(self, replica: Replica, standing: ServerState) -> str:
-        """Refit and watch the server until it is dead. Returns the cause."""
+        """Refits and watches the server until it is dead. Returns the cause."""
         reasons = (
             *(standing.ended(), self._fails(replica, standing), self._hangs(replica)),
             *(self._stands_still(replica), self._cannot_serve(replica)),
@@ -263,7 +263,7 @@ class Supervisor:
             await asyncio.wait(tasks)  # else a request that is ending opens a connection that nothing closes
 
     async def _fails(self, replica: Replica, standing: ServerState) -> str:
-        """Wait until a request fails fatally, or one fails and the server then does not answer a health check."""
+        """Waits until a request fails fatally, or one fails and the server then does not answer a health check."""
         while True:
             await replica.suspected.wait()
             error = replica.suspicion
@@ -278,8 +278,8 @@ class Supervisor:
             replica.trust()
 
     async def _hangs(self, replica: Replica) -> str:
-        """Wait until several health checks in a row fail while it makes no tokens; while it is paused for new weights
-        any answer will do."""
+        """Waits until several health checks in a row fail while it generates no tokens. Any answer is enough while it
+        is paused for new weights."""
         loop, missed, meter = asyncio.get_running_loop(), 0, _Meter(self.engine.adapter, replica.server)
         period = _period()
         while missed < _CHECKS:
@@ -308,7 +308,7 @@ class Supervisor:
         return True
 
     async def _stands_still(self, replica: Replica) -> str:
-        """Wait until it makes no token for its requests in several checks in a row, whatever its health check says."""
+        """Waits until it generates no token for its requests in several checks, even if it reports healthy."""
         limit, loop, still = self.section.timeout_seconds, asyncio.get_running_loop(), 0
         period, meter = limit / _CHECKS, _Meter(self.engine.adapter, replica.server)
         while still < _CHECKS:

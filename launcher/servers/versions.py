@@ -45,7 +45,7 @@ class VersionComparison:
 def compare_environments(
     config: RunConfig, environment: Mapping[str, str], *, learner: Path, engine: Path, seconds: float = SECONDS
 ) -> VersionComparison:
-    """Ask both interpreters, under the variables of ``environment``.
+    """Asks both interpreters, under the variables of ``environment``.
 
     Raises EngineError if one does not answer within ``seconds``.
     """

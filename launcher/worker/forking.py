@@ -55,7 +55,7 @@ def modules_of(device: str) -> tuple[str, ...]:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import before the first fork. Errors are ignored: a rank raises them again, and reports them."""
+    """Imports before the first fork. Errors are ignored: a rank raises them again, and reports them."""
     signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED_SIGNALS)
     silence_warnings()
     with gc_disabled():  # ranks' collections skip what is imported, too, so that its pages stay shared
@@ -71,7 +71,7 @@ def import_all(modules: Sequence[str]) -> None:
 
 
 def silence_warnings() -> None:
-    """Silence megatron's warnings about missing packages, which `doctor` reports."""
+    """Silences megatron's warnings about missing packages, which `doctor` reports."""
     warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
 
 
@@ -100,7 +100,7 @@ def _gpu_in_use() -> bool:
 
 
 def start(program: RankProgram, hindered: str, close: Iterable[int] = ()) -> int:
-    """Start a rank: a fork, or if that is ``hindered`` a new interpreter. Returns its pid.
+    """Starts a rank: a fork, or if that is ``hindered`` a new interpreter. Returns its pid.
 
     ``close``: descriptors of this process that a fork must not keep.
     """
@@ -136,7 +136,7 @@ def _run_child(program: RankProgram, close: Iterable[int]) -> NoReturn:
 
 
 def _reseed() -> None:
-    """Seed from the system, as a new interpreter does: forks would all draw alike. Python's own does so by itself."""
+    """Seeds from the system, as a new interpreter does: forks would all draw alike. Python's own does so by itself."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

@@ -106,7 +106,7 @@ class LearnerRank(RankModels):
         return Mirror(path, shapes, self._dtype, self._encoding, float32=float32, writer=place, writers=len(group))
 
     def _connect(self, config: RunConfig, run_folder: Path) -> None:
-        """Plan the moves from every learner rank to every in-process engine replica, or to the mirror files.
+        """Plans the moves from every learner rank to every in-process engine replica, or to the mirror files.
 
         Readers of a mirror compare it with checksums of the learner's own tensors, so digests on the way are not
         needed. An encoded one, or one cut inside a word, is compared with the checksums of the mirror itself.
@@ -137,7 +137,7 @@ class LearnerRank(RankModels):
         self._stagings = {"model": Staging(transport, self._holder)}
 
     def _connect_beside(self, config: RunConfig, run_folder: Path, pushes: Pushes) -> None:
-        """Plan the moves of a feature's parameters from every rank to the first that writes each mirror file."""
+        """Plans the moves of a feature's parameters from every rank to the first that writes each mirror file."""
         staging, self._announce = load_side(pushes.ends)(
             config,
             self._layout,
@@ -165,7 +165,7 @@ class LearnerRank(RankModels):
         return cast("LocalEngine", self._holder).generate(requests)
 
     def stage(self, version: int, beside: bool = False) -> WeightUpdate | CorruptionError:
-        """Move the learner's weights into this rank's engine, which serves nothing until `commit`; or a feature's
+        """Moves the learner's weights into this rank's engine, which serves nothing until `commit`; or a feature's
         parameters ``beside`` them into the ranks that write these.
 
         Returns a CorruptionError instead of raising it, because the weights can be moved again.
@@ -178,15 +178,15 @@ class LearnerRank(RankModels):
             return error
 
     def commit(self, version: int, beside: bool = False) -> None:
-        """Serve what is staged. Raises SyncError."""
+        """Serves the staged weights. Raises SyncError."""
         self._stagings["feature" if beside else "model"].commit(version)
 
     def announce(self, *given: object) -> None:
-        """Tell a feature's end what its side in the controller says of the version that is staged next."""
+        """Passes a feature's end the values from its side in the controller about the version that is staged next."""
         self._announce(*given)
 
     def merge(self, merged: bool) -> None:
-        """Set whether what is pushed of the model from now on has a feature's parameters merged into it."""
+        """Sets whether later pushes of the model have a feature's parameters merged into it."""
         self._merges = merged
 
     def _as_pushed(self) -> AbstractContextManager[None]:
@@ -207,7 +207,7 @@ class LearnerRank(RankModels):
         return {name: getattr(torch, dtype) for name, (dtype, _) in entries.items()}
 
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
-        """Plan the moves from every learner rank into engine ranks, which hold ``ranks``; collective with them.
+        """Plans the moves from every learner rank into engine ranks, which hold ``ranks``; collective with them.
 
         Returns a SyncError if these do not join. Raises as `Sender`.
         """
@@ -232,7 +232,7 @@ class LearnerRank(RankModels):
         return None
 
     def send(self, version: int) -> tuple[WeightUpdate, ChecksumReport] | SyncError:
-        """Send this rank's shards to the engine ranks. Returns a SyncError if these fail."""
+        """Sends this rank's shards to the engine ranks. Returns a SyncError if these fail."""
         assert self._sender is not None
         self._learners["policy"].gather()
         try:
@@ -256,7 +256,7 @@ class LearnerRank(RankModels):
         return dict(zip(self._held, sums, strict=True))
 
     def close(self) -> None:
-        """Wait for every rank, then leave the process groups."""
+        """Waits for every rank, then leaves the process groups."""
         for staging in self._stagings.values():
             staging.close()
         self._ends.close()

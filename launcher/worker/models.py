@@ -63,7 +63,7 @@ class Recording:
         self._profiler: profile | None = None
 
     def begin(self) -> None:
-        """Record from now on. Raises RLMegatronError if a recording is under way."""
+        """Records from now on. Raises RLMegatronError if a recording is running."""
         from torch.profiler import ProfilerActivity, profile
 
         if self._profiler is not None:
@@ -73,9 +73,9 @@ class Recording:
         self._profiler.start()
 
     def end(self, file: Path) -> Recorded | str:
-        """Write what was recorded since `begin` into ``file``, compressed. Returns why it cannot be written, if so.
+        """Writes the records since `begin` into ``file``, compressed. Returns why they cannot be written, if so.
 
-        Raises RLMegatronError if nothing was begun.
+        Raises RLMegatronError if there is no recording.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -182,11 +182,11 @@ class RankModels:
         return {role: made}
 
     def start_from(self, role: str, folder: Path) -> None:
-        """Load this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint, which of a critic
-        has no config.json.
+        """Loads this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint. A critic's
+        checkpoint has no config.json.
 
-        Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder, unless it is
-        the policy without its adapters, which start again with the policy.
+        Raises errors of ``read_boxes``, or CheckpointError. A reference is read from a Hugging Face folder, unless it
+        is the policy without its adapters, which start again with the policy.
         """
         if role == "reference" and role not in self._scorers and self._config.reference_is_base:
             return
@@ -240,7 +240,7 @@ class RankModels:
         return self._reference
 
     def _start_adapters(self, role: str) -> None:
-        """Give the adapters of a role their first values; `_scorer`'s ``adopt`` takes them with the weights."""
+        """Gives the adapters of a role their first values; `_scorer`'s ``adopt`` takes them with the weights."""
         adapters, tensors = adapter_layouts(self._config.learner), self._learner(role).adapters
         if adapters is None or not tensors:
             return
@@ -260,8 +260,8 @@ class RankModels:
         return hf_layout(known), learner_layout(self._config, known)
 
     def release(self) -> None:
-        """Return to the device what torch's allocator keeps of its memory, and on the learner's ranks what
-        ``learner.offload.while_sampling`` says; `score`, `backward` and `step` take again what they need."""
+        """Frees the device memory that torch's allocator caches, and on the learner's ranks the state named by
+        ``learner.offload.while_sampling``. `score`, `backward` and `step` allocate again what they need."""
         for role, learner in self._learners.items() if self._shares_gpus else ():
             learner.park(pushed=role == "policy")
         if self._shares_gpus and "models" in self._leaving:
@@ -286,7 +286,7 @@ class RankModels:
         return self._rows.take(self._relay.passed_on(share, layers), layers)
 
     def forget(self) -> None:
-        """Free the columns of a step. Not collective."""
+        """Frees the columns of a step. Not collective."""
         self._rows.forget()
 
     def score(
@@ -321,7 +321,7 @@ class RankModels:
     def backward(
         self, role: str, share: Share | None, loss: Loss, num_tokens: int, num_sequences: int
     ) -> dict[str, Metric[float]] | None:
-        """Accumulate the micro-batches' gradients. Returns ``loss`` and its metrics on last-stage ranks."""
+        """Accumulates the micro-batches' gradients. Returns ``loss`` and its metrics on last-stage ranks."""
         learner = self._learner(role)
         return learner.backward(self._taken(role, share), loss, num_tokens=num_tokens, num_sequences=num_sequences)
 
@@ -330,12 +330,12 @@ class RankModels:
         return self._learner(role).step(learning_rate)
 
     def drop(self, role: str) -> None:
-        """Drop the accumulated gradients. Raises RLMegatronError if there are none."""
+        """Drops the accumulated gradients. Raises RLMegatronError if there are none."""
         self._learner(role).drop()
 
     def lead(self, rate: float) -> None:
-        """Make the reference on the policy's ranks (1 - ``rate``) of itself and ``rate`` of the policy's weights, with
-        adapters merged."""
+        """Sets the reference on the policy's ranks to (1 - ``rate``) of itself plus ``rate`` of the policy's weights,
+        with adapters merged."""
         assert self._average is not None, "the reference follows, and has weights"
         policy = self._learner("policy")
         policy.gather()
@@ -356,7 +356,7 @@ class RankModels:
         )
 
     def save(self, role: str, folder: Path) -> None:
-        """Write this rank's shards, or with ``checkpoint.async_save`` begin to. Raises CheckpointError."""
+        """Writes this rank's shards, or with ``checkpoint.async_save`` begins to. Raises CheckpointError."""
         learner, beside = self._learner(role), self._beside(role)
         self._saving[role] = learner.start_save(folder, apart=self._saves_apart, beside=beside)
 
@@ -367,7 +367,7 @@ class RankModels:
         return self._saving[role].written
 
     def durable(self, role: str) -> SaveDigests:
-        """Finish the save with the other ranks. Raises CheckpointError."""
+        """Finishes the save with the other ranks. Raises CheckpointError."""
         return self._saving.pop(role).durable()
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
@@ -375,7 +375,7 @@ class RankModels:
         return digests.mismatches(folder, files, read=True)
 
     def load(self, role: str, folder: Path) -> None:
-        """Load a saved state. Raises CheckpointError."""
+        """Loads a saved state. Raises CheckpointError."""
         from rl_megatron.learner.checkpoint.state import has_extra_state
 
         if role == "policy" and self._config.reference_moves and has_extra_state(folder):  # a warm start's holds none
@@ -383,15 +383,15 @@ class RankModels:
         self._learner(role).load(folder, self._beside(role))
 
     def begin_kernels(self) -> None:
-        """Record this rank's kernels from now on. Not collective."""
+        """Records this rank's kernels from now on. Not collective."""
         self._kernels.begin()
 
     def end_kernels(self, file: Path) -> Recorded | str:
-        """Write what was recorded since `begin_kernels`. Returns why it cannot be written, if so. Not collective."""
+        """Writes the records since `begin_kernels`. Returns why they cannot be written, if so. Not collective."""
         return self._kernels.end(file)
 
     def close(self) -> None:
-        """Wait for every rank, then leave the process groups."""
+        """Waits for every rank, then leaves the process groups."""
         self._leave()
 
 

@@ -29,12 +29,12 @@ _PEERS_SECONDS = 2.0  # the controller is notified of a rank's end before that o
 
 
 def main() -> None:
-    """Start the ranks of this node, as standard input says. Exits as a shell would after the first that failed."""
+    """Starts the ranks that standard input names for this node. Exits like a shell after the first that failed."""
     run(Muster.read(sys.stdin.readline()))
 
 
 def run(muster: Muster) -> NoReturn:
-    """Start the ranks of this node, and wait for them. Exits as `main`."""
+    """Starts the ranks of this node, and waits for them. Exits as `main`."""
     if muster.parent is not None:
         exit_with_parent(muster.parent)
     os.environ.update(variables(threads=muster.call.threads, device=muster.call.device))
@@ -43,7 +43,7 @@ def run(muster: Muster) -> NoReturn:
 
 
 def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
-    """Start every rank of this node. Returns by pid its name, and its stderr if that is the controller's."""
+    """Starts every rank of this node. Returns by pid its name, and its stderr if that is the controller's."""
     ranks, hindered = muster.ranks_of(this_node()), no_fork_reason()
     shares = shares_of_cores(_own_cores() if muster.parent is None else {}, len(ranks))
     for descriptor in muster.stderr:  # processes that this one starts do not inherit it
@@ -65,7 +65,7 @@ def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
 
 
 def _start(rank: int, call: Call, output: Mapping[int, int], close: Sequence[int] = ()) -> int:
-    """Start one rank, whose standard input is its call. Returns its pid. The other arguments are as in `start`."""
+    """Starts one rank, whose standard input is its call. Returns its pid. The other arguments are as in `start`."""
     reading, writing = os.pipe()
     os.write(writing, call.line())  # less than a pipe holds
     os.close(writing)
@@ -91,7 +91,7 @@ def _topology(cpu: int, what: str) -> int:
 
 
 def _first_failure(ranks: Mapping[int, tuple[str, TextIO | None]], patience: float | None) -> int:
-    """Wait for the ranks, by pid. Returns 0 once all have ended well, else the status of the first that failed, once
+    """Waits for the ranks, by pid. Returns 0 once all have ended well, else the status of the first that failed, once
     the others have ended or had ``patience`` seconds to; None: any time."""
     failed, limit = 0, None
     with selectors.DefaultSelector() as waiting:

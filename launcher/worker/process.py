@@ -42,7 +42,7 @@ Calls = SimpleQueue[tuple[int, wire.Message] | None]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run as a rank, under a parent: ``arguments`` are its number and the parent's pid. Standard input is its `Call`.
+    """Runs as a rank, under a parent: ``arguments`` are its number and the parent's pid. Standard input is its `Call`.
 
     It ends within seconds of the controller.
     """
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def serve(call: Call, rank: int) -> None:
-    """Run as ``rank`` until the controller requests the end or is gone. Called in a main thread."""
+    """Runs as ``rank`` until the controller requests the end or is gone. Called in a main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # one thread waits for them and passes them on
     limits.raise_open_files()
     connection, address = wire.connect(call.host, call.port, bytes.fromhex(call.token), seconds=call.seconds)
@@ -85,19 +85,19 @@ def serve(call: Call, rank: int) -> None:
 
 
 def _live(connection: Connection) -> NoReturn:
-    """Send heartbeats, and end this process when the controller is gone, even inside a collective."""
+    """Sends heartbeats, and ends this process when the controller is gone, even inside a collective."""
     send_heartbeats(connection)
     os._exit(1)
 
 
 def _pass_on(connection: Connection) -> None:
-    """Forward signals to the controller, which decides: Slurm sends SIGTERM to all ranks before preemption."""
+    """Forwards signals to the controller, which decides: Slurm sends SIGTERM to all ranks before preemption."""
     while True:
         send_message(connection, "signal", signal.Signals(signal.sigwait(BLOCKED_SIGNALS)).name)
 
 
 def run_worker(connection: Connection, rank: int, store: int | None = None) -> None:
-    """Serve the controller until it requests the end or hangs up. Errors are raised.
+    """Serves the controller until it requests the end or hangs up. Errors are raised.
 
     ``store``: see ``world.join``.
     """
@@ -129,7 +129,7 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
 
 @contextlib.contextmanager
 def reporting_errors(connection: Connection) -> Iterator[None]:
-    """Send the controller any exception that ends this process or one of its threads, including BaseExceptions, which
+    """Sends the controller any exception that ends this process or one of its threads, including BaseExceptions, which
     torch raises for failed checkpoints."""
     try:
         yield
@@ -177,14 +177,14 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
 
 
 def send_message(connection: Connection, status: str, value: object, timed: RankTimed | None = None) -> None:
-    """Send one message to the controller, from any thread; ``timed`` goes with an answer."""
+    """Sends one message to the controller, from any thread; ``timed`` goes with an answer."""
     message = wire.pack((status, value, timed))
     with _SENDING:
         wire.send(connection, message)
 
 
 def send_heartbeats(connection: Connection) -> None:
-    """Send a heartbeat each second, with the activity, so that the controller can tell a long step from a hang."""
+    """Sends a heartbeat each second, with the activity, so that the controller can tell a long step from a hang."""
     with reporting_errors(connection):
         while True:
             send_message(connection, "alive", activity.now())

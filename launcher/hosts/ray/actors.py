@@ -21,7 +21,7 @@ class RankActor:
     """The actor that a rank runs in."""
 
     def serve(self, call: Call, number: int, log: str) -> None:
-        """Run rank ``number``; its output goes to the file ``log``."""
+        """Runs rank ``number``; its output goes to the file ``log``."""
         from launcher.worker.process import serve  # imports torch, which a server's actor needs not
 
         with Path(log).open("ab") as file:
@@ -35,15 +35,15 @@ class ServerActor:
     """Runs the guard of an engine server. Both end with the actor, because the guard's pipe closes."""
 
     async def start(self, order: GuardSpec) -> None:
-        """Start guard and server. Raises OSError."""
+        """Starts guard and server. Raises OSError."""
         given = {name: value for name, value in order.environment.items() if not name.startswith(_OF_NODE)}
         own = {name: value for name, value in os.environ.items() if name.startswith(_OF_NODE)}
         self._guard = await start_guard(replace(order, environment=given | own))
 
     async def wait(self) -> str:
-        """Wait for the end of guard and server, and say how they ended."""
+        """Waits for the end of guard and server, and says how they ended."""
         return await self._guard.wait()
 
     async def end(self) -> None:
-        """End the server and its guard."""
+        """Ends the server and its guard."""
         await self._guard.end()

@@ -97,7 +97,7 @@ class Wait:
 
 
 async def await_health(call: NodeCall) -> None:
-    """Wait until the head answers, which may be some time after it listens.
+    """Waits until the head answers, which may be some time after it listens.
 
     Ray itself would wait a quarter of an hour for a silent head, and block this process all the while.
     """
@@ -149,7 +149,7 @@ def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
 
 
 def start_here(has: Bundle, token: str, folder: str) -> None:
-    """Start a cluster of this machine that ``has`` these resources, and be its driver."""
+    """Starts a cluster of this machine that ``has`` these resources, and becomes its driver."""
     own = {name: amount for name, amount in has.items() if name != "CPU"}
     with _holding(token):
         ray.init(
@@ -185,7 +185,7 @@ def said(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _holding(token: str) -> Iterator[None]:
-    """Give Ray, and the processes that it starts within, the cluster's token; later processes do not get it."""
+    """Gives Ray, and the processes that it starts within, the cluster's token; later processes do not get it."""
     os.environ.update(environment(token))
     try:
         yield
@@ -233,7 +233,7 @@ class RayCluster:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the cluster while the context is open. Raises WorkerFailure if it does not start."""
+        """Runs the cluster while the context is open. Raises WorkerFailure if it does not start."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         seats = [describe_placements(self.seats)] if self.seats else []
         described = [*(placement.describe() for placement in self.placements), *seats]
@@ -309,7 +309,7 @@ class RayCluster:
         wait: Wait,
     ) -> None:
         """Waits for ``driver``, with ``learner.timeout_seconds`` as the only limit. Raises WorkerFailure with the
-        awaited event if a step of Ray ends first, after the limit, or if Ray's processes fail; else its own error."""
+        awaited event if a step of Ray ends first, after the limit, or if Ray's processes fail; else ``driver``'s."""
         limit, driving = self._config.learner.timeout_seconds, asyncio.ensure_future(driver)
         over = [asyncio.ensure_future(ended(step)) for step in steps]
         read = f"ray-*.txt in {self.folder} have Ray's output"
@@ -339,13 +339,13 @@ class RayCluster:
             wait.given_up.set()
 
     async def _shut(self) -> None:
-        """Leave the cluster, unless Ray still waits for a head that has died."""
+        """Leaves the cluster, unless Ray still waits for a head that has died."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SHUTDOWN_SECONDS):
                 await self.own(ray.shutdown)
 
     async def ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make a call to the running cluster. Raises EngineError where Ray does not answer."""
+        """Makes a call to the running cluster. Raises EngineError if Ray does not answer."""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 return await self.own(function, *args, **kwargs)
@@ -353,7 +353,7 @@ class RayCluster:
             raise EngineError(self._silent(f"{_ANSWER_SECONDS:g} s")) from error
 
     async def place(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make a call of the start, for many ranks or servers. Raises WorkerFailure after
+        """Makes a call of the start, for many ranks or servers. Raises WorkerFailure after
         ``learner.timeout_seconds``."""
         limit = self._config.learner.timeout_seconds
         try:
@@ -391,7 +391,7 @@ class RayCluster:
         return ActorGuard(self.end, actor, order.log)
 
     async def end(self, actor: Any) -> None:
-        """End an actor; where Ray does not answer, that is warned of: its process ends with the cluster's."""
+        """Ends an actor. Warns if Ray does not answer: the actor's process ends with the cluster's."""
         try:
             await self.ask(ray.kill, actor)
         except EngineError as error:

@@ -73,7 +73,7 @@ class RayLauncher(ConnectingLauncher):
 
 
 def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Path) -> dict[Who, Future[None]]:
-    """Start an actor for each rank, in its node's placement group. Returns a future of each one's end."""
+    """Starts an actor for each rank, in its node's placement group. Returns a future of each one's end."""
     actor: Any = ray.remote(RankActor)
     ends: dict[Who, Future[None]] = {}
     for node, each in bundles.items():

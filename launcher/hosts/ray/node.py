@@ -142,7 +142,7 @@ def _program(python: str) -> list[str]:
 
 
 def main() -> None:
-    """Run Ray on this node until the controller is gone; exits with Ray's status if Ray ends first.
+    """Runs Ray on this node until the controller is gone; exits with Ray's status if Ray ends first.
 
     Raises PermissionError if its folder exists and belongs to another user.
     """
@@ -248,7 +248,7 @@ def options(call: NodeCall, node: str, own: str, *, client_port: int) -> list[st
 
 
 def await_head(call: NodeCall) -> str:
-    """Wait for the head; return this node's address towards it. Raises TimeoutError if it does not answer in time."""
+    """Waits for the head; returns this node's address towards it. Raises TimeoutError if it does not answer in time."""
     end = time.monotonic() + call.seconds
     while True:
         try:

@@ -39,7 +39,7 @@ class Allocation:
 
     @classmethod
     def this(cls, run_folder: Path, config: RunConfig) -> Allocation | None:
-        """Read the environment; None outside a job. Raises ConfigError where that, or scontrol, tells no nodes."""
+        """Reads the environment; None outside a job. Raises ConfigError where that, or scontrol, tells no nodes."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
@@ -57,11 +57,11 @@ class Allocation:
         )
 
     def ask_requeue(self) -> None:
-        """Tell the job's script to requeue the job, to resume from a checkpoint."""
+        """Tells the job's script to requeue the job, to resume from a checkpoint."""
         (self.folder / "requeue").touch()
 
     def blame(self, nodes: Sequence[str]) -> None:
-        """Tell the job's script on which node a rank died, or did not come up. Of several it names none: to leave one
+        """Tells the job's script on which node a rank died, or did not come up. Of several it names none: to leave one
         out does not help."""
         (self.folder / "failed_node").write_text(f"{nodes[0]}\n" if len(nodes) == 1 else "")
 

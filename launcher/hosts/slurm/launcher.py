@@ -78,7 +78,7 @@ async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIt
 
 
 async def _ends(step: asyncio.subprocess.Process, command: Sequence[str]) -> None:
-    """Wait for the end of srun, which is made to end: ranks have ended by themselves, because their streams closed."""
+    """Waits for the end of srun, which is made to end: ranks have ended by themselves, because their streams closed."""
     for how in (signal.SIGTERM, signal.SIGKILL, None):
         try:
             async with asyncio.timeout(STOP_SECONDS):
@@ -94,12 +94,12 @@ async def _ends(step: asyncio.subprocess.Process, command: Sequence[str]) -> Non
 
 
 async def ended(step: asyncio.subprocess.Process) -> str:
-    """Wait for the step's end, and say how it ended."""
+    """Waits for the step's end, and says how it ended."""
     return f"srun ended with status {await step.wait()}"
 
 
 async def first_end(steps: Sequence[asyncio.subprocess.Process]) -> str:
-    """Wait for the first of the steps to end, and say how it ended."""
+    """Waits for the first of the steps to end, and says how it ended."""
     waiting = [asyncio.ensure_future(ended(step)) for step in steps]
     try:
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
