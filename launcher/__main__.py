@@ -73,7 +73,7 @@ class _Imported(Mapping[str, Any]):
 
 
 def _help_of(entry: EntryPoint) -> str:
-    """The docstring of a command's function, or of its application's callback, read without importing the module."""
+    """Returns the docstring of a command's function, or of its application's callback, without importing the module."""
     try:
         spec = importlib.util.find_spec(entry.module)
         if spec is None or spec.origin is None:

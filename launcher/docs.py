@@ -24,13 +24,13 @@ Generated from `rl-megatron COMMAND --help`. [Configuration](configuration.md) l
 
 
 def render() -> str:
-    """The page, with a section for each command."""
+    """Returns the page, with a section for each command."""
     commands = cast(Any, typer.main.get_command(app)).commands
     return _HEAD + "".join(part for name in commands for part in _sections(name, commands[name]))
 
 
 def _sections(name: str, command: Any) -> Iterator[str]:
-    """The section of a command, and those of its own commands."""
+    """Yields the section of a command, and those of its own commands."""
     inner = getattr(command, "commands", {})
     words = [name, *(_form(one) for one in command.params if one.opts[0] == one.name), *["[COMMAND]"] * bool(inner)]
     yield f"\n## {name}\n\n`rl-megatron {' '.join(words)}`\n"
@@ -41,7 +41,7 @@ def _sections(name: str, command: Any) -> Iterator[str]:
 
 
 def _form(one: Any) -> str:
-    """An argument as the usage has it, an option with a word for its value."""
+    """Returns an argument as the usage has it, an option with a word for its value."""
     if one.opts[0] == one.name:
         word = one.metavar or one.name.upper() + "..." * (one.nargs == -1)
         return word if one.required else f"[{word}]"

@@ -55,7 +55,7 @@ class Call:
     hindered: str = ""  # the reason why it is not forked from the process that imported for its node
 
     def line(self) -> bytes:
-        """The message as it is sent."""
+        """Returns the message as it is sent."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
@@ -71,17 +71,17 @@ class Muster:
     stderr: Sequence[int] = ()  # a child's descriptors that are its ranks' stderr, in their order
 
     def line(self) -> bytes:
-        """The message as it is sent."""
+        """Returns the message as it is sent."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def read(cls, line: str) -> Muster:
-        """The message that was sent."""
+        """Returns the message that was sent."""
         fields = json.loads(line)
         return cls(**{**fields, "call": Call(**fields["call"])})
 
     def ranks_of(self, node: str) -> list[tuple[str, int]]:
-        """The ranks of a node, by role and number. Raises ValueError if it is none of them."""
+        """Returns the ranks of a node, by role and number. Raises ValueError if it is none of them."""
         if node not in self.nodes:
             raise ValueError(f"this node, {node}, is none of the step's: {', '.join(self.nodes)}")
         index = self.nodes.index(node)
@@ -101,12 +101,12 @@ class Hello:
     hindered: str = ""  # see Call
 
     def line(self) -> bytes:
-        """The message as it is sent."""
+        """Returns the message as it is sent."""
         return json.dumps(asdict(self)).encode()
 
 
 def this_node() -> str:
-    """This node's name: Slurm's in a Slurm job."""
+    """Returns this node's name: Slurm's in a Slurm job."""
     return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
@@ -125,7 +125,7 @@ class Setup:
     stacks: Path | None = None  # the folder for stacks if this start hangs
 
     def gpu_of(self, rank: int) -> int:
-        """The number of the rank's GPU among those of its node."""
+        """Returns the number of the rank's GPU among those of its node."""
         return self.first_device + (rank if self.ranks_per_node is None else rank % self.ranks_per_node)
 
 
@@ -142,7 +142,7 @@ class NotProven(ConnectionError):
 
 
 def listen(host: str, *, backlog: int) -> socket.socket:
-    """A socket that listens on a free port of one address, never of all addresses."""
+    """Returns a socket that listens on a free port of one address, never of all addresses."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen(backlog)
@@ -150,12 +150,12 @@ def listen(host: str, *, backlog: int) -> socket.socket:
 
 
 async def accept(accepted: socket.socket, token: bytes) -> Connection:
-    """The controller's end, after authentication. Raises OSError, for example NotProven, after closing the stream."""
+    """Returns the controller's end, authenticated. Closes the stream and raises OSError (NotProven) otherwise."""
     return await _proven(accepted, token, ours=b"controller", theirs=b"rank")
 
 
 def connect(host: str, port: int, token: bytes, *, seconds: float) -> tuple[Connection, str]:
-    """A rank's end, after authentication, and this machine's address towards the controller. Raises OSError.
+    """Returns a rank's end, after authentication, and this machine's address towards the controller. Raises OSError.
 
     Strangers can make the controller late: tries are repeated for ``seconds``, unless nothing listens there. Each new
     reason is printed to stderr, since the controller may end this process before they are over.
@@ -214,7 +214,7 @@ def _probe(stream: socket.socket) -> None:
 
 
 def _proof(token: bytes, role: bytes, asked: bytes, asking: bytes) -> bytes:
-    """The proof by ``role`` for the random numbers ``asked`` (received) and ``asking`` (sent)."""
+    """Returns the proof by ``role`` for the random numbers ``asked`` (received) and ``asking`` (sent)."""
     return hmac.new(token, b"|".join((b"rl_megatron", role, asked, asking)), hashlib.sha256).digest()
 
 
@@ -239,7 +239,7 @@ STACKS: Message = (b"stacks", [])  # no pickle: answered outside of the calls, i
 
 
 def pack(value: object) -> Message:
-    """``value`` as a message. Its arrays must not change before it is sent."""
+    """Returns ``value`` as a message. Its arrays must not change before it is sent."""
     buffers: list[memoryview] = []
 
     def inside(buffer: pickle.PickleBuffer) -> bool:
@@ -254,7 +254,7 @@ def pack(value: object) -> Message:
 
 
 def parts(message: Message) -> Iterator[memoryview]:
-    """All memory to write, in order; none of it is empty."""
+    """Yields all memory to write, in order; none of it is empty."""
     pickled, buffers = message
     sizes = struct.pack(f"<{len(buffers)}q", *(len(b) for b in buffers))
     yield memoryview(_HEAD.pack(len(pickled), len(buffers)) + sizes)
@@ -290,7 +290,7 @@ class Incoming:
         return self._inside
 
     def filled(self, count: int) -> Message | None:
-        """The message that the first ``count`` bytes of ``room`` complete, if they do."""
+        """Returns the message that the first ``count`` bytes of ``room`` complete, if they do."""
         self._inside, self._room = True, self._room[count:]
         if len(self._room):
             return None
@@ -317,7 +317,7 @@ class Incoming:
         self._room = next(self._memory)
 
     def _parts(self) -> Iterator[memoryview]:
-        """The memory of a message's parts, each once the one before it is filled."""
+        """Yields the memory of a message's parts, each once the one before it is filled."""
         import numpy as np  # not earlier: the import starts threads, and a process with threads must not fork ranks
 
         head = bytearray(_HEAD.size)
@@ -341,7 +341,7 @@ def send(connection: Connection, message: Message) -> None:
 
 
 def receive(connection: Connection) -> Message:
-    """The next message. Raises EOFError if the other side hung up, OSError if the stream broke."""
+    """Returns the next message. Raises EOFError if the other side hung up, OSError if the stream broke."""
     coming = Incoming()
     while True:
         count = os.readv(connection.fileno(), [coming.room])
@@ -353,7 +353,7 @@ def receive(connection: Connection) -> Message:
 
 
 def unpack(message: Message) -> Any:
-    """The value that was packed. Its tensors use the message's memory."""
+    """Returns the value that was packed. Its tensors use the message's memory."""
     pickled, buffers = message
     return pickle.loads(pickled, buffers=buffers)
 

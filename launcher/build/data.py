@@ -44,7 +44,7 @@ _SAVED = (
 
 
 def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, whose chat template has the ``variables`` wherever it is applied.
+    """Loads the tokenizer of a Hugging Face folder, whose chat template has the ``variables`` wherever it is applied.
 
     Raises ConfigError if transformers cannot read it without code of the folder, or the template does not read a
     variable.
@@ -151,8 +151,8 @@ def training_data(config: RunConfig, model_folder: Path, *, vocab_size: int = sy
 
 
 def end_tokens(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> EndTokens:
-    """The token after answers of each source: of chats and of conversations, the one with which the chat template ends
-    a turn, if known."""
+    """Returns the token after answers of each source: of chats and of conversations, the one with which the chat
+    template ends a turn, if known."""
     sources = {name_of(key): one for key, one in data_sources(data).items()}
     files = {name: one for name, one in sources.items() if isinstance(one, FileKeys)}
     chats = {name for name, one in files.items() if one.chat_template or one.fields["messages"] is not None}
@@ -207,7 +207,7 @@ def problem_sets(config: RunConfig, held_out: Sequence[Prompt], load: Callable[.
 def stop_token_ids(
     model_folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int = sys.maxsize
 ) -> tuple[int, ...]:
-    """Tokens that end a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's.
+    """Returns tokens that end a completion: the generation config's ``eos_token_id`` (one or more), or the tokenizer's.
 
     Raises ConfigError without one, and for one that the model, of ``vocab_size`` tokens, lacks.
     """

@@ -82,7 +82,7 @@ class LearnedRows:
     vocab_size: int  # vocabulary of the trained model
 
     def units(self, config: RunConfig) -> UnitsOf:
-        """The method that makes the rows of the job of ``config``."""
+        """Returns the method that makes the rows of the job of ``config``."""
         if config.kind.samples:
             return partial(self.warm, config=config)
         if config.kind.rows == "labels":
@@ -94,13 +94,13 @@ class LearnedRows:
         return ConversationRows(self.tokenizer, self.stop_token_ids)
 
     def warm(self, prompts: Sequence[Prompt], config: RunConfig) -> list[Unit]:
-        """The answers that a warm start learns, one a unit. Raises as `warm_start_rows`."""
+        """Returns the answers that a warm start learns, one a unit. Raises as `warm_start_rows`."""
         given = (self.tokenizer, self.end_token_ids, self.stop_token_ids, self.vocab_size)
         return [(row,) for row in warm_start_rows(prompts, answers(prompts, 0), config, *given)]
 
     def learned(self, prompts: Sequence[Prompt]) -> list[Unit]:
-        """The rows to train on, one a unit: the answer of a problem, or the turns of a conversation. Raises DataError
-        for one that is marked as bad."""
+        """Returns the rows to train on, one a unit: the answer of a problem, or the turns of a conversation. Raises
+        DataError for one that is marked as bad."""
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             if is_problem:
@@ -112,7 +112,7 @@ class LearnedRows:
         return self._known(made)
 
     def preferred(self, prompts: Sequence[Prompt]) -> list[Unit]:
-        """Both answers of each."""
+        """Returns both answers of each prompt, one pair a unit."""
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             if is_problem:
@@ -122,8 +122,8 @@ class LearnedRows:
         return self._known(made)
 
     def labeled(self, prompts: Sequence[Prompt], section: DpoSection) -> list[Unit]:
-        """The answer of each, one a unit; its margin is the weight of its label, negative where it is undesirable.
-        Raises DataError for one without a label."""
+        """Returns each prompt's answer, one a unit; its margin is the weight of its label, negative where it is
+        undesirable. Raises DataError for one without a label."""
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             if is_problem:
@@ -136,8 +136,8 @@ class LearnedRows:
         return self._known(made)
 
     def scored(self, prompts: Sequence[Prompt]) -> list[Unit]:
-        """Both whole texts of each, as ``reward.function=hf:`` reads them: with special tokens, which the chat template
-        of a conversation writes itself."""
+        """Returns each prompt's two whole texts, as ``reward.function=hf:`` reads them: with special tokens, which the
+        chat template of a conversation writes itself."""
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             texts = (
@@ -149,7 +149,7 @@ class LearnedRows:
         return self._known(made)
 
     def _known(self, units: list[Unit]) -> list[Unit]:
-        """Raises as `check_tokens` and `check_ends`."""
+        """Returns the units. Raises the errors of `check_tokens` and `check_ends`."""
         rows = [row for unit in units for row in unit]
         check_tokens(rows, self.vocab_size)
         check_ends(rows, self.stop_token_ids)
@@ -157,7 +157,7 @@ class LearnedRows:
 
 
 def _runs(prompts: Sequence[Prompt]) -> list[tuple[bool, list[Prompt]]]:
-    """Neighbors of one form, and whether they are problems."""
+    """Returns neighbors of one form, and whether they are problems."""
     return [(is_problem, list(some)) for is_problem, some in groupby(prompts, lambda one: bool(one.token_ids))]
 
 
@@ -225,8 +225,8 @@ def dataset_job(
     attention_cost: float,
     note: Callable[[str], None],
 ) -> DatasetJob:
-    """The job of ``parts.config.job``, which samples nothing and shows by ``note`` how far its look at the data is.
-    ``attention_cost`` as in `causal_attention_cost`."""
+    """Returns the job of ``parts.config.job``, which samples nothing. ``note`` gets the progress of its look at the
+    data. ``attention_cost`` is that of `causal_attention_cost`."""
     config = parts.config
     stops, ends, size = data.stop_token_ids, data.end_token_ids, shape.vocab_size
     rows = LearnedRows(tokenizer=data.tokenizer, stop_token_ids=stops, end_token_ids=ends, vocab_size=size)
@@ -252,7 +252,7 @@ def dataset_job(
 def make_loops(
     parts: RunParts, shape: ModelShape, roles: RunComponents, data: Data, recorder: Recorder, stop: asyncio.Event
 ) -> tuple[Loop | None, Loop]:
-    """The loop of the warm start, if the job has one, and the loop of the job. The processes must be up."""
+    """Returns the loop of the warm start, if the job has one, and the loop of the job. The processes must be up."""
     config = parts.config
     saves = config.checkpoint
     store = CheckpointStore(
@@ -288,7 +288,7 @@ def make_loops(
 def _sampling(
     parts: RunParts, shape: ModelShape, roles: RunComponents, data: Data, recorder: Recorder
 ) -> tuple[WarmStart, RLJob]:
-    """The warm start, and the job on groups of completions."""
+    """Returns the warm start, and the job on groups of completions."""
     config, size, cost = parts.config, shape.vocab_size, attention_cost(shape)
     made = load_environment(config)
     sampler = make_sampler(config, made, roles.engine, parts.reward, data, vocab_size=size)

@@ -13,21 +13,21 @@ from rl_megatron.weights.layouts.learner import job_shape
 
 
 def starting_folder(config: RunConfig) -> Path:
-    """The folder of the model that the learner starts from; makes a tiny model if no path is given."""
+    """Returns the folder of the model that the learner starts from; makes a tiny model if no path is given."""
     if config.model.path is not None:
         return config.model.path
     return make_tiny_model(_tiny(config), config.model.cache_dir, config.seed)
 
 
 def starting_shape(config: RunConfig) -> ModelShape:
-    """The sizes of the model that the run trains, without making it. Raises ConfigError for a folder without a model
-    that is known and fits the job."""
+    """Returns the sizes of the model that the run trains, without making it. Raises ConfigError for a folder without a
+    model that is known and fits the job."""
     if config.model.path is not None:
         return job_shape(config, read_shape(config.model.path, config.learner.model))
     return job_shape(config, tiny_shape(_tiny(config)))
 
 
 def _tiny(config: RunConfig) -> TinySizes:
-    """The tiny model's sizes. vLLM's attention kernels on CPUs support no heads below 32, so servers get fewer."""
+    """Returns the tiny model's sizes. vLLM's attention on CPUs supports no heads below 32, so servers get fewer."""
     sizes = TinySizes.of(config.model.tiny)
     return sizes if config.rollout.embedded else replace(sizes, num_heads=2, head_dim=32)

@@ -112,7 +112,7 @@ async def load_reward_models(
 
 
 def find_allocation(config: RunConfig, folder: Path) -> Allocation | None:
-    """The allocation to use. Raises ConfigError if the launcher needs one and there is none, or Ray another process."""
+    """Returns the allocation to use. Raises ConfigError if the launcher lacks one, or Ray needs another process."""
     allocation = None if config.run.launcher == "local" else Allocation.this(folder, config)
     if config.run.launcher == "slurm" and allocation is None:
         raise ConfigError(

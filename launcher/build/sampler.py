@@ -107,8 +107,8 @@ class Demonstrations:
     most: int  # tokens, as many as the policy may sample
 
     def __call__(self, prompt: Prompt) -> Completion:
-        """It has no spans, and its log-probs are 0: who wrote it was certain. Raises DataError for one of more tokens
-        than are sampled, with a token that the model lacks, or with one that ends sampling before its end."""
+        """Returns it without spans, with log-probs of 0: its author was certain. Raises DataError for one with more
+        tokens than are sampled, with a token that the model lacks, or with one that ends sampling before its end."""
         name, place = self.fields[prompt.source], f"prompt {prompt.id!r}"
         text = prompt.answer if name is None else demonstration_in(prompt.meta, place, name)
         rows = supervised_rows([prompt], [(text,)], self.tokenizer, self.end_token_ids)
@@ -124,7 +124,7 @@ class Demonstrations:
 
 
 def demonstrations_of(config: RunConfig, data: Data | LearnedRows, vocab_size: int) -> Demonstrations:
-    """The demonstrations of prompts to train on, for a model of ``vocab_size`` tokens."""
+    """Returns the demonstrations of prompts to train on, for a model of ``vocab_size`` tokens."""
     sources = data_sources(config.data)
     return Demonstrations(
         fields={
@@ -142,7 +142,7 @@ def demonstrations_of(config: RunConfig, data: Data | LearnedRows, vocab_size: i
 def make_set_samplers(
     config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int
 ) -> dict[str, PolicySampler]:
-    """The samplers of the sets that have an environment of their own, by the set's name."""
+    """Returns the samplers of the sets that have an environment of their own, by the set's name."""
     keys = {name: f"eval.sets.{name}.environment" for name in config.eval.sets}
     return _environment_samplers(config, keys, engine, data, vocab_size)
 
@@ -150,7 +150,7 @@ def make_set_samplers(
 def _environment_samplers(
     config: RunConfig, keys: Mapping[str, str], engine: RolloutEngine, data: Data, vocab_size: int
 ) -> dict[str, PolicySampler]:
-    """The samplers in the environments of these sections that name one, by the names of ``keys``."""
+    """Returns the samplers in the environments of these sections that name one, by the names of ``keys``."""
     out: dict[str, PolicySampler] = {}
     for name, key in keys.items():
         if (made := load_environment(config, key)) is not None:
@@ -159,7 +159,7 @@ def _environment_samplers(
 
 
 def load_environment(config: RunConfig, key: str = "environment") -> EnvironmentFactory | Agent | None:
-    """The environment or agent of the section ``key``, if it names one. Raises as `resolve_environment`."""
+    """Returns the environment or agent of the section ``key``, if it names one. Raises as `resolve_environment`."""
     section = config.environments.get(key)
     return None if section is None else resolve_environment(section, config.sandbox, key=key)
 
@@ -173,8 +173,8 @@ def environment_sampler(
     vocab_size: int,
     key: str = "environment",
 ) -> EnvironmentSampler:
-    """The source in ``made``, of the section ``key``, over ``engine`` of a model of ``vocab_size`` tokens, which
-    samples in waves if it is in the learner's processes.
+    """Returns the source in ``made``, of the section ``key``, over ``engine`` of a model of ``vocab_size`` tokens,
+    which samples in waves if it is in the learner's processes.
 
     Logs what a chat template does to rows: as a warning where every turn is one, or where it refuses conversations.
     """

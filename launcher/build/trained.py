@@ -61,7 +61,7 @@ class TrainedModel:
 
 
 def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> TrainedModel:
-    """The target of a Hugging Face folder, a run's folder (its newest checkpoint) or one of its checkpoints.
+    """Returns the target of a Hugging Face folder, a run's folder (its newest checkpoint) or one of its checkpoints.
 
     ``config``: by default the run's, also of a folder in the run's own. A checkpoint's model is its run's in any case,
     and so are the chat template's variables of either, changed by ``overrides``.
@@ -108,7 +108,7 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
 
 
 def _load_run_config(file: str) -> RunConfig:
-    """The configuration that a run wrote. Raises ConfigError that names the file."""
+    """Returns the configuration that a run wrote. Raises ConfigError that names the file."""
     try:
         return load_config(file, [])
     except ConfigError as error:
@@ -119,7 +119,7 @@ def _load_run_config(file: str) -> RunConfig:
 
 
 def _with_model_of(run: RunConfig, loaded: RunConfig, source: Path, overrides: Sequence[str]) -> RunConfig:
-    """``loaded`` with the model that ``run`` trained, in its dtype unless an override has another.
+    """Returns ``loaded`` with the model that ``run`` trained, in its dtype unless an override has another.
 
     Raises ConfigError for an override that names another model.
     """
@@ -140,14 +140,14 @@ def _with_model_of(run: RunConfig, loaded: RunConfig, source: Path, overrides: S
 
 
 def _variables(run: RunConfig, loaded: RunConfig, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """The variables with which ``run`` applied its chat template, changed by overrides."""
+    """Returns the variables with which ``run`` applied its chat template, changed by overrides."""
     given = {item.partition("=")[0].removeprefix(_VARIABLES) for item in overrides if item.startswith(_VARIABLES)}
     own = {name: value for name, value in loaded.model.template_variables.items() if name in given}
     return {**run.model.template_variables, **own}
 
 
 def _changed(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
-    """The configuration with other values in its sections; no learner starts, whose rules they might break."""
+    """Returns the configuration with other values in its sections; no learner starts, whose rules they might break."""
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()}
     )
@@ -158,7 +158,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _sampling(config: RunConfig) -> RunConfig:
-    """The configuration with sampling: a job that samples nothing gets the defaults of one that does. Raises
+    """Returns the configuration with sampling: a job that samples nothing gets the defaults of one that does. Raises
     ConfigError for a model that has no log-probs."""
     if config.kind.scores:
         raise ConfigError(
@@ -173,7 +173,7 @@ def _sampling(config: RunConfig) -> RunConfig:
 
 
 def hugging_face(target: TrainedModel, spare: Path) -> Path:
-    """The Hugging Face folder of the target, converted into ``spare`` where it is not one."""
+    """Returns the Hugging Face folder of the target, converted into ``spare`` if it is not one."""
     if not is_megatron(target.source):
         return target.source
     out, of_run = spare / target.name, not (target.source / "config.json").is_file()
@@ -185,13 +185,13 @@ def hugging_face(target: TrainedModel, spare: Path) -> Path:
 
 
 def format_variables(config: RunConfig) -> str:
-    """The chat template's variables, to print after what is printed of the model; empty without any."""
+    """Returns the text of the chat template's variables, to print after the model; empty without any."""
     named = [f"{name}={json.dumps(value)}" for name, value in config.model.template_variables.items()]
     return f"; variables of its chat template: {', '.join(named)}" if named else ""
 
 
 def config_for_folder(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration with that folder's model, and servers that keep their memory: no learner takes turns."""
+    """Returns the configuration with that folder's model. Servers keep their memory: no learner takes turns."""
     server = config.rollout.server.model_copy(update={"colocated": False})
     return _changed(config, model={"path": folder}, rollout={"server": server})
 
@@ -203,7 +203,7 @@ _VERSION = 0
 async def standalone_engine(
     config: RunConfig, model_folder: Path, shape: ModelShape, folder: Path
 ) -> AsyncIterator[RolloutEngine]:
-    """The engine of ``rollout``, with the weights of ``model_folder`` in learner.dtype. Logs go to ``folder``.
+    """Yields the engine of ``rollout``, with the weights of ``model_folder`` in learner.dtype. Logs go to ``folder``.
 
     Raises ConfigError, EngineError or WeightError if it cannot start, CorruptionError if servers hold other weights.
     """
@@ -249,7 +249,7 @@ class _FolderWeights(LearnerWeights):
 
     @override
     async def sums(self) -> Sequence[ChecksumReport]:
-        """Checksums of the folder's tensors as they are cast, not of what arrived; of quantized ones the file's."""
+        """Returns checksums of the folder's tensors after the cast, not after arrival; of quantized ones the file's."""
         return [await asyncio.to_thread(self._sums)]
 
     def _write(self, version: int) -> None:

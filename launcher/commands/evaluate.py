@@ -133,7 +133,7 @@ def _kept(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[str, SetR
 async def _measured(
     config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, begun: Results, file: Path
 ) -> Results:
-    """``begun`` with all sets; it is written into ``file`` after each that is measured."""
+    """Returns ``begun`` with all sets. It is written into ``file`` after each measured set."""
     from launcher.build.sampler import load_environment, make_sampler, make_set_samplers
 
     rewards = {name: local_reward(one, config.reward_models) for name, one in config.own_rewards.items()}
@@ -214,7 +214,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _digest(folder: Path, config: RunConfig, shapes: Mapping[str, Shape]) -> str:
-    """A digest of the checksums of all tensors in learner.dtype: alike for a checkpoint and its exported folder."""
+    """Returns a digest of all tensors' checksums in learner.dtype, equal for a checkpoint and its exported folder."""
     import torch
 
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
@@ -234,7 +234,7 @@ def _show(results: Results) -> None:
 
 
 def _ends(interval: Interval, sign: str = "") -> tuple[str, str]:
-    """An interval and its number of problems, as cells."""
+    """Returns an interval and its number of problems, as cells."""
     if interval.low is None or interval.high is None:
         return "one problem", str(interval.count)
     return f"{interval.low:{sign}.4f} to {interval.high:{sign}.4f}", str(interval.count)

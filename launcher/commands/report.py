@@ -99,7 +99,7 @@ class RunCosts:
         return devices(self._config)
 
     def lines(self) -> list[str]:
-        """Lines to show at a run's end and in its report; none before its first step."""
+        """Returns lines to show at a run's end and in its report; none before its first step."""
         if self._why:
             return [f"the run's hours are not counted: {self._why}"]
         if not self.steps:
@@ -127,12 +127,12 @@ def costs_of_run(folder: Path) -> RunCosts:
 
 
 def _roles_of(names: tuple[str, ...]) -> dict[str, str]:
-    """The role of each of the metrics that counts its devices; asked once of rows of the same names."""
+    """Returns the role of each metric that counts a role's devices. Called once for rows of the same names."""
     return {name: name.removeprefix(_DEVICES) for name in names if name.startswith(_DEVICES)}
 
 
 def recorded(config: RunConfig) -> dict[str, JsonValue]:
-    """Returns what each row says of devices: those of each role, which a resume may change."""
+    """Returns the fields about devices of each row: their number for each role, which a resume may change."""
     try:
         held = devices(config)
     except RLMegatronError as error:
@@ -142,7 +142,7 @@ def recorded(config: RunConfig) -> dict[str, JsonValue]:
 
 
 def devices(config: RunConfig) -> dict[str, int]:
-    """GPUs of each role that has some of its own, or on CPUs the cores that its ranks compute with.
+    """Returns the number of GPUs of each role that has its own, or on CPUs of the cores that its ranks compute with.
 
     On one machine servers that share GPUs with ranks add those that only they have to the learner's. Raises ConfigError
     if the machine has too few GPUs.

@@ -25,7 +25,7 @@ def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_def
 
 
 def describe(run: Path) -> str:
-    """A run's state from Slurm and its own files, the last line of its job's log, and commands for that job.
+    """Returns a run's state from Slurm and its own files, the last line of its job's log, and commands for that job.
 
     For a run without a job: its last step and what it logged last. Raises ConfigError if the folder holds no run.
     """
@@ -46,7 +46,7 @@ def describe(run: Path) -> str:
 
 
 def job_commands(run: Path, job: str, *, over: bool = False) -> list[str]:
-    """Lines to type, which show what a job prints in its newest attempt, and end the job."""
+    """Returns lines to type, which show what a job prints in its newest attempt, and end the job."""
     attempts = (run / "jobs").glob(f"{job}-*")
     attempt = max(attempts, key=lambda path: int(path.name.rpartition("-")[2]), default=run / "jobs" / f"{job}-0")
     files = [run / "jobs" / f"{job}.txt", attempt / "controller.txt"]
@@ -69,7 +69,7 @@ def _current(run: Path) -> tuple[str, Status] | None:
 
 
 def _sent_by_hand(run: Path) -> tuple[str, Status] | None:
-    """A job of the run's script that has not ended: it writes its number to ``jobs/id`` only as it begins."""
+    """Returns a job of the run's script that has not ended: it writes its number to ``jobs/id`` only as it begins."""
     if not (run / "job.sbatch").is_file() or not shutil.which("squeue"):
         return None
     folder = run.resolve()
@@ -102,8 +102,8 @@ _OVER = {
 
 
 def job_status(job: str, run: Path) -> Status:
-    """The status of the job of ``run``, from Slurm's controller or accounting. The controller's job of that number is
-    another's if it prints elsewhere: numbers are given out again.
+    """Returns the status of the job of ``run``, from Slurm's controller or accounting. The controller's job of that
+    number is another's if it prints elsewhere: numbers are given out again.
 
     Raises ConfigError where Slurm is not installed or does not answer, which is not to say that the job has ended.
     """
@@ -127,7 +127,7 @@ def _shown(job: str) -> list[dict[str, str]]:
 
 
 def _state(part: Mapping[str, str]) -> str:
-    """The state with its reason, for example PENDING (Resources)."""
+    """Returns the state with its reason, for example PENDING (Resources)."""
     reason = part.get("Reason", "None")
     return part["JobState"] if reason == "None" else f"{part['JobState']} ({reason})"
 

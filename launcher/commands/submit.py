@@ -85,7 +85,7 @@ class ResolvedJob:
     memory: str  # the line about the fullest GPU, if it is known
 
     def describe(self) -> str:
-        """Lines to show."""
+        """Returns lines to show."""
         others = (other.describe() for other in self.separate)
         lines = self.placement.describe(), self.roles, *others, describe_placements(self.seats), self.memory
         return "\n".join(filter(None, lines))
@@ -130,7 +130,7 @@ def _roles(config: RunConfig) -> str:
 
 
 def for_slurm(config: RunConfig) -> RunConfig:
-    """The configuration as a job's. Raises ConfigError by the rules that involve the launcher."""
+    """Returns the configuration as a job's. Raises ConfigError by the rules that involve the launcher."""
     if config.run.launcher == "local":
         config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
     try:
@@ -154,8 +154,8 @@ def _advice(folder: Path) -> str:
 
 @contextlib.contextmanager
 def prepare(config: RunConfig, config_name: str) -> Iterator[PreparedJob]:
-    """A new run's folder (`choose`), or that of a dry run of the same job, with config.yaml, job.sbatch and
-    placement.txt, which no other submit takes while the context is open. Raises ConfigError before it writes any."""
+    """Yields a new run's folder (`choose`), or that of a dry run of the same job, with config.yaml, job.sbatch and
+    placement.txt. No other submit takes it while the context is open. Raises ConfigError before it writes any."""
     config = for_slurm(config)
     findings = preflight(config, for_job=True)
     findings.raise_problems()
@@ -243,8 +243,8 @@ class NotReachedError(RLMegatronError):
 
 
 def smoke_of(config: RunConfig) -> RunConfig:
-    """The run from its first step on, in its own layout, with its own batch, servers and reward. Each step has a
-    checkpoint, and little is evaluated. Raises ConfigError if it cannot be."""
+    """Returns the run from its first step on, in its own layout, with its own batch, servers and reward. Each step has
+    a checkpoint, and little is evaluated. Raises ConfigError if it cannot be."""
     steps, name, values = max(config.train.steps, _LAST), config.run.name, config.model_dump()
     sets = {key: {**dict(one), "every": None} for key, one in config.eval.sets.items()}
     if config.kind.samples:
@@ -337,7 +337,7 @@ class SmokeJob:
         print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
 
     def _status(self) -> Status | None:
-        """None while Slurm does not answer, which a moment later it may."""
+        """Returns the job's status; None while Slurm does not answer, which it may do a moment later."""
         try:
             return job_status(self._job, self._folder)
         except ConfigError:
@@ -364,17 +364,17 @@ class SmokeJob:
         return False
 
     def _rows(self) -> list[Mapping[str, Any]]:
-        """Rows of the steps that are recorded now."""
+        """Returns the rows of the steps that are recorded now."""
         path = self._folder / "metrics.jsonl"
         rows = read_jsonl(path) if path.is_file() else []
         return [row for row in rows if row["phase"] in STEPS and row["step"]]
 
     def _again(self, saved: int) -> list[Mapping[str, Any]]:
-        """Rows of steps after ``saved`` that were made after the resume."""
+        """Returns rows of steps after ``saved`` that were made after the resume."""
         return [row for row in self._rows() if row["step"] > saved and row not in self._before]
 
     def _saved(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
+        """Returns the step of the newest checkpoint; 0 without one."""
         return max((int(path.name[5:]) for path in (self._folder / "checkpoints").glob("step_[0-9]*")), default=0)
 
     def _log(self) -> str:

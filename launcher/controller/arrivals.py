@@ -49,7 +49,7 @@ class StartedRanks:
     cause: Callable[[str, int], str] = lambda *_: ""  # says why a rank died, to end a sentence; called in a thread
 
     def where(self) -> dict[tuple[str, int], str]:
-        """The node of every rank of a role, in order."""
+        """Returns the node of every rank of a role, in order."""
         return {
             (placement.role, rank): placement.node_of(rank)
             for placement in self.placements
@@ -66,11 +66,11 @@ class ConnectingLauncher(Launcher):
 
     @abstractmethod
     async def _address(self) -> str:
-        """The address at which the ranks reach this process."""
+        """Returns the address at which the ranks reach this process."""
 
     @abstractmethod
     def _threads(self, config: RunConfig) -> int:
-        """CPU threads of a rank, if the configuration does not say."""
+        """Returns the number of CPU threads of a rank, if the configuration has none."""
 
     @abstractmethod
     def _begin(self, config: RunConfig, call: Call) -> AbstractAsyncContextManager[StartedRanks]:
@@ -132,8 +132,8 @@ class ConnectingLauncher(Launcher):
 
 
 async def arrivals(listener: socket.socket, call: Call, started: StartedRanks) -> list[RankProcess]:
-    """All ranks of all roles, in order. Raises WorkerFailure if some cannot connect, or do not in time, and ConfigError
-    if this process may not have so many streams."""
+    """Returns all ranks of all roles, in order. Raises WorkerFailure if some cannot connect, or do not in time, and
+    ConfigError if this process may not have so many streams."""
     arrived: dict[tuple[str, int], RankProcess] = {}
     where = started.where()
     waiting = asyncio.ensure_future(_welcome(listener, bytes.fromhex(call.token), started, arrived))
@@ -171,7 +171,7 @@ def _tell_of_plain_starts(ranks: Sequence[RankProcess]) -> None:
 
 
 def _named(missing: Sequence[tuple[str, int]], where: Mapping[tuple[str, int], str]) -> str:
-    """Ranks of roles, in order, by node: "rank 3, 4 on node1, critic rank 0-7 on node9"."""
+    """Returns ranks of roles, in order, by node: "rank 3, 4 on node1, critic rank 0-7 on node9"."""
     lists: dict[tuple[str, str], list[int]] = {}
     for role, rank in missing:
         lists.setdefault((role, where[role, rank]), []).append(rank)
@@ -179,7 +179,7 @@ def _named(missing: Sequence[tuple[str, int]], where: Mapping[tuple[str, int], s
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Rising numbers, three or more in a row as a range."""
+    """Returns a text of rising numbers, three or more in a row as a range."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -240,7 +240,7 @@ async def _welcome(
 
 
 async def _hear(connection: Connection, started: StartedRanks) -> RankProcess:
-    """The rank that has proved itself, once it greets: in one packet, so that reading it does not wait."""
+    """Returns the rank of a proven stream, once its greeting is there: one packet, so that reading does not wait."""
     loop, greets = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(connection.fileno(), greets.set)
     try:

@@ -411,7 +411,7 @@ class Watchdog:
         return list(dict.fromkeys(w.role for w in self._workers))
 
     async def _stacks(self, quiet: Collection[WorkerHandle]) -> dict[WorkerHandle, stacks.Stack | None]:
-        """The stacks of every ready rank, ``quiet`` ones last; for the controller, of its tasks."""
+        """Returns the stacks of every ready rank, ``quiet`` ones last; for the controller, of its tasks."""
         ready = [w for w in self._workers if w.ready]
         files = {w: self._folder / f"{file_stem(w.role, w.rank)}.txt" for w in ready}
         before = {file: _size(file) for file in files.values()}

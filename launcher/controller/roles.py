@@ -102,7 +102,7 @@ class WeightGroup(WeightSync):
         return _one_update(version, updates)
 
     async def held(self) -> list[dict[str, int]]:
-        """The checksum of each tensor that each rank holds for its engine."""
+        """Returns the checksum of each tensor that each rank holds for its engine."""
         held: list[dict[str, int]] = await self._group.each("checksums")
         return held
 
@@ -115,7 +115,7 @@ class WeightGroup(WeightSync):
         )
 
     async def sums(self) -> list[ChecksumReport]:
-        """Each rank's checksums of its boxes, of the version pushed last."""
+        """Returns each rank's checksums of its boxes, of the version pushed last."""
         reports: list[ChecksumReport] = await self._group.each("sums")
         return reports
 
@@ -174,7 +174,7 @@ class BatchCalls:
     def _by_data_rank(
         self, want: frozenset[Want], answers: Sequence[dict[Want, list[Tensor]] | None]
     ) -> dict[Want, Scores]:
-        """Scores [D][M], of those in rank order that the ranks tell."""
+        """Returns scores [D][M] from the answers of all ranks, in rank order."""
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
         return {what: [rows[d][what] for d in range(self._dims.dp)] for what in want}
 
@@ -235,14 +235,14 @@ class LearnerGroup(Learner):
 
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        """Each data-parallel rank scores its micro-batches; the policy replays the batch's routes."""
+        """Makes each data-parallel rank score its micro-batches. The policy replays the batch's routes."""
         asked = ForwardPass(role=self.role, want=want, replays=self.role == "policy", last_tokens=batch.last_tokens)
         (said,) = await LearnerGroups([self], self._calls).score(batch, [asked])
         return said.scores
 
     @override
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
-        """Each data-parallel rank adds the gradients of its micro-batches."""
+        """Makes each data-parallel rank add the gradients of its micro-batches."""
         await self.check_columns(batch)
         common = (loss, batch.num_tokens, batch.num_sequences)
         answers = await self._calls.call("backward", self.role, batch, *common, to_score=False)
@@ -255,7 +255,7 @@ class LearnerGroup(Learner):
 
     @override
     async def step(self, learning_rate: float) -> StepResult | SkippedStep:
-        """A skipped step has the culprits of all ranks."""
+        """Makes an optimizer step. A skipped step has the culprits of all ranks."""
         answers: list[StepResult | SkippedStep] = await self._group.each("step", self.role, learning_rate)
         if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
@@ -292,7 +292,7 @@ class LearnerGroup(Learner):
 
     @override
     async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
-        """Every rank verifies its share of the files before any loads them."""
+        """Loads a checkpoint. Every rank verifies its share of the files before any rank loads them."""
         shares = digests.deal_out(files, len(self._group.workers))
         mine = {w.rank: (folder, share) for w, share in zip(self._group.workers, shares, strict=True)}
         problems: list[list[str]] = await self._group.ask("verify", mine)
@@ -335,14 +335,14 @@ class _Saving(SaveHandle):
 
     @override
     async def durable(self) -> SaveDigests:
-        """The files of all ranks, and the seconds of the slowest."""
+        """Returns the files of all ranks, and the seconds of the slowest."""
         answers: list[SaveDigests] = await self._group.meet("durable", self._role)
         files = {name: digest for answer in answers for name, digest in answer.files.items()}
         return SaveDigests(files=files, seconds=max(answer.seconds for answer in answers))
 
 
 def make_components(groups: Mapping[str, WorkerGroup], config: RunConfig) -> RunComponents:
-    """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
+    """Returns the trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     group = groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
     scoring = dict.fromkeys(scoring_roles(config), True)

@@ -24,7 +24,7 @@ from rl_megatron.placement.seats import (
 
 
 def server_sites(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Sites]:
-    """The sites of each server to start, by ``start_at`` with a seat's number or else by this process with srun.
+    """Returns the sites of each server, started by ``start_at`` with a seat's number or by this process with srun.
 
     Raises ConfigError if the servers do not fit.
     """
@@ -49,7 +49,7 @@ def server_sites(config: RunConfig, allocation: Allocation | None, start_at: Sta
 
 
 def standalone_sites(config: RunConfig) -> list[Sites]:
-    """The sites of servers on this machine, where no learner is. Raises ConfigError if they do not fit."""
+    """Returns the sites of servers on this machine, where no learner is. Raises ConfigError if they do not fit."""
     found = standalone_placements(config, _count_here(config))
     return [[ServerSite(number=seat.server, count=len(found), gpus=seat.gpus)] for seat in found]
 
@@ -57,7 +57,7 @@ def standalone_sites(config: RunConfig) -> list[Sites]:
 def _by_srun(
     site: ServerSite, seat: ServerPlacement, config: RunConfig, allocation: Allocation, each: int
 ) -> ServerSite:
-    """The site with the srun command that starts its guard, unless that is a child of this process."""
+    """Returns the site with the srun command that starts its guard, unless the guard is a child of this process."""
     slurm, image = config.slurm, config.slurm.engines.container
     if _here(seat, allocation) and image is None:
         return site
@@ -68,7 +68,7 @@ def _by_srun(
 
 
 def visible_gpus() -> list[str]:
-    """This machine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them, in the order in which ranks take them."""
+    """Returns this machine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them, in the order in which ranks take them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return list(filter(None, given.split(",")))
@@ -82,7 +82,7 @@ def _count_here(config: RunConfig) -> int:
 
 
 def _host(seat: ServerPlacement, allocation: Allocation, *, alone: bool) -> str:
-    """The address of a server's node; loopback if it is this one, and the server is on it ``alone``.
+    """Returns the address of a server's node; loopback if it is this one, and the server is on it ``alone``.
 
     Raises EngineError.
     """
@@ -102,18 +102,18 @@ def _here(seat: ServerPlacement, allocation: Allocation) -> bool:
 
 
 def cpus_of_engine_node(config: RunConfig, allocation: Allocation, seats: Sequence[ServerPlacement]) -> int | None:
-    """CPU cores for all servers of a node without ranks; None: all of the job's."""
+    """Returns the number of CPU cores for all servers of a node without ranks; None: all of the job's."""
     each = _each(seats, allocation)
     cpus = _cpus(config, each)
     return None if cpus is None else cpus * each
 
 
 def _each(seats: Sequence[ServerPlacement], allocation: Allocation) -> int:
-    """The most servers on a node."""
+    """Returns the largest number of servers on a node."""
     return -(-len(seats) // len(allocation.engine_nodes or allocation.nodes))
 
 
 def _cpus(config: RunConfig, each: int) -> int | None:
-    """A node's CPU cores for the step of one of ``each`` servers on it; None: all of the job's."""
+    """Returns the number of CPU cores for the step of one of a node's ``each`` servers; None: all of the job's."""
     cores = config.slurm.cores(config.slurm.tasks_per_node(config.learner.dims.world_size))
     return None if cores is None else max(1, cores // each)

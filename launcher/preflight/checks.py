@@ -30,7 +30,7 @@ GROUP = "rl_megatron.checks"
 
 
 def checks() -> Mapping[str, Check]:
-    """All checks. Raises ConfigError if one of an entry point cannot be loaded, or has the name of another."""
+    """Returns all checks. Raises ConfigError if one of an entry point cannot be loaded, or has the name of another."""
     found = {name: check for name, check in CHECKS.items() if name not in _LAST}
     for name, entry in declared("check", GROUP, own=True).items():
         if name in CHECKS:
@@ -48,7 +48,7 @@ class Preflight:
     names: tuple[str, ...] = ()  # names of the checks
 
     def texts(self, kind: str) -> list[str]:
-        """The texts of the findings of one kind."""
+        """Returns the texts of the findings of one kind."""
         return [each.text for each in self.found if each.kind == kind]
 
     def raise_problems(self) -> None:
@@ -57,11 +57,11 @@ class Preflight:
             raise ConfigError("\n".join(problems))
 
     def notes(self) -> list[str]:
-        """Lines about what the user may not want."""
+        """Returns lines about what the user may not want."""
         return [f"note: {text}" for text in self.texts("note")]
 
     def describe(self) -> str:
-        """Lines to show: notes, what was checked, and what was not."""
+        """Returns lines to show: notes, what was checked, and what was not."""
         lines = [*self.notes(), *self.texts("fact")]
         lines.append(f"checked in {self.seconds:.1f} s: {', '.join(self.names)}")
         if missed := self.texts("unchecked"):

@@ -94,7 +94,7 @@ def open_files(config: RunConfig, *, ranks: int = 0, requests: int = 0, drawn: i
 
 
 def _requests(config: RunConfig) -> int:
-    """Most requests of training in flight at servers, each with a connection of its own."""
+    """Returns the largest number of training requests in flight at servers, each with its own connection."""
     rollout, led = config.rollout, config.training_environments
     if not rollout.served:
         return 0
@@ -111,7 +111,7 @@ def _max_completions(config: RunConfig) -> int:
 
 
 def _count_ranks(config: RunConfig) -> str:
-    """The ranks of each role: ``2 learner ranks (tp*cp*dp*pp)``."""
+    """Returns the ranks of each role: ``2 learner ranks (tp*cp*dp*pp)``."""
     return " and ".join(f"{count} {role} ranks (tp*cp*dp*pp)" for role, count in ranks_by_role(config).items())
 
 
@@ -138,7 +138,7 @@ def _servers_on(subject: PreflightContext) -> str:
 
 
 def _capability() -> float:
-    """The greatest compute capability of this machine's GPUs; 0 if the driver does not tell it."""
+    """Returns the greatest compute capability of this machine's GPUs; 0 if the driver does not report it."""
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=_SECONDS, env=dict(os.environ)).stdout
@@ -155,9 +155,9 @@ def torch_is_for_cpus() -> bool:
 
 
 def count_visible_gpus(visible: str | None) -> int | None:
-    """GPUs that a process with this CUDA_VISIBLE_DEVICES sees: those of the list before the first invalid one.
+    """Returns how many GPUs a process with this CUDA_VISIBLE_DEVICES sees: those before the first invalid one.
 
-    None if the driver does not tell how many there are.
+    None if the driver does not report how many there are.
     """
     if visible is not None and not visible.strip():
         return 0

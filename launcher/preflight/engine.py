@@ -52,7 +52,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
 
 
 def module_of(engine: str) -> str:
-    """The module that serves: the engine's own name, or the one of the user's Adapter. Raises ConfigError."""
+    """Returns the module that serves: the engine's own name, or the one of the user's Adapter. Raises ConfigError."""
     if ":" not in engine:
         return engine
     adapter = load_named(engine, "rollout.engine", "class with a module", lambda found: hasattr(found, "module"))

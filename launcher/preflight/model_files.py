@@ -298,7 +298,7 @@ _BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "stacked_drafts",
 
 
 def _differing_sizes(shape: ModelShape, own: ModelShape) -> str:
-    """The names of what ``shape`` has otherwise than the policy; empty if its weights can lie in the policy's place."""
+    """Returns the sizes of ``shape`` that differ from the policy's; empty if its weights fit in the policy's place."""
     sizes = _sizes(own)
     return ", ".join(sorted(name for name, size in _sizes(shape).items() if size != sizes[name]))
 
@@ -324,7 +324,7 @@ def _same_tokens(policy: Path | None, reference: Path, key: str) -> Iterator[Fin
 
 
 def _token_ids(folder: Path | None) -> dict[str, int] | None:
-    """The id of each token of a folder's tokenizer.json; None if there is none that can be read."""
+    """Returns the id of each token of a folder's tokenizer.json; None if there is none that can be read."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     try:

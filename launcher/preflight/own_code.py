@@ -151,7 +151,7 @@ def _of(subject: PreflightContext, section: RewardSection, source: str) -> Itera
 
 
 def _without(section: RewardSection, functions: Collection[str]) -> RewardSection | None:
-    """The section without the parts of these functions; None if nothing remains."""
+    """Returns the section without the parts of these functions; None if nothing remains."""
     parts = {name: part for name, part in section.parts.items() if section.functions[name] not in functions}
     return section.model_copy(update={"parts": parts}) if set(section.functions.values()) - set(functions) else None
 
@@ -199,8 +199,8 @@ def _within(limit: float, work: Callable[[], T]) -> T | None:
 
 
 def _prompt(subject: PreflightContext, source: str = "") -> Prompt | None:
-    """The first problem of a source or a set, else of the first source. None where it cannot be read, as the check of
-    the data says."""
+    """Returns the first problem of a source or a set, else of the first source. None where it cannot be read, as the
+    check of the data says."""
     config, own = subject.config, subject.config.eval.sets.get(source.removeprefix("eval.sets."))
     sources = {name_of(key): (key, one) for key, one in data_sources(config.data).items()}
     key, data = sources.get(source) or next(iter(sources.values()))

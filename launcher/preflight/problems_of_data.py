@@ -178,7 +178,7 @@ class _Reader:
         return problems
 
     def _problems(self, section: str, data: FileKeys, name: str) -> list[Example]:
-        """The problems of the first rows. Raises ConfigError, and DataError that names all bad rows."""
+        """Returns the problems of the first rows. Raises ConfigError, and DataError that names all bad rows."""
         check_template(data, section)
         path, key, most = getattr(data, name), f"{section}.{name}", ROWS
         lists = data.chat_template or section in begun_by_messages(self._config)
@@ -192,7 +192,7 @@ class _Reader:
         return read_problems(path, key, data, tokenizer, most, lists=lists)
 
     def _prompts(self, section: str, data: FileKeys, name: str, problems: Sequence[Example]) -> list[Prompt]:
-        """The prompts of problems, with tokens where the tokenizer is here, named by their places. Raises DataError."""
+        """Returns problems' prompts, with tokens if the tokenizer is here, named by their places. Raises DataError."""
         named, source, config = [replace(one, id=one.place) for one in problems], name_of(section), self._config
         if self._rows is None:
             return [] if data.fields["messages"] is None else unrendered(named)
@@ -281,7 +281,7 @@ def _refused(prompts: Sequence[Prompt], units_of: Callable[[Sequence[Prompt]], l
 
 
 def _some(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    """The first prompts, as many as a chat template shows in a few seconds."""
+    """Returns the first prompts, as many as a chat template shows in a few seconds."""
     size = 0
     for at, prompt in enumerate(prompts):
         size += 0 if prompt.token_ids else prompt.text.count('"role"') ** 2
@@ -291,7 +291,7 @@ def _some(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _compared(config: RunConfig, own: RewardSection | None) -> set[RewardFunction]:
-    """The built-in rewards, of ``own`` or the run's, that compare completions with answers."""
+    """Returns the built-in rewards, of ``own`` or the run's, that compare completions with answers."""
     if not config.kind.samples or config.environments:
         return set()
     return {REWARDS[name] for name in (own or config.reward).functions.values() if name in REWARDS}
@@ -300,8 +300,8 @@ def _compared(config: RunConfig, own: RewardSection | None) -> set[RewardFunctio
 def _odd_answers(
     problems: Sequence[Example], data: FileKeys, compared: Collection[RewardFunction], learns: bool
 ) -> Iterator[str]:
-    """Notes on questions and answers that the run may read otherwise than their file means them: the first row of each
-    kind, and how many there are."""
+    """Yields notes on questions and answers that the run may read otherwise than their file means them: the first row
+    of each kind, and how many there are."""
     if data.fields["messages"] is not None:
         return
     asked, answer = data.prompt_field, data.answer_field
@@ -356,9 +356,9 @@ def _list_in(text: str) -> list[object]:
 
 
 def _unread(problems: Sequence[Example], data: FileKeys, learns: bool) -> Iterator[str]:
-    """Fields of rows to train on that look like a part of the prompt, and that no key reads, and what to do with each.
-    Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may read
-    it."""
+    """Yields fields of rows to train on that look like a part of the prompt, and that no key reads, and what to do with
+    each. Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may
+    read it."""
     given = _OF_ROWS if data.fields["messages"] is None else _OF_CONVERSATIONS
     known = {name: f"{advice}, if it should" for name, advice in given.items()}
     for one in problems:

@@ -28,7 +28,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
 
 
 def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
-    """A problem for each size of the model that the configuration does not fit."""
+    """Yields a problem for each size of the model that the configuration does not fit."""
     yield from _engine(config, shape)
     yield from map(problem, find_problems(config, "shape", shape))
     try:
@@ -183,7 +183,7 @@ def _trajectories(config: RunConfig) -> Iterator[Finding]:
 
 
 def _written(config: RunConfig, ranks: int) -> Iterator[Finding]:
-    """The same of a step on rows or pairs of the data, which has no minibatches; ranks do not share a pair."""
+    """Yields the same notes for a step on rows or pairs, which has no minibatches; ranks do not share a pair."""
     size, what = config.written.batch_size, "pairs" if config.kind.rows == "pairs" else "rows"
     if size < ranks:
         yield note(

@@ -106,20 +106,20 @@ def run_check(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def problem(text: str) -> Finding:
-    """A reason why the run cannot start, and what to do."""
+    """Returns the finding of a problem: why the run cannot start, and what to do."""
     return Finding("problem", text)
 
 
 def note(text: str) -> Finding:
-    """Something that the run does and its user may not want."""
+    """Returns the finding of something that the run does and its user may not want."""
     return Finding("note", text)
 
 
 def fact(text: str) -> Finding:
-    """A fact, to show on request."""
+    """Returns the finding of a fact, to show on request."""
     return Finding("fact", text)
 
 
 def unchecked(text: str) -> Finding:
-    """Something that cannot be checked here."""
+    """Returns the finding of something that cannot be checked here."""
     return Finding("unchecked", text)

@@ -75,13 +75,13 @@ def main(host: str, command: list[str]) -> int:
 
 
 def _within() -> str:
-    """The folder for the server's own."""
+    """Returns the folder in which the server's temporary folder is made."""
     usual = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(usual)) > _LONGEST and os.access("/tmp", os.W_OK | os.X_OK) else usual
 
 
 def request_fields(seat: str, visible: str | None) -> str:
-    """The GPUs with the numbers of ``seat`` as this node names them in CUDA_VISIBLE_DEVICES, which is ``visible``.
+    """Returns the GPUs numbered by ``seat`` as this node names them in CUDA_VISIBLE_DEVICES, which is ``visible``.
 
     Slurm's numbers there are the node's, but for ``ConstrainDevices=yes``. Exits if they are too few.
     """
@@ -99,7 +99,7 @@ def request_fields(seat: str, visible: str | None) -> str:
 
 
 def _shared_files() -> list[Path]:
-    """This user's shared memory on this node, but for folders, as of weights."""
+    """Returns this user's shared memory on this node, without folders, for example of weights."""
     user, found = os.geteuid(), []
     for path in _SHARED.iterdir() if _SHARED.is_dir() else ():
         with contextlib.suppress(OSError):
@@ -109,9 +109,9 @@ def _shared_files() -> list[Path]:
 
 
 def _note_shared(own: set[str], ended: threading.Event) -> None:
-    """``own`` gets the names of the server's shared memory while its processes live: none tells, once it is killed.
+    """Adds to ``own`` the names of the server's shared memory while its processes live: killed ones cannot be asked.
 
-    A new file is looked up twice, for it may be there before it is mapped.
+    Looks a new file up twice, because it may be there before it is mapped.
     """
     before, last = set[str](), set[str]()
     while not ended.wait(_LOOK_SECONDS):
@@ -122,7 +122,7 @@ def _note_shared(own: set[str], ended: threading.Event) -> None:
 
 
 def _mapped() -> set[str]:
-    """Names of the shared memory that processes of the server have mapped, which those that are killed leave."""
+    """Returns names of the shared memory that the server's processes have mapped. Killed processes leave it."""
     found = set[str]()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(OSError):
@@ -157,14 +157,14 @@ def compiled_folder(otherwise: Callable[[], str]) -> Mapping[str, str]:
 
 
 def _processor() -> str:
-    """Names what processors of this kind can do."""
+    """Returns a digest of the features of this kind of processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     able = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return hashlib.sha256(able.encode()).hexdigest()[:12]
 
 
 def interface_of(host: str) -> str | None:
-    """This node's network interface with the address ``host``, if there is one."""
+    """Returns this node's network interface with the address ``host``, if there is one."""
     found = psutil.net_if_addrs().items()
     return next((name for name, addresses in found if any(a.address == host for a in addresses)), None)
 
@@ -177,7 +177,7 @@ def _die_with_parent() -> None:
 
 
 def _end_with_trainer(server: subprocess.Popen[bytes], own: set[str]) -> None:
-    """``own`` gets the names of the server's shared memory before it ends."""
+    """Adds the names of the server's shared memory to ``own`` before it ends."""
     while os.read(0, 1):
         pass
     own |= _mapped()

@@ -42,7 +42,7 @@ def variables(*, threads: int, device: str) -> Mapping[str, str]:
 
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for this process and those that it starts; it is removed as this one ends."""
+    """Returns a folder for this process and those that it starts; it is removed as this one ends."""
     return tempfile.TemporaryDirectory(prefix="rl_megatron-torch-", ignore_cleanup_errors=True)
 
 
@@ -54,8 +54,8 @@ _ONE_ORDER: Mapping[str, tuple[str, ...]] = {
 
 
 def of_one_order(given: Mapping[str, str]) -> Mapping[str, str]:
-    """The variables of ``learner.deterministic=true`` that an environment lacks. cuBLAS, NCCL and TransformerEngine
-    read them when they are first used. Raises ConfigError for other values in it."""
+    """Returns the variables of ``learner.deterministic=true`` that an environment lacks. cuBLAS, NCCL and
+    TransformerEngine read them when they are first used. Raises ConfigError for other values in it."""
     for name, allowed in _ONE_ORDER.items():
         if name in given and given[name] not in allowed:
             raise ConfigError(
@@ -67,7 +67,7 @@ def of_one_order(given: Mapping[str, str]) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def inherited(*, threads: int, device: str) -> Iterator[None]:
-    """Processes that start within inherit the variables from this one."""
+    """Sets variables of this process that processes started within inherit."""
     new = variables(threads=threads, device=device)
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
@@ -113,12 +113,12 @@ def adopt_orphans() -> None:
 
 
 def threads_per_worker(config: RunConfig) -> int:
-    """CPU threads of each worker: as configured, else an equal share of this machine's cores."""
+    """Returns the number of CPU threads of each worker, by default an equal share of this machine's cores."""
     cores, count = len(os.sched_getaffinity(0)), sum(ranks_by_role(config).values())
     return config.learner.threads or max(1, cores // count)
 
 
 def threads_per_rank(placement: RankPlacement) -> int:
-    """CPU threads of a rank: as many as the job gave each task, else an equal share of this node's cores."""
+    """Returns the number of CPU threads of a rank: those of a task of the job, or a share of this node's cores."""
     given = os.environ.get("SLURM_CPUS_PER_TASK")
     return int(given) if given else max(1, len(os.sched_getaffinity(0)) // placement.ranks_per_node)

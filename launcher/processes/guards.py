@@ -168,14 +168,14 @@ class StderrTail:
         self._heard.set_result(None)
 
     async def tail(self) -> str:
-        """The last lines of an ended child; empty if it wrote none."""
+        """Returns the last lines of an ended child; empty if it wrote none."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(self._heard), _DRAIN_SECONDS)
         return _indented(tuple(self._lines))
 
 
 def end_of(log: Path, *, lines: int = _LINES) -> str:
-    """The last lines of a process's output file, as `text_at_end`; empty if it cannot be read."""
+    """Returns the last lines of a process's output file, as `text_at_end`; empty if it cannot be read."""
     try:
         return _indented(text_at_end(log).splitlines()[-lines:])
     except OSError:
@@ -195,7 +195,7 @@ BLOCK = 16
 
 
 def any_port(number: int = 0, count: int = 1) -> int:
-    """The first of a block of ports that are rarely in use, for another node.
+    """Returns the first of a block of ports that are rarely in use, for another node.
 
     ``count`` callers with different ``number``s below that get different ports.
     """
@@ -225,7 +225,7 @@ def held_ports(host: str) -> Iterator[int]:
 
 
 def free_port(host: str) -> int:
-    """A port of ``host``, as in `held_ports`, that is free at this moment. Raises OSError."""
+    """Returns a port of ``host``, as in `held_ports`, that is free at this moment. Raises OSError."""
     with held_ports(host) as port:
         return port
 
@@ -263,7 +263,7 @@ class ServerSite:
 
     @contextlib.contextmanager
     def ports(self) -> Iterator[int]:
-        """The first of a server's ports: held if it is here, else ports that are rarely in use."""
+        """Yields the first of a server's ports: held if it is here, else ports that are rarely in use."""
         if self.away:
             yield any_port(self.number, self.count)
             return
@@ -289,7 +289,7 @@ class GpuStartLock:
 
     @contextlib.asynccontextmanager
     async def on(self, sites: Sites) -> AsyncIterator[None]:
-        """Entered once no other server starts on a GPU of the sites."""
+        """Waits until no other server starts on a GPU of the sites, and keeps it so within."""
         async with contextlib.AsyncExitStack() as stack:
             for gpu in sorted({(site.node, gpu) for site in sites for gpu in site.gpus}):  # one order, no deadlock
                 await stack.enter_async_context(self._gpus[gpu])

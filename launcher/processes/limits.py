@@ -62,7 +62,7 @@ def _beyond(needed: int, who: str, advice: str) -> str:
 
 
 def describe_open_files() -> str:
-    """The limit, and how many ranks a run on CPUs may have under it."""
+    """Returns the limit, and how many ranks a run on CPUs may have under it."""
     limit = raise_open_files()
     ranks = max(0, (limit - _FILES_OF_A_RANK) // _FILES_OF_A_PEER)
     return (
@@ -85,6 +85,6 @@ def refusal(error: OSError | RuntimeError) -> str | None:
 
 
 def explain_limit_error(text: str) -> str:
-    """``text``, a process's last output, with a line for each limit that it mentions."""
+    """Returns ``text``, a process's last output, with a line for each limit that it mentions."""
     signs = dict.fromkeys(what for sign, what in _SIGNS.items() if sign in text)
     return "\n".join([text, *signs])

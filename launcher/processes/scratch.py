@@ -24,7 +24,7 @@ _STOP_SECONDS = 20.0
 
 @contextlib.contextmanager
 def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
-    """A new folder, by default in the machine's temporary one. It is removed at the end, together with ``others``."""
+    """Yields a new folder, by default in the machine's temporary one. It and ``others`` are removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="rl_megatron-", dir=within))
     with remove_at_exit(folder, *others), lock_against_tmpfiles(folder):
         yield folder

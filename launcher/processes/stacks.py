@@ -106,7 +106,7 @@ class Stack:
 
 
 def of_thread(ident: int) -> Stack:
-    """The stack of a thread of this process as it is now."""
+    """Returns the stack of a thread of this process as it is now."""
     frames, frame = [], sys._current_frames().get(ident)
     while frame is not None:
         frames.append(Frame(file=frame.f_code.co_filename, line=frame.f_lineno, name=frame.f_code.co_name))
@@ -115,8 +115,8 @@ def of_thread(ident: int) -> Stack:
 
 
 def read(text: str) -> Stack | None:
-    """The last stack in a file, of the thread that serves calls, else of the main thread, which a dump has last. None
-    if there is none."""
+    """Returns the last stack in a file, of the thread that serves calls, else of the main thread, which a dump has
+    last. None if there is none."""
     parts = _HEAD.split(text)[1:]
     last: dict[str, tuple[Frame, ...]] = {}
     for thread, part in zip(parts[-2::-2], parts[::-2], strict=True):  # last dump first
@@ -136,7 +136,7 @@ def read(text: str) -> Stack | None:
 
 
 def _collective(frames: Sequence[Frame]) -> str | None:
-    """The outermost function of torch.distributed on top of a stack, or the wait for a collective under way."""
+    """Returns the outermost function of torch.distributed on top of a stack, or the wait for a collective under way."""
     if not frames:
         return None
     names = []
@@ -151,7 +151,7 @@ def _collective(frames: Sequence[Frame]) -> str | None:
 
 
 def of_task(task: asyncio.Task[Any]) -> str:
-    """The frames of an event loop's task, innermost first, as far as it awaits coroutines."""
+    """Returns the frames of an event loop's task, innermost first, as far as it awaits coroutines."""
     frames: list[Frame] = []
     coroutine: Any = task.get_coro()
     while isinstance(coroutine, types.CoroutineType) and coroutine.cr_frame is not None:
@@ -162,7 +162,7 @@ def of_task(task: asyncio.Task[Any]) -> str:
 
 
 def explain(found: Mapping[int, Stack | None]) -> tuple[list[int], str]:
-    """The ranks that are not in a collective while others are, and a sentence about all ranks."""
+    """Returns the ranks that are not in a collective while others are, and a sentence about all ranks."""
     waiting = {rank: s for rank, s in found.items() if s is not None and s.collective}
     behind = [rank for rank in found if rank not in waiting] if waiting else []
     said: dict[str, list[str]] = {}
@@ -243,7 +243,7 @@ class LoopWatch:
         os._exit(1)
 
     def _write_end(self, file: FileOperation | None) -> None:
-        """Python's lock is free while a write waits for a disk, unlike in C code that writes stacks."""
+        """Writes the end. Python's lock is free while a write waits for a disk, unlike in C code that writes stacks."""
         with open(os.memfd_create("stacks"), "w+") as memory:
             faulthandler.dump_traceback(memory, all_threads=True)
             memory.seek(0)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def mirror_path(config: RunConfig, run_folder: Path) -> Path:
-    """The mirror file of this run's weights for servers, the same path on each node that has one."""
+    """Returns the mirror file of this run's weights for servers, the same path on each node that has one."""
     return _mirror(config, run_folder, _name(run_folder))
 
 
@@ -77,7 +77,7 @@ class NameTaken(ConfigError):
 
 
 def from_file(stem: str) -> str:
-    """A valid ``run.name`` from the name of a configuration's file: ``my-run`` for ``my run.yaml``."""
+    """Returns a valid ``run.name`` from the name of a configuration's file: ``my-run`` for ``my run.yaml``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run"
 
 
@@ -98,7 +98,7 @@ def choose(
         "add --resume to continue it, from its start if it has no checkpoint, or "
     ),
 ) -> RunConfig:
-    """The config with a run name: as given, or the config's name and the number after the last taken (resume: that).
+    """Returns the config with a run name: as given, or config name and the number after the last taken (resume: that).
 
     ``config_name`` is the stem of the configuration's file; ``taken`` tells if a folder holds a run,
     ``advice`` how to continue that. Raises ConfigError if a new run's folder exists or a resume finds none.
@@ -169,7 +169,7 @@ def claim(folder: Path, *, resume: bool) -> Iterator[Claim]:
 
 
 def _locked(folder: Path) -> BinaryIO | None:
-    """The locked file; None where another process has it."""
+    """Returns the locked file; None where another process has it."""
     with contextlib.ExitStack() as held:
         file = held.enter_context((folder / "lock").open("ab"))
         if not lock(file):
@@ -207,7 +207,7 @@ class Claim:
         self.file.close()
 
     def _renew(self) -> None:
-        """Clusters remove files that are old, as this is in a run of weeks, and users empty ones."""
+        """Renews the lock's file: clusters remove files that are old, which it gets in weeks, and users empty ones."""
         try:
             with add_path_to_errors(self._path):
                 os.utime(self.file.fileno())

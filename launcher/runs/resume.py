@@ -36,7 +36,7 @@ _MOST_PATH = 500  # characters of a path; two paths may differ at the end
 
 
 def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
-    """The checkpoint from which the run in ``run_folder`` continues; None if it has none yet, and starts over.
+    """Returns the checkpoint from which the run in ``run_folder`` continues; None if it has none yet, and starts over.
 
     Raises CheckpointError that names what is torn, missing, or configured otherwise than in what was trained, or
     ``train.steps`` below the steps that are made.
@@ -88,7 +88,7 @@ def _is_held(key: str) -> bool:
 def _check_same(
     now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[str, Any], folder: Path, paths: Set[str]
 ) -> None:
-    """Older versions lack new keys, hold free ones, and have keys that this one does not have: those must be off.
+    """Raises CheckpointError if keys differ. Older versions lack new keys, hold free ones, and removed ones if off.
 
     ``paths``: the keys with a path as value.
     """
@@ -175,7 +175,7 @@ def _changes(before: JsonRow, now: JsonRow) -> list[str]:
 
 
 def _versions(engine: Path | None) -> dict[str, str]:
-    """Versions of code and packages, by name; an engine's are of its own environment, if that is on this machine."""
+    """Returns versions of code and packages, by name; an engine's from its own environment, if on this machine."""
     found, own = {"python": platform.python_version()}, Path(rl_megatron.__file__).parent
     tracked = _git(own, "ls-files", "__init__.py")  # an installed one may be inside the repository of other code
     commits = {"code/rl_megatron": _commit(own) if tracked else "", "code/here": _commit(Path.cwd())}
@@ -194,7 +194,7 @@ def _versions(engine: Path | None) -> dict[str, str]:
 
 
 def _installed(name: str, folders: list[str]) -> str:
-    """The version of a distribution in one of these folders; empty if there is none."""
+    """Returns the version of a distribution in one of these folders; empty if there is none."""
     return next((one.version for one in importlib.metadata.distributions(name=name, path=folders)), "")
 
 

@@ -27,7 +27,7 @@ class StopSignal(asyncio.Event):
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[asyncio.Event]:
-        """While the context is open there is no step left to finish: a signal sets this event alone."""
+        """Yields an event that signals set while the context is open: no step is left to finish."""
         self._report = asyncio.Event()
         try:
             yield self._report

@@ -14,7 +14,7 @@ from rl_megatron.weights.layouts.layout import float32_in_files
 
 
 def served_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the model as servers read it from a file, encoded if a feature encodes it."""
+    """Returns the number of bytes of the model as servers read it from a file, encoded if a feature encodes it."""
     hf = hf_layout(shape)
     entries = stored(hf.local_shapes(0), DType(config.learner.dtype), encoding_of(config), float32_in_files(hf))
     return sum(prod(size) * dtype.itemsize for dtype, size in entries.values())

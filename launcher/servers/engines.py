@@ -21,7 +21,7 @@ KNOWN: Mapping[str, Callable[[ModelShape], Adapter]] = {"local": EmbeddedAdapter
 
 
 def load_adapter(engine: str, shape: ModelShape) -> Adapter:
-    """The adapter of ``rollout.engine``. Raises ConfigError if the user's own cannot be loaded."""
+    """Returns the adapter of ``rollout.engine``. Raises ConfigError if the user's own cannot be loaded."""
     make = KNOWN.get(engine) or load_named(engine, "rollout.engine", "class", callable)
     adapter: Adapter = make(shape)
     return adapter
@@ -60,6 +60,6 @@ def engine_problems(
 
 
 def longest_sequence(config: RunConfig, shape: ModelShape) -> int:
-    """Tokens of the longest prompt and completion, including a probe's."""
+    """Returns the number of tokens of the longest prompt and completion, including a probe's."""
     longest = max(config.rollout.max_prompt_tokens + config.longest_completion, PROBE_LENGTH)
     return min(longest, shape.max_positions)

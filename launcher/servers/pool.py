@@ -401,8 +401,8 @@ class ServerPool:
         return self._config.rollout.python or Path(sys.executable)
 
     async def _attach(self, server: Server) -> AttachedServer:
-        """The server at this address, once it serves. Raises EngineError after ``rollout.server.start_seconds``, and
-        ConfigError for one that does not fit the run."""
+        """Returns the server at this address, once it serves. Raises EngineError after
+        ``rollout.server.start_seconds``, and ConfigError for one that does not fit the run."""
         limit, heard = self._section.start_seconds, "nothing was asked"
         again = self._server(server.url, server.token)
         try:
@@ -429,7 +429,7 @@ class ServerPool:
 
 
 async def _unless_ended(started: StartedServer, all_came: asyncio.Event) -> StartedServer:
-    """The server, once the others have come up or failed too. Raises EngineError if it ends before."""
+    """Returns the server, once the others have come up or failed too. Raises EngineError if it ends before."""
     ended, waiting = asyncio.ensure_future(started.ended()), asyncio.ensure_future(all_came.wait())
     try:
         await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -546,7 +546,7 @@ class ServerLauncher(Launcher):
 
 
 def _tolerance(config: RunConfig) -> float:
-    """The probe's tolerance in nats, for rounding or for encoded weights."""
+    """Returns the probe's tolerance in nats, for rounding or for encoded weights."""
     encoding, rounding = encoding_of(config), _TOLERANCE[config.learner.dtype]
     return config.rollout.server.probe_tolerance or max(rounding, encoding.tolerance if encoding else 0.0)
 
@@ -554,7 +554,7 @@ def _tolerance(config: RunConfig) -> float:
 def _delivery(
     config: RunConfig, weights: WeightSync, servers: ReplicaWeights, file: FileDelivery, host: str
 ) -> Delivery:
-    """Through mirror files, or directly where ``weights.transport`` is such."""
+    """Makes the delivery through mirror files, or a direct one if ``weights.transport`` is direct."""
     if not config.transport.direct:
         return file
     assert isinstance(weights, LearnerRanks)
@@ -575,8 +575,8 @@ COMPUTING = ("score", "start_from", "backward", "step", "drop", "lead", "load")
 
 
 def colocated(roles: RunComponents, servers: ReplicaWeights) -> RunComponents:
-    """The roles, with models that make ``servers`` release their memory before they compute, and a push of weights
-    that makes the models release theirs. Reward models score while servers sample, and take no turns with them."""
+    """Returns the roles, such that their models make ``servers`` release their memory before they compute, and a push
+    makes the models release theirs. Reward models score while servers sample, and do not alternate with them."""
 
     def in_turn(model: T) -> T:
         return cast(T, _InTurn(model, servers))

@@ -65,7 +65,7 @@ async def wait_until_serving(server: Server, ends: Coroutine[Any, Any, str], sec
 
 
 def backoff_seconds(restart: int) -> float:
-    """Seconds to wait before a restart, from 0; they double from half a second to a minute at most."""
+    """Returns seconds to wait before a restart, from 0; they double from half a second to a minute at most."""
     return min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(restart, 64))
 
 

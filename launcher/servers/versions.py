@@ -67,7 +67,7 @@ def group_problem(config: RunConfig, environments: Mapping[str, Libraries]) -> s
 
 
 def describe_environments(learner: Path, engines: Sequence[Path]) -> str:
-    """A table of what the interpreters load, and a line for each way by which GPUs of two of them cannot get weights.
+    """Returns a table of the interpreters' libraries, and a line for each way in which GPUs of two cannot get weights.
 
     Raises EngineError if one does not answer.
     """
@@ -83,7 +83,7 @@ def describe_environments(learner: Path, engines: Sequence[Path]) -> str:
 
 
 def other_container(config: RunConfig) -> str | None:
-    """The container of ranks or servers, whose environment cannot be asked from outside; None if both are in none."""
+    """Returns the container of ranks or servers, which hides its environment; None if neither is in one."""
     return None if config.run.launcher == "local" else config.slurm.container or config.slurm.engines.container
 
 
@@ -159,5 +159,5 @@ def show_package(packages: Path) -> None:
 
 
 def python_path(packages: Path) -> str:
-    """A PYTHONPATH with ``packages`` before the user's own entries."""
+    """Returns a PYTHONPATH with ``packages`` before the user's own entries."""
     return os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))

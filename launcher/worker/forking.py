@@ -45,7 +45,7 @@ class RankProgram:
 
 
 def modules_of(device: str) -> tuple[str, ...]:
-    """The modules that all ranks of ``learner.device`` import.
+    """Returns the modules that all ranks of ``learner.device`` import.
 
     With flash-attn installed, TransformerEngine asks the GPU for its kind when it is imported (its
     attention/dot_product_attention/backends.py), and a process that has done so must not fork.

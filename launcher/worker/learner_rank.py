@@ -161,7 +161,7 @@ class LearnerRank(RankModels):
         return self._holder.tensors if self._holder is not None else {}
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of each request, by this rank's engine replica."""
+        """Returns completions of each request, by this rank's engine replica."""
         return cast("LocalEngine", self._holder).generate(requests)
 
     def stage(self, version: int, beside: bool = False) -> WeightUpdate | CorruptionError:
@@ -193,7 +193,7 @@ class LearnerRank(RankModels):
         return self._learners["policy"].merged() if self._merges else nullcontext()
 
     def sums(self) -> ChecksumReport:
-        """Checksums of this rank's boxes of the weights in the mirror."""
+        """Returns checksums of this rank's boxes of the weights in the mirror."""
         if self._sealed:
             dtypes = self._dtypes_in_files
             with self._as_pushed():
@@ -251,7 +251,7 @@ class LearnerRank(RankModels):
         write_folder(tensors, self._model_folder, folder, variables=variables)
 
     def checksums(self) -> dict[str, int]:
-        """The checksum of each Hugging Face tensor that a push wrote here, as the engine holds it."""
+        """Returns the checksum of each Hugging Face tensor that a push wrote here, as the engine holds it."""
         sums = box_checksums((tensor, tuple(tensor.shape), ()) for tensor in self._held.values())
         return dict(zip(self._held, sums, strict=True))
 

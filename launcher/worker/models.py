@@ -227,7 +227,7 @@ class RankModels:
         self._scorer(role).adopt()
 
     def _hold_reference(self, layout: Layout) -> dict[str, Tensor]:
-        """Memory for the weights of a reference on the policy's ranks, the same at each call."""
+        """Returns memory for the weights of a reference on the policy's ranks, the same at each call."""
         self._parked.back("reference")
         if not self._reference:
             names = layout.local_shapes(self._rank)
@@ -249,8 +249,8 @@ class RankModels:
         read_boxes(source, hf, layout, self._rank, tensors)
 
     def _layouts_of(self, role: str, folder: Path) -> tuple[Layout, Layout]:
-        """The folder's layout, and its over the ranks. A reward model or a critic may start from a policy, whose output
-        layer it drops, or from a reward model. The policy alone has draft layers."""
+        """Returns layouts of the folder and over the ranks. A reward model or a critic may start from a policy,
+        whose output layer it drops, or from a reward model. The policy alone has draft layers."""
         if self._shape.scores or role == "critic":
             known = read_shape(folder, self._config.learner.model)
         elif self._shape.drafts and role != "policy":
@@ -270,7 +270,7 @@ class RankModels:
         torch.cuda.empty_cache()
 
     def _scorer(self, role: str) -> MegatronScorer:
-        """The model that scores for a role; for a reference on the policy's ranks it is the policy.
+        """Returns the model that scores for a role; for a reference on the policy's ranks it is the policy.
 
         Raises RLMegatronError for a role without a model here; so does ``_learner``.
         """
@@ -281,7 +281,7 @@ class RankModels:
         return _held(self._learners, role)
 
     def _taken(self, role: str, share: Share | None) -> tuple[Samples, ...]:
-        """The micro-batches of a pass: the controller sends a data-parallel rank's share to the first of its ranks."""
+        """Returns the micro-batches of a pass. The controller sends a data-parallel rank's share to its first rank."""
         layers = self._scorer(role).column_layers
         return self._rows.take(self._relay.passed_on(share, layers), layers)
 
@@ -315,7 +315,7 @@ class RankModels:
             return policy.score(micro_batches, want, self._reference)
 
     def column_layers(self, role: str) -> OwnLayers:
-        """This rank's layers, by the name of each column with entries of layers."""
+        """Returns this rank's layers, by the name of each column with entries of layers."""
         return self._scorer(role).column_layers
 
     def backward(

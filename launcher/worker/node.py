@@ -76,7 +76,7 @@ def _start(rank: int, call: Call, output: Mapping[int, int], close: Sequence[int
 
 
 def _own_cores() -> Mapping[int, tuple[int, int]]:
-    """The package and core of each CPU that Slurm bound this task to; empty if it did not bind it."""
+    """Returns the package and core of each CPU that Slurm bound this task to; empty if it did not bind it."""
     cpus = os.sched_getaffinity(0)
     if len(cpus) == os.cpu_count() and not os.environ.get("SLURM_CPU_BIND_TYPE", "").startswith("mask"):
         return {}

@@ -178,7 +178,7 @@ def restore_sigterm_handler() -> None:
 
 
 def said(error: BaseException) -> str:
-    """Ray's account of an end, as the end of a sentence."""
+    """Returns Ray's account of an end, as the end of a sentence."""
     lines = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
     return f"\nRay: {lines}"
 
@@ -415,13 +415,13 @@ class InCluster(Launcher):
 
 
 def _living() -> set[str]:
-    """The nodes that the cluster has now."""
+    """Returns the nodes that the cluster has now."""
     labels = (label for node in ray.nodes() if node["Alive"] for label in node["Resources"])  # type: ignore[no-untyped-call]
     return {label.partition(" on ")[2] for label in labels if " on " in label}
 
 
 def group_of(role: str, node: str, bundles: Sequence[Bundle]) -> Any:
-    """A placement group inside a node."""
+    """Returns a placement group inside a node."""
     return placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK", name=f"{role} {node}")
 
 

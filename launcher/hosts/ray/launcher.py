@@ -98,7 +98,7 @@ async def _first_end(ends: Mapping[Who, Future[None]]) -> str:
 
 
 def _cause(end: Future[None]) -> str:
-    """Ray's cause of death, as the end of a sentence; empty if the actor ended by itself, or Ray is late."""
+    """Returns Ray's cause of death, as the end of a sentence; empty if the actor ended by itself, or Ray is late."""
     try:
         error = end.exception(_CAUSE_SECONDS)
     except FutureTimeout:

@@ -62,12 +62,12 @@ class NodeCall:
     seconds: float  # limit of the wait for the head
 
     def line(self) -> bytes:
-        """The message as a line."""
+        """Returns the message as a line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def environment(token: str) -> Mapping[str, str]:
-    """Variables of every process of a cluster."""
+    """Returns variables of every process of a cluster."""
     return {**SETTINGS, "RAY_AUTH_TOKEN": token}
 
 
@@ -80,7 +80,7 @@ class Shares:
 
 
 def shares(placements: Sequence[RankPlacement], seats: Sequence[ServerPlacement], *, alone: bool) -> Shares:
-    """The bundles of all ranks and servers. A resource of the role binds each bundle to its node.
+    """Returns the bundles of all ranks and servers. A resource of the role binds each bundle to its node.
 
     GPUs count for servers that are ``alone`` on their nodes; elsewhere servers and ranks share them.
     """
@@ -96,7 +96,7 @@ def shares(placements: Sequence[RankPlacement], seats: Sequence[ServerPlacement]
 
 
 def totals(*roles: Mapping[str, Sequence[Bundle]]) -> Mapping[str, Bundle]:
-    """The resources that each node needs for the bundles of roles."""
+    """Returns the resources that each node needs for the bundles of roles."""
     out: dict[str, dict[str, float]] = {}
     for node, bundles in (item for role in roles for item in role.items()):
         has = out.setdefault(node, {})
@@ -106,14 +106,14 @@ def totals(*roles: Mapping[str, Sequence[Bundle]]) -> Mapping[str, Bundle]:
 
 
 def resource(role: str, node: str) -> str:
-    """The name of the resource that binds a bundle of a role to its node."""
+    """Returns the name of the resource that binds a bundle of a role to its node."""
     return f"{role} on {node}"
 
 
 def node_command(
     slurm: SlurmSection, placement: RankPlacement, folder: Path, *, python: str, where: Sequence[str] = ()
 ) -> list[str]:
-    """The srun command that starts Ray on every node of a role's ranks; it writes one file per node in ``folder``."""
+    """Returns the srun command that starts Ray on every node of a role's ranks, with one log per node in ``folder``."""
     count, stem = len(placement.nodes), "ray" if placement.role == LEARNER else f"ray-{placement.role}"
     return [
         "srun",
@@ -130,7 +130,7 @@ def node_command(
 
 
 def engine_node_command(allocation: Allocation, cpus: int | None, *, python: str) -> list[str]:
-    """The srun command that starts Ray on the nodes of engine servers alone, with ``cpus`` cores each
+    """Returns the srun command that starts Ray on the nodes of engine servers alone, with ``cpus`` cores each
     (`cores_option`)."""
     output = f"--output={allocation.folder}/ray-engines-%t.txt"
     step = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", output)
@@ -218,8 +218,8 @@ def _kill_children() -> None:
 
 
 def options(call: NodeCall, node: str, own: str, *, client_port: int) -> list[str]:
-    """Options of ``ray start``, on the head or with the node's ``own`` address. Ray picks free ports, so that clusters
-    do not collide, but for the head's own and ``client_port``: it ends if one of them is taken."""
+    """Returns options of ``ray start``, on the head or with the node's ``own`` address. Ray picks free ports, so that
+    clusters do not collide, but for the head's own and ``client_port``: it ends if one of them is taken."""
     has = {name: int(amount) for name, amount in call.resources.get(node, {}).items()}
     common = [
         "start",
@@ -263,7 +263,7 @@ def await_head(call: NodeCall) -> str:
 
 
 def health_command(call: NodeCall) -> list[str]:
-    """A command that exits with status 0 once the head answers, and with another after half a minute."""
+    """Returns a command that exits with status 0 once the head answers, and with another after half a minute."""
     return [*_RAY, "health-check", f"--address={call.host}:{call.port}"]
 
 

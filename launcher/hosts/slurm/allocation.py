@@ -66,7 +66,7 @@ class Allocation:
         (self.folder / "failed_node").write_text(f"{nodes[0]}\n" if len(nodes) == 1 else "")
 
     def address(self) -> str:
-        """This node's address for the other nodes; loopback if there are none. Raises ConfigError as `address_of`."""
+        """Returns this node's address for other nodes; loopback if there are none. Raises errors of `address_of`."""
         others = [node for nodes in self.by_role.values() for node in nodes if node != self.here]
         if not others:
             return "127.0.0.1"
@@ -82,7 +82,7 @@ class Allocation:
             return str(probe.getsockname()[0])
 
     def address_of(self, node: str) -> str:
-        """The IPv4 address of another node; asked for a minute, so not on the event loop.
+        """Returns the IPv4 address of another node; asked for a minute, so not on the event loop.
 
         Raises ConfigError where its name has none by then.
         """
@@ -106,7 +106,7 @@ class Allocation:
         return {LEARNER: self.nodes, **self.separate, **engines}
 
     def learner_options(self) -> list[str]:
-        """Options of srun that keep a step on the learner's nodes, if the job has others."""
+        """Returns options of srun that keep a step on the learner's nodes, if the job has others."""
         return self._on(LEARNER)
 
     def _on(self, role: str) -> list[str]:
@@ -114,11 +114,11 @@ class Allocation:
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
     def separate_command(self, command: Sequence[str], role: str) -> list[str]:
-        """An srun command for a role with its own nodes, with all their memory and GPUs."""
+        """Returns an srun command for a role with its own nodes, with all their memory and GPUs."""
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
     def server_command(self, nodes: Sequence[str], cpus: int | None) -> list[str]:
-        """The srun command that runs a command on each node with all its memory and GPUs, alongside other steps."""
+        """Returns the srun command for each node, with all its memory and GPUs, alongside other steps."""
         return [
             *_OWN,
             "srun",

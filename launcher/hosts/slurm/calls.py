@@ -23,7 +23,7 @@ _VARIABLES = {
 
 
 def _outside_jobs() -> dict[str, str]:
-    """This process's variables without those of a job that it is in, which commands of Slurm would take for options."""
+    """Returns this process's variables without its Slurm job's, which Slurm's commands would take for options."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -62,7 +62,7 @@ def call_slurm(command: Sequence[str], script: Path | None = None) -> str:
 
 
 def _stated(script: str) -> set[str]:
-    """The variables that would replace options of a script."""
+    """Returns the variables that would replace options of a script."""
     options = re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)
     names = (name for option in options for name in _VARIABLES.get(option, (option.upper().replace("-", "_"),)))
     return {f"SBATCH_{name}" for name in names}

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def step_command(slurm: SlurmSection, placement: RankPlacement, *, python: str, where: Sequence[str] = ()) -> list[str]:
-    """The srun command that runs worker/node.py on every node, in the container if given; its tasks read a `Muster`."""
+    """Returns the srun command that runs worker/node.py on every node, in a container if given. Tasks read `Muster`."""
     nodes = len(placement.nodes)
     return [
         "srun",

@@ -19,7 +19,7 @@ _UNREAD = re.compile(r"[^\w./+:=@,~-]")  # not allowed in a line of #SBATCH: quo
 
 
 def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
-    """The job's script. It runs in ``folder``, where relative paths start; ``package`` is the folder of this code.
+    """Returns the job's script. It runs in ``folder``, the base of relative paths. ``package`` is this code's folder.
 
     Only ``slurm.setup`` is executed: other values are quoted, or have only characters without a meaning to bash and
     sbatch. Raises ConfigError for a run's folder with other characters.
@@ -52,7 +52,7 @@ def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -
 
 
 def _quoted(option: str) -> str:
-    """An option as sbatch reads it in a line of a script."""
+    """Returns an option as sbatch reads it in a line of a script."""
     name, equals, value = option.partition("=")
     return option if not _UNREAD.search(value) else name + equals + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
