@@ -1,12 +1,11 @@
 """Opens TCP streams between the controller and ranks, which authenticate both ways, and has their first messages.
 
-Neither side reads a message, which is a pickle, before the other has proved that it has the run's token, by an
-HMAC-SHA256 over both sides' random numbers. Messages are not encrypted: they are as private as the allocation's
-network.
+A message is a pickle, so neither side reads one before the other has proved that it has the run's token, by an
+HMAC-SHA256 over both random numbers. Messages are not encrypted: they are as private as the allocation's network.
 
-A message is a head, a pickle, and the raw bytes of its arrays. Bytes of tensors and numpy arrays are written from
-their own memory, and read into the memory that the receiver's will use: the stream makes the only copy. A rank waits in
-`send` and `receive`; the controller, which must not, uses `parts` and `Incoming`.
+A message is a head, a pickle, and the raw bytes of its arrays. The stream makes the only copy of tensors and numpy
+arrays: their bytes are written from their own memory, and read into the memory of the receiver's arrays. A rank waits
+in `send` and `receive`; the controller, which must not, uses `parts` and `Incoming`.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class Muster:
         return cls(**{**fields, "call": Call(**fields["call"])})
 
     def ranks_of(self, node: str) -> list[tuple[str, int]]:
-        """Returns the ranks of a node, by role and number. Raises ValueError if it is none of them."""
+        """Returns the ranks of a node, by role and number. Raises ValueError for another node."""
         if node not in self.nodes:
             raise ValueError(f"this node, {node}, is none of the step's: {', '.join(self.nodes)}")
         index = self.nodes.index(node)

@@ -1,6 +1,6 @@
-"""Chooses what samples groups and held-out problems: a reward judges single turns, or an environment leads them.
+"""Chooses the sampler of groups and held-out problems: a reward scores single turns, or an environment leads them.
 
-Builds the source of groups whose trajectories an environment leads, and what its warm start learns.
+Builds the source of groups with trajectories that an environment leads, and the targets of its warm start.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Demonstrations:
     most: int  # tokens, as many as the policy may sample
 
     def __call__(self, prompt: Prompt) -> Completion:
-        """Returns it without spans, with log-probs of 0: its author was certain. Raises DataError for one with more
-        tokens than are sampled, with a token that the model lacks, or with one that ends sampling before its end."""
+        """Returns it without spans, with log-probs of 0: its author was certain. Raises DataError if it has
+        more tokens than are sampled, a token that the model lacks, or one that ends sampling before its end."""
         name, place = self.fields[prompt.source], f"prompt {prompt.id!r}"
         text = prompt.answer if name is None else demonstration_in(prompt.meta, place, name)
         rows = supervised_rows([prompt], [(text,)], self.tokenizer, self.end_token_ids)
@@ -173,10 +173,10 @@ def environment_sampler(
     vocab_size: int,
     key: str = "environment",
 ) -> EnvironmentSampler:
-    """Returns the source in ``made``, of the section ``key``, over ``engine`` of a model of ``vocab_size`` tokens,
-    which samples in waves if it is in the learner's processes.
+    """Returns the source in ``made``, of the section ``key``, over ``engine`` of a model of ``vocab_size`` tokens. An
+    engine in the learner's processes samples in waves.
 
-    Logs what a chat template does to rows: as a warning where every turn is one, or where it refuses conversations.
+    Logs the effect of a chat template on rows, as a warning if every turn is one, or if it refuses conversations.
     """
     section, tokenizer = config.environments[key], data.tokenizer
     if isinstance(made, Agent):

@@ -1,7 +1,7 @@
 """``rl-megatron submit``: a checked configuration becomes a job script in the run's folder, and a job.
 
-With ``--smoke`` it is a job of two steps, a kill and a resume, and the page about them is printed: it reads the files
-of the run's folder, and asks Slurm. It runs on a login node, and imports neither torch nor megatron.
+With ``--smoke`` the job has two steps, a kill and a resume, and this command prints a page about them. It reads the
+files of the run's folder, and calls Slurm. It runs on a login node, and imports neither torch nor megatron.
 """
 
 from __future__ import annotations

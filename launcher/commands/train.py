@@ -236,7 +236,7 @@ class _EndingCosts(RunCosts):
 
 
 class _LoggedCosts(_EndingCosts):
-    """RunCosts that are said, too."""
+    """RunCosts that report their lines, too."""
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         super().__init__(config)

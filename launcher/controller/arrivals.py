@@ -192,7 +192,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 async def _welcome(
     listener: socket.socket, token: bytes, started: StartedRanks, arrived: dict[tuple[str, int], RankProcess]
 ) -> None:
-    """Accepts streams until every rank has one. Those that prove nothing delay no other: the oldest make room."""
+    """Accepts streams until every rank has one. Unproven streams delay no other: the oldest are closed for new ones."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     everybody, where = asyncio.Event(), started.where()

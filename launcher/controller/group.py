@@ -1,5 +1,5 @@
-"""The controller's ends of ranks: of one, whose calls it sends and whose answers and heartbeats it gets, and of all
-ranks of a role, which are started, called and ended together.
+"""The controller's ends of ranks. The end of one rank sends calls and gets answers and heartbeats. A group starts,
+calls and ends all ranks of a role together.
 
 Reads and writes ranks' streams from the event loop, which never waits for one. Keeps the first failure of a run, which
 ends every wait for a rank.

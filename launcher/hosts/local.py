@@ -1,5 +1,5 @@
-"""Starts a run's ranks on this machine: one process per learner rank, with its shard and an engine replica, and one per
-rank of every other role that has its own ranks."""
+"""Starts a run's ranks on this machine: one process per learner rank, with its shard and an engine replica. Every rank
+of another role with its own ranks is one process, too."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ CHECKS: Mapping[str, Check] = {
     "versions": engine.check_versions,
     "reward": own_code.check,
 }
-"""The checks by their names in messages. Those of tools and of other packages stand before the last three."""
+"""The checks by their names in messages. Checks of tools and of other packages come before the last three."""
 _LAST = ("engine", "versions", "reward")  # they start programs or call functions of the user
 GROUP = "rl_megatron.checks"
 

@@ -1,5 +1,5 @@
-"""Checks the files of models: weights, a tokenizer and a chat template of the policy, what a reference, a critic and
-other models score with, and the file of weights that servers read."""
+"""Checks the files of models: the policy's weights, tokenizer and chat template, the files of a reference, a critic and
+other models that score, and the weight file that servers read."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _policy(subject: PreflightContext) -> Iterator[Finding]:
 
 
 def _tokenizer(subject: PreflightContext, folder: Path) -> Iterator[Finding]:
-    """Yields a problem if the run cannot use the tokenizer, its end tokens or its chat template, and a note if the
+    """Yields a problem if the run cannot use the tokenizer, its end tokens or its chat template. Yields a note if the
     template writes no generation prompt."""
     tokenizer = subject.tokenizer
     if tokenizer is None:
@@ -408,8 +408,8 @@ def _is_own(address: IPv4Address | IPv6Address, own: set[str]) -> bool:
 
 
 def raise_unread_files(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError if servers without a learner cannot read the file of a model of ``shape``, or if it can never
-    fit in this machine's memory, where it is there."""
+    """Raises ConfigError if servers without a learner cannot read the file of a model of ``shape``. Raises it too if
+    the file is in this machine's memory and can never fit there."""
     folder = weights_folder(config) if config.rollout.served else None
     needed = served_bytes(config, shape) if folder is not None and folder.is_relative_to(NODE_MEMORY) else 0
     found = *usable_problems(config, here=True), *seen_problems(config), *fitting_problems(config, needed)

@@ -1,5 +1,5 @@
-"""Finds the user's own code: environments and rewards, which it calls as a run does, and modules that ranks import. Of
-these it reads the text alone, as their packages may take seconds, or need a GPU."""
+"""Finds custom code: environments and rewards, which it calls like a run does, and modules that ranks import. It only
+reads the text of these modules, because their packages may take seconds, or need a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks that the files of problems exist, that the run can read, tokenize and learn their first rows, and that none of
-those that are held out is trained on."""
+"""Checks that the files of problems exist, and that the run can read, tokenize and learn their first rows. Checks that
+no held-out problem is trained on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _OF_CONVERSATIONS: Mapping[str, str] = {
     **dict.fromkeys(("tools", "functions"), "name it in {key}.fields.tools"),
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "all rows have those of model.template_variables"),
 }
-"""What to do with fields of these names that no key reads: published data sets have parts of prompts there."""
+"""The advice for fields of these names that no key reads: published data sets have parts of prompts there."""
 
 
 def check(subject: PreflightContext) -> Iterator[Finding]:
@@ -149,7 +149,7 @@ class _Reader:
             yield from map(problem if all(each) else note, filter(None, each))
 
     def split(self, section: str, data: FileKeys, name: str) -> Generator[Finding, None, list[Example]]:
-        """Yields what is wrong in the file ``name`` of ``data``, and what may not be meant. Returns its problems."""
+        """Yields the problems in the file ``name`` of ``data``, and notes on doubtful rows. Returns its problems."""
         config, key = self._config, f"{section}.{name}"
         try:
             data = local_files(data, section, (name,))
@@ -300,8 +300,8 @@ def _compared(config: RunConfig, own: RewardSection | None) -> set[RewardFunctio
 def _odd_answers(
     problems: Sequence[Example], data: FileKeys, compared: Collection[RewardFunction], learns: bool
 ) -> Iterator[str]:
-    """Yields notes on questions and answers that the run may read otherwise than their file means them: the first row
-    of each kind, and how many there are."""
+    """Yields notes on questions and answers that the run may read differently than their file means them. A note has
+    the first row of its kind, and the number of rows."""
     if data.fields["messages"] is not None:
         return
     asked, answer = data.prompt_field, data.answer_field
@@ -356,9 +356,9 @@ def _list_in(text: str) -> list[object]:
 
 
 def _unread(problems: Sequence[Example], data: FileKeys, learns: bool) -> Iterator[str]:
-    """Yields fields of rows to train on that look like a part of the prompt, and that no key reads, and what to do with
-    each. Only what ``learns`` answers has the ``input`` of Alpaca's rows; where completions are sampled, a reward may
-    read it."""
+    """Yields fields of training rows that look like a part of the prompt and that no key reads, with advice for each.
+    The ``input`` of Alpaca's rows counts only if the run ``learns`` answers: where completions are sampled, a reward
+    may read it."""
     given = _OF_ROWS if data.fields["messages"] is None else _OF_CONVERSATIONS
     known = {name: f"{advice}, if it should" for name, advice in given.items()}
     for one in problems:

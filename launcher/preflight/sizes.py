@@ -1,5 +1,5 @@
-"""Compares the model's sizes with the layout, the lengths and the engine, and the sequences of a step with what shares
-them and learns from them."""
+"""Compares the model's sizes with the layout, the lengths and the engine. Compares the sequences of a step with the
+ranks that share them and the models that learn from them."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
 
 def check_batches(subject: PreflightContext) -> Iterator[Finding]:
     """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or trajectories and servers wait
-    for each other. Also yields notes if groups with a gradient are left out, if samples of an older policy have no
-    ratio, or if no step trains the policy."""
+    for each other. Also yields notes if groups with a gradient are left out, samples of an older policy have no ratio,
+    or no step trains the policy."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.trained_per_step // config.train.minibatches
     if not config.kind.samples:
@@ -161,7 +161,7 @@ def _limited(config: RunConfig) -> Iterator[Finding]:
 
 
 def _trajectories(config: RunConfig) -> Iterator[Finding]:
-    """Compares trajectories under way with the turns that servers may have in flight, where one environment has all."""
+    """Compares running trajectories with the turns that servers may have in flight, if one environment has them all."""
     if set(config.training_environments) != {"environment"} or not config.rollout.served:
         return
     most, server, group = config.environment.concurrency, config.rollout.server, config.rollout.group_size

@@ -1,7 +1,7 @@
-"""Environment variables of a rank's process, which must be set before it loads torch; ties a process to its parent;
+"""Environment variables of a rank's process, which must be set before it loads torch. Ties a process to its parent, and
 counts the CPU threads of a rank.
 
-Imports without collections of garbage: torch's and megatron's make a million objects, and hardly any garbage.
+Imports without garbage collection: torch and megatron create a million objects, and hardly any garbage.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Starts an engine server under a guard (engine_guard.py), which ends it when the trainer's end of a pipe closes; at
-a site, which is a node and what starts the guard there.
+"""Starts an engine server under a guard (engine_guard.py), which ends it when the trainer's end of a pipe closes. A
+site is the server's node and the command that starts the guard there.
 
 Forwards a child process's stderr, and keeps the last lines to explain why the process died.
 
@@ -207,7 +207,7 @@ def any_port(number: int = 0, count: int = 1) -> int:
 def held_ports(host: str) -> Iterator[int]:
     """Holds a block of ports of ``host``, an address of this machine or "" for all of them, and yields the first.
 
-    A server can still bind one of them if it sets SO_REUSEADDR, as servers do: Linux then lets two sockets share a
+    A server can still bind one of them if it sets SO_REUSEADDR, which is usual. Linux then lets two sockets share a
     port while at most one of them listens. Raises OSError if all tried ports are taken.
     """
     for attempt in range(_ATTEMPTS):
@@ -281,8 +281,8 @@ def elsewhere(found: Sequence[Sites]) -> bool:
 
 
 class GpuStartLock:
-    """Servers of one GPU start one after the other: an engine that measures the memory that is left for its cache takes
-    all that is allocated meanwhile for its own."""
+    """A lock by which servers of one GPU start one after the other. An engine measures the memory left for its cache,
+    and counts all that others allocate during that time as its own."""
 
     def __init__(self) -> None:
         self._gpus: defaultdict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)

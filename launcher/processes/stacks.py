@@ -136,7 +136,7 @@ def read(text: str) -> Stack | None:
 
 
 def _collective(frames: Sequence[Frame]) -> str | None:
-    """Returns the outermost function of torch.distributed on top of a stack, or the wait for a collective under way."""
+    """Returns the outermost function of torch.distributed on top of a stack, or the wait for a running collective."""
     if not frames:
         return None
     names = []
@@ -184,9 +184,9 @@ _LAST_SECONDS = 5.0  # time for stacks and reason before the process ends
 class LoopWatch:
     """Watches the event loop that makes it from a thread, because a call that blocks it stops everything.
 
-    It ends the process, and with it the children, if the loop is blocked for ``run.watchdog_seconds``, or if any thread
-    waits for a file (`current_operations`) for an hour. A call that holds Python's lock keeps the thread
-    from running, too: after so much processor time the kernel sends SIGPROF, at which C code writes the stacks.
+    It ends the process and its children if the loop is blocked for ``run.watchdog_seconds``, or if any thread waits for
+    a file (`current_operations`) for an hour. A call that holds Python's lock keeps the thread from running, too. After
+    that much processor time the kernel sends SIGPROF, and C code writes the stacks.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:

@@ -38,8 +38,8 @@ _MOST_PATH = 500  # characters of a path; two paths may differ at the end
 def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
     """Returns the checkpoint from which the run in ``run_folder`` continues; None if it has none yet, and starts over.
 
-    Raises CheckpointError that names what is torn, missing, or configured otherwise than in what was trained, or
-    ``train.steps`` below the steps that are made.
+    Raises CheckpointError that names torn or missing files, keys that differ from the trained run's, or ``train.steps``
+    below the steps already made.
     """
     latest = checkpoints.latest(run_folder / "checkpoints")
     if latest is None:
@@ -80,7 +80,7 @@ def _check_reference(config: RunConfig, folder: Path) -> None:
 
 
 def _is_held(key: str) -> bool:
-    """True if a free section had this key, and no value of it but the fixed ones says what is done now."""
+    """True if a free section had this removed key, and only its fixed values describe the current behavior."""
     row = removed_key(key)
     return row is not None and not any(map(is_off, row.fixed))
 

@@ -301,8 +301,8 @@ class ServerPool:
         return [one.result() for one in starting]
 
     async def _checked(self, standing: list[ServerState]) -> list[ServerState]:
-        """Raises ConfigError with all problems, and EngineError; in a resume one that does not answer has Failed, and
-        holds up no other: where its host is gone, that takes minutes."""
+        """Returns checked servers. Raises ConfigError with all problems, and EngineError. In a resume, a server that
+        does not answer becomes a FailedServer without a delay of others: that takes minutes if its host is gone."""
         if not self._resumes:
             await self._checks.check([one.server for one in standing])
             return standing
@@ -531,7 +531,7 @@ class ServerLauncher(Launcher):
     async def _before_learners(
         self, config: RunConfig, starting: asyncio.Task[ServerEngine], tell: Callable[[str], None]
     ) -> None:
-        """Waits for servers on the learners' GPUs, which take what is allocated while they start for their own."""
+        """Waits for servers on the learners' GPUs, which count memory allocated during their start as their own."""
         turns, shared = config.rollout.server.colocated, [site.shared for sites in self._sites or () for site in sites]
         if config.learner.device == "cpu" or not (turns or any(shared)):
             return

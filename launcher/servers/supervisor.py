@@ -1,6 +1,6 @@
-"""Watches the engine servers of a run: restarts one that dies or hangs, and has it refitted.
+"""Watches the engine servers of a run: restarts a server that dies or hangs, and refits it.
 
-It waits for a server to come up, and starts it again if it ended or did not.
+It waits for a server to come up, and starts it again if it ended or did not come up.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rl_megatron.errors import ConfigError, EngineError, SyncError
 logger = logging.getLogger(__name__)
 
 CALM_SECONDS = 3600.0
-"""Of a server that ran for so long the restarts before count no more."""
+"""The time after which a running server's earlier restarts no longer count."""
 ANSWER_SECONDS = 30.0
-"""Of one look at the health of a server that comes up. SGLang's own limit for its answer is 20."""
+"""The limit of one health check of a server that comes up. SGLang's own limit for its answer is 20."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0  # seconds before a restart
 _LOOK_SECONDS = 0.1
 

@@ -1,5 +1,5 @@
-"""Starts the ranks of a machine from one process that has imported for all of them: as its forks or, where it must not
-fork, as plain processes that run the same program."""
+"""Starts the ranks of a machine from one process that has imported for all of them. The ranks are its forks or, if it
+cannot fork, plain processes that run the same program."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class RankProgram:
 def modules_of(device: str) -> tuple[str, ...]:
     """Returns the modules that all ranks of ``learner.device`` import.
 
-    With flash-attn installed, TransformerEngine asks the GPU for its kind when it is imported (its
-    attention/dot_product_attention/backends.py), and a process that has done so must not fork.
+    With flash-attn installed, TransformerEngine queries the GPU's kind at import (its
+    attention/dot_product_attention/backends.py). A process that has done so must not fork.
     """
     asks = all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "flash_attn"))
     return _OTHERS if device != "cpu" and asks else (*_LEARNER, *_OTHERS)

@@ -1,9 +1,9 @@
 """Starts the ranks of one node, ``python -m launcher.worker.node``: imports once, then forks them.
 
 It is the task that an srun step has on a node or, on the controller's own machine, the controller's child. The ranks'
-call and the run's token arrive on standard input, which srun gives to every task, so that the token is in no command
-line, no environment and no file. The kernel ends the ranks with this process. A task ends with the first of them that
-fails; a child waits for all, since the controller ends it, and the kernel ends it with the controller.
+call and the run's token arrive on standard input, which srun gives to every task. So the token is in no command line,
+no environment and no file. The kernel ends the ranks with this process. A task ends with the first rank that fails. A
+child waits for all ranks, since the controller ends it, and the kernel ends it with the controller.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _topology(cpu: int, what: str) -> int:
 
 
 def _first_failure(ranks: Mapping[int, tuple[str, TextIO | None]], patience: float | None) -> int:
-    """Waits for the ranks, by pid. Returns 0 once all have ended well, else the status of the first that failed, once
-    the others have ended or had ``patience`` seconds to; None: any time."""
+    """Waits for the ranks, by pid. Returns 0 if all end well. Otherwise returns the status of the first that failed,
+    once the others have ended or had ``patience`` seconds (None: any time) to end."""
     failed, limit = 0, None
     with selectors.DefaultSelector() as waiting:
         for pid in ranks:

@@ -1,5 +1,5 @@
-"""The process of one rank, which serves calls over a stream: learner shard, engine replica and weight transport,
-or the shard of a critic or a reference alone.
+"""The process of one rank, which serves calls over a stream. It has learner shard, engine replica and weight transport,
+or only the shard of a critic or a reference.
 
 It connects back to the controller, and serves one call at a time, in the order sent. `main` is the program that node.py
 starts, `serve` a Ray actor's.

@@ -39,7 +39,7 @@ class Allocation:
 
     @classmethod
     def this(cls, run_folder: Path, config: RunConfig) -> Allocation | None:
-        """Reads the environment; None outside a job. Raises ConfigError where that, or scontrol, tells no nodes."""
+        """Reads the environment; None outside a job. Raises ConfigError if it, or scontrol, names no nodes."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
@@ -57,12 +57,12 @@ class Allocation:
         )
 
     def ask_requeue(self) -> None:
-        """Tells the job's script to requeue the job, to resume from a checkpoint."""
+        """Makes the job's script requeue the job, to resume from a checkpoint."""
         (self.folder / "requeue").touch()
 
     def blame(self, nodes: Sequence[str]) -> None:
-        """Tells the job's script on which node a rank died, or did not come up. Of several it names none: to leave one
-        out does not help."""
+        """Writes the node where a rank died, or did not come up, for the job's script. Names none of several nodes: it
+        does not help to leave one out."""
         (self.folder / "failed_node").write_text(f"{nodes[0]}\n" if len(nodes) == 1 else "")
 
     def address(self) -> str:
@@ -84,7 +84,7 @@ class Allocation:
     def address_of(self, node: str) -> str:
         """Returns the IPv4 address of another node; asked for a minute, so not on the event loop.
 
-        Raises ConfigError where its name has none by then.
+        Raises ConfigError if its name has no address by then.
         """
         end = time.monotonic() + _NAME_SECONDS
         while True:

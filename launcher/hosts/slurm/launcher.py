@@ -1,8 +1,8 @@
 """Starts ranks on the nodes of a Slurm allocation: one srun step per role, one task per node, whose ranks connect back.
 
-This file learns about the job from its environment alone. It leaves messages for the job's script in the folder of this
-attempt: ``requeue``, to be requeued and resume from the checkpoint, and ``failed_node``, the node where a rank died,
-empty where ranks of several did not come up.
+This file reads the job from its environment alone. It leaves messages for the job's script in this attempt's folder.
+``requeue`` requests a requeue, to resume from the checkpoint. ``failed_node`` is the node where a rank died, or empty
+if ranks of several nodes did not come up.
 
 Runs steps of a job: an srun process for the time of a context.
 """
