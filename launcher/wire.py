@@ -186,7 +186,7 @@ async def _proven(stream: socket.socket, token: bytes, *, ours: bytes, theirs: b
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             await loop.sock_sendall(stream, nonce)
             challenge = await _exactly(stream, PROOF_BYTES)
-            if ours == b"rank":  # the connecting side proves itself first, so that a stranger learns nothing
+            if ours == b"rank":  # the connecting side proves itself first, so that other programs learn nothing
                 await loop.sock_sendall(stream, _proof(token, ours, challenge, nonce))
             if not hmac.compare_digest(await _exactly(stream, PROOF_BYTES), _proof(token, theirs, nonce, challenge)):
                 raise NotProven("the other side does not have this job's token")

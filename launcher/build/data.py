@@ -57,7 +57,7 @@ def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> P
         raise ConfigError(f"{folder}: tiktoken.model does not say how texts are split, code beside it does; {_SAVED}")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # its Rust part raises bare ones for torn files
+    except Exception as error:  # its Rust part raises bare Exceptions for torn files
         said = str(error).strip().splitlines()[:1] or [type(error).__name__]
         advice = f"; {_SAVED}" if "trust_remote_code" in str(error) else ""
         raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {said[0][:500]}{advice}") from error

@@ -94,7 +94,7 @@ class LearnedRows:
         return ConversationRows(self.tokenizer, self.stop_token_ids)
 
     def warm(self, prompts: Sequence[Prompt], config: RunConfig) -> list[Unit]:
-        """Returns the answers that a warm start learns, one a unit. Raises as `warm_start_rows`."""
+        """Returns the answers that a warm start learns, one a unit. Raises the errors of `warm_start_rows`."""
         given = (self.tokenizer, self.end_token_ids, self.stop_token_ids, self.vocab_size)
         return [(row,) for row in warm_start_rows(prompts, answers(prompts, 0), config, *given)]
 

@@ -104,7 +104,7 @@ class Demonstrations:
     end_token_ids: EndTokens
     stop_token_ids: Sequence[int]
     vocab_size: int  # the policy's
-    most: int  # tokens, as many as the policy may sample
+    most: int  # tokens that the policy may sample
 
     def __call__(self, prompt: Prompt) -> Completion:
         """Returns it without spans, with log-probs of 0: its author was certain. Raises DataError if it has
@@ -159,7 +159,7 @@ def _environment_samplers(
 
 
 def load_environment(config: RunConfig, key: str = "environment") -> EnvironmentFactory | Agent | None:
-    """Returns the environment or agent of the section ``key``, if it names one. Raises as `resolve_environment`."""
+    """Returns the environment or agent of the section ``key``, if any. Raises the errors of `resolve_environment`."""
     section = config.environments.get(key)
     return None if section is None else resolve_environment(section, config.sandbox, key=key)
 

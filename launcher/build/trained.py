@@ -56,7 +56,7 @@ class TrainedModel:
     config: RunConfig
     run: RunConfig
     source: Path
-    out: Path  # the folder for what is written about it
+    out: Path  # the folder for results about it
     name: str
 
 

@@ -59,7 +59,7 @@ def job_commands(run: Path, job: str, *, over: bool = False) -> list[str]:
 
 
 def _current(run: Path) -> tuple[str, Status] | None:
-    """Returns the run's job and its status. If the job in ``jobs/id`` is over, looks for its script sent by hand first.
+    """Returns the run's job and its status: the job of ``jobs/id`` or, if that is over, preferably one sent by hand.
 
     None if there is none. Raises ConfigError if Slurm does not answer.
     """
@@ -112,7 +112,7 @@ def job_status(job: str, run: Path) -> Status:
         nodes = found.get("NodeList", "")
         on = "" if nodes in ("", "(null)") else f" on {nodes}"
         return Status(name=found["JobState"], text=f"{_state(found)}{on}, restart {found.get('Restarts', '0')}")
-    if not named and shutil.which("sacct"):  # else it would speak of the job that has the number now
+    if not named and shutil.which("sacct"):  # otherwise it would report the job that has the number now
         said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "State").splitlines()
         if states := list(filter(None, said)):
             return Status(name=states[0].split()[0], text=states[0])

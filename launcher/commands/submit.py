@@ -96,7 +96,7 @@ class PreparedJob:
     """A job that is ready to be submitted; the run's folder holds all of it."""
 
     folder: Path
-    created: bool  # the folder is new; else a dry run's, whose job may have been sent by hand
+    created: bool  # the folder is new; otherwise a dry run's, maybe with its job sent by hand
     script: Path
     checked: ResolvedJob
     findings: Preflight

@@ -41,12 +41,12 @@ class StartedRanks:
     """The ranks that a host started, and what starts them."""
 
     placements: Sequence[RankPlacement]  # one for each role with its own ranks, the learner's first
-    ended: Awaitable[str]  # done once what starts the ranks has ended; says how
+    ended: Awaitable[str]  # done once the program that starts the ranks has ended; returns how
     folder: Path  # has the ranks' output files, and without a store the files that ranks meet at
     output: str  # a sentence without its period: where the ranks' output is
     words: Mapping[tuple[str, int], StderrTail] = field(default_factory=dict)  # the stderr of ranks without files
     blame: Callable[[Sequence[str]], None] = lambda _: None  # a thread gives it nodes whose ranks died or never came
-    cause: Callable[[str, int], str] = lambda *_: ""  # says why a rank died, to end a sentence; called in a thread
+    cause: Callable[[str, int], str] = lambda *_: ""  # returns why a rank died, to end a sentence; called in a thread
 
     def where(self) -> dict[tuple[str, int], str]:
         """Returns the node of every rank of a role, in order."""
@@ -149,7 +149,7 @@ async def arrivals(listener: socket.socket, call: Call, started: StartedRanks) -
             return ranks
         missing = [who for who in where if who not in arrived]
         nodes = sorted({where[who] for who in missing})
-        waiting.cancel()  # who arrives now is too late
+        waiting.cancel()  # ranks that arrive now are too late
         await asyncio.to_thread(started.blame, nodes)
         why = ended.result() if ended.done() else f"learner.timeout_seconds={call.seconds:g} passed"
         raise WorkerFailure(f"{why} before {_named(missing, where)} connected; {started.output}")

@@ -354,7 +354,7 @@ class WorkerHandle:
 
 _DUMP_SECONDS = 10.0  # a process's time to write its stacks
 _QUIET_SECONDS = 5  # a process that is quiet for longer may have been stopped
-_WOKEN = 16  # wakes at most so many processes
+_WOKEN = 16  # the most processes that it wakes
 _DISK = frozenset({"start_from", "save", "written", "durable", "verify", "load", "export"})  # calls that use a disk
 
 
@@ -454,14 +454,14 @@ class WorkerGroup:
 
     def __init__(self, workers: Sequence[WorkerHandle], failure: Failure) -> None:
         self.workers, self._failure = workers, failure
-        self.gpus: Sequence[str] = ()  # CUDA's name for each rank's, once they are ready; none of CPUs
+        self.gpus: Sequence[str] = ()  # CUDA's name of each rank's GPU, once they are ready; empty on CPUs
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
         """Makes the same call on every rank. Returns answers in rank order."""
         return await self.ask(name, {w.rank: arguments for w in self.workers})
 
     async def ask(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
-        """Calls the ranks in ``arguments``, each with its own. Returns answers in that order. Raises as `gather`."""
+        """Calls the ranks in ``arguments``, each with its own. Returns answers in that order. Raises like `gather`."""
         return await self.gather(self.begin(name, arguments))
 
     def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[asyncio.Future[Any]]:

@@ -80,7 +80,7 @@ class WeightGroup(WeightSync):
             return await self._twice(version)
 
     async def push_beside(self, version: int, *given: object) -> WeightUpdate:
-        """Pushes a feature's parameters, not the model's; its ends get the values ``given``. Raises as `push`."""
+        """Pushes a feature's parameters, not the model's; its ends get the values ``given``. Raises like `push`."""
         await self._group.each("announce", *given)
         return await self._twice(version, True)
 
@@ -184,7 +184,7 @@ class BatchCalls:
         """Calls every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
 
         ``asked`` are the passes, or the role of the only one. ``to_score``: without the columns that a loss alone
-        reads. Raises as `WorkerGroup.gather`.
+        reads. Raises the errors of `WorkerGroup.gather`.
         """
         async with self._lock:
             shares = await self._shares(batch, to_score=to_score)

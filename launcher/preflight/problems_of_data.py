@@ -118,7 +118,7 @@ class _Reader:
         self._rows: LearnedRows | None = None  # None: the tokenizer cannot be read here
         self.longer = list[str]()  # files with more rows than are read
         self._unshown = list[str]()  # files with rows that the chat template is not asked to show
-        self._empty: dict[str, list[str]] = {"train": [], "eval": []}  # a file: why no row of it is left, or ""
+        self._empty: dict[str, list[str]] = {"train": [], "eval": []}  # reasons, one a file: no row left, or ""
 
     def prepare(self, subject: PreflightContext) -> Iterator[Finding]:
         """Reads what the run makes tokens by, and yields why that fails, unless another check does."""

@@ -74,7 +74,7 @@ class GuardProcess(Guard):
 
     process: asyncio.subprocess.Process
     log: Path
-    mark: str  # a value in the environment of its server and of what that started
+    mark: str  # a value in the environment of its server and of the server's children
 
     @override
     async def wait(self) -> str:
@@ -175,7 +175,7 @@ class StderrTail:
 
 
 def end_of(log: Path, *, lines: int = _LINES) -> str:
-    """Returns the last lines of a process's output file, as `text_at_end`; empty if it cannot be read."""
+    """Returns the last lines of a process's output file (`text_at_end`); empty if it cannot be read."""
     try:
         return _indented(text_at_end(log).splitlines()[-lines:])
     except OSError:
@@ -225,7 +225,7 @@ def held_ports(host: str) -> Iterator[int]:
 
 
 def free_port(host: str) -> int:
-    """Returns a port of ``host``, as in `held_ports`, that is free at this moment. Raises OSError."""
+    """Returns a port of ``host`` (see `held_ports`) that is free at this moment. Raises OSError."""
     with held_ports(host) as port:
         return port
 

@@ -193,7 +193,7 @@ class LoopWatch:
         self._limit, self._disk_limit = config.watchdog_seconds, config.watchdog_disk_seconds
         folder.mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
-        self._stacks = (folder / "controller.txt").open("a")  # now, as C code can open none
+        self._stacks = (folder / "controller.txt").open("a")  # opened now, because C code cannot open it
         faulthandler.register(signal.SIGPROF, file=self._stacks, all_threads=True, chain=True)
         self._loop, self._thread_of_loop = asyncio.get_running_loop(), threading.get_ident()
         self._ticked, self._over = threading.Event(), threading.Event()

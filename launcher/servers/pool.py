@@ -172,7 +172,7 @@ class ServerPool:
         async with contextlib.AsyncExitStack() as stack:
             shared = (
                 self._run_folder.resolve() if elsewhere(list(self._sites.values())) else None
-            )  # else this machine's own
+            )  # otherwise this machine's own
             packages = stack.enter_context(scratch(mirror.parent, within=shared))
             running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
             if self._section.addresses:

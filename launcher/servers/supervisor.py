@@ -78,7 +78,7 @@ class ServerState(Protocol):
     """The server at a replica's site."""
 
     server: Server
-    fatal: tuple[type[Exception], ...]  # exceptions of a request that show that it cannot serve any more
+    fatal: tuple[type[Exception], ...]  # exceptions of a request that show that it can no longer serve
 
     async def ended(self) -> str:
         """Waits until it ends by itself, and says how."""
@@ -260,7 +260,7 @@ class Supervisor:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)  # else a request that is ending opens a connection that nothing closes
+            await asyncio.wait(tasks)  # otherwise an ending request opens a connection that nothing closes
 
     async def _fails(self, replica: Replica, standing: ServerState) -> str:
         """Waits until a request fails fatally, or one fails and the server then does not answer a health check."""

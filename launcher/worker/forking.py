@@ -58,7 +58,7 @@ def import_all(modules: Sequence[str]) -> None:
     """Imports before the first fork. Errors are ignored: a rank raises them again, and reports them."""
     signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED_SIGNALS)
     silence_warnings()
-    with gc_disabled():  # ranks' collections skip what is imported, too, so that its pages stay shared
+    with gc_disabled():  # ranks' collections skip imported objects, too, so that their pages stay shared
         given = os.environ.get("OPENBLAS_NUM_THREADS")
         os.environ["OPENBLAS_NUM_THREADS"] = given or "1"  # numpy's would start its threads now
         with contextlib.suppress(BaseException):
@@ -109,7 +109,7 @@ def start(program: RankProgram, hindered: str, close: Iterable[int] = ()) -> int
         actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in program.files.items()]
         return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=BLOCKED_SIGNALS)
     for output in (sys.stdout, sys.stderr):
-        output.flush()  # else the fork would write it again
+        output.flush()  # otherwise the fork would write it again
     pid = os.fork()
     if pid == 0:
         _run_child(program, close)

@@ -209,7 +209,7 @@ class LearnerRank(RankModels):
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
         """Plans the moves from every learner rank into engine ranks, which hold ``ranks``; collective with them.
 
-        Returns a SyncError if these do not join. Raises as `Sender`.
+        Returns a SyncError if these do not join. Raises the errors of `Sender`.
         """
         learner, hf, sources, encoder = self._layout, self._hf, self._sources, None
         if (encoding := self._encoding) is not None:

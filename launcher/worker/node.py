@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def run(muster: Muster) -> NoReturn:
-    """Starts the ranks of this node, and waits for them. Exits as `main`."""
+    """Starts the ranks of this node, and waits for them. Exits like `main`."""
     if muster.parent is not None:
         exit_with_parent(muster.parent)
     os.environ.update(variables(threads=muster.call.threads, device=muster.call.device))
