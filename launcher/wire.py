@@ -149,7 +149,7 @@ def listen(host: str, *, backlog: int) -> socket.socket:
 
 
 async def accept(accepted: socket.socket, token: bytes) -> Connection:
-    """Returns the controller's end, authenticated. Closes the stream and raises OSError (NotProven) otherwise."""
+    """Returns the controller's end, authenticated. Closes the stream and raises OSError (e.g. NotProven) otherwise."""
     return await _proven(accepted, token, ours=b"controller", theirs=b"rank")
 
 

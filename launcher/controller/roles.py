@@ -223,7 +223,7 @@ class LearnerGroup(Learner):
     def __init__(self, group: WorkerGroup, role: str, calls: BatchCalls) -> None:
         """``calls`` is that of the group, which models on the same ranks share."""
         self._group, self.role, self._calls = group, role, calls
-        self._num_layers: dict[str, int] = {}  # column -> the layers that it has entries of; empty: not known yet
+        self._num_layers: dict[str, int] = {}  # column -> number of layers with entries; empty: not known yet
 
     @override
     async def start_from(self, folder: Path) -> None:
