@@ -50,16 +50,16 @@ def group_advantages(
     lengths: Tensor | None = None,
     best_of: int = 1,
 ) -> Tensor:
-    """Advantages [n] float32 = (reward - mean) / (std + ``eps``), computed in float64.
+    """Returns advantages [n] float32 = (reward - mean) / (std + ``eps``), computed in float64.
 
-    ``mean`` is a level, or a function of the user's own that has the rewards' place less their mean
-    (`custom_group_advantages`), for which are ``lengths`` [n], sampled tokens. ``std`` is that of the rewards of the
-    group or the batch, or of the batch's ``advantages`` (rewards less the mean), its variance over n - 1, or over n if
-    not ``unbiased``. ``group_ids`` [n] int64 are any integers, equal within a group. ``leave_one_out`` takes the mean
-    of the *others*. Above 1 ``best_of`` compares as `best_of_subsets`, and the std of a group is that of its bests, or
-    with ``leave_one_out`` of its rewards. If the rewards under the mean or the std are all equal up to rounding, as in
-    a group of one, the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite,
-    leave-one-out without a mean, or ``best_of`` without the group's."""
+    ``mean`` is a level, or a custom function (`custom_group_advantages`) that replaces rewards less their mean and may
+    take ``lengths`` [n], sampled tokens. ``std`` is that of the rewards of the group or the batch, or of the batch's
+    ``advantages`` (rewards less the mean). Its variance is over n - 1, or over n if not ``unbiased``. ``group_ids`` [n]
+    int64 are any integers, equal within a group. ``leave_one_out`` takes the mean of the *others*. Above 1 ``best_of``
+    compares like `best_of_subsets`. The std of a group is then that of its bests, or with ``leave_one_out`` of its
+    rewards. If the rewards under the mean or the std are all equal up to rounding, as in a group of one, the advantage
+    is exactly 0, never NaN. Raises ValueError for a reward that is not finite, leave-one-out without a mean, or
+    ``best_of`` without the group's."""
     mean_of, std_of = LEVELS.get(mean), LEVELS["batch" if std == "advantages" else std]
     if leave_one_out and mean_of is None:
         raise ValueError("leave_one_out=True needs a mean to leave one out of; set mean='group' or mean='batch'")
@@ -113,12 +113,12 @@ def best_of_subsets(
 ) -> tuple[Tensor, Tensor]:
     """Compares the best reward of ``k`` completions of a group, over all such subsets of it.
 
-    The advantages [n] float64 are the mean of the best over the subsets that have the completion, less that over all
-    subsets: Pass@k training (arXiv:2508.10751), whose A_pos and A_neg these are for rewards of 0 and 1 once divided by
-    the second, the standard deviation [n] float64 of the best over all subsets of the group. With ``leave_one_out``
-    less the mean over the same subsets without it (arXiv:2505.15201); of ``k`` that are the whole group that is the
-    best less the second best, for the best alone (arXiv:2503.19595). They are exactly 0 where no two bests differ, as
-    in a group of fewer than ``k``. ``rewards`` [n] are float64, ``group_ids`` [n] are 0 .. K - 1.
+    Returns the advantages [n] float64, and the standard deviation [n] float64 of the best over all subsets of the
+    group. An advantage is the mean of the best over subsets with the completion, less that over all subsets: Pass@k
+    training (arXiv:2508.10751). Its A_pos and A_neg are these for rewards of 0 and 1, once divided by the deviation.
+    With ``leave_one_out`` it is less the mean over the same subsets without it (arXiv:2505.15201). If ``k`` is the
+    whole group, that is the best less the second best, for the best alone (arXiv:2503.19595). It is exactly 0 where no
+    two bests differ, as in a group of fewer than ``k``. ``rewards`` [n] are float64, ``group_ids`` [n] are 0 .. K - 1.
     """
     advantages, deviation = torch.zeros(2, len(rewards), dtype=torch.float64)
     order = rewards.argsort(stable=True)
@@ -127,7 +127,7 @@ def best_of_subsets(
     starts = sizes.cumsum(0) - sizes
     for size in sizes.unique().tolist():
         if size < k:
-            continue  # as a group of which completions were dropped
+            continue  # a group that lost completions, for example
         places = order[starts[sizes == size][:, None] + torch.arange(size)]  # [groups, size], by rewards
         ranked, (above, share) = rewards[places], _rank_weights(size, k, leave_one_out)
         count = math.comb(size, k)
@@ -138,22 +138,22 @@ def best_of_subsets(
 
 
 def best_subsets_differ(rewards: Tensor, group_ids: Tensor, k: int, *, leave_one_out: bool) -> Tensor:
-    """Whether `best_of_subsets` compares two different bests in a group, [K] bool: so many are below its best reward
-    that a subset can do without that."""
+    """Returns which groups have two different bests in `best_of_subsets`, [K] bool. So many rewards are below their
+    best one that a subset can do without it."""
     below = difference(rewards, segment_range(rewards, group_ids)[1][group_ids])
     return segment_sum((below < 0).int(), group_ids) >= k - leave_one_out
 
 
 @functools.cache
 def _rank_weights(size: int, k: int, leave_one_out: bool) -> tuple[Tensor, Tensor]:
-    """The matrix that makes a group's ascending rewards [size] advantages, and the share of subsets of which each is
-    the best. The completion of rank j, from 0, is the best of C(j, k - 1) subsets, of which C(j - 1, k - 2)
+    """Returns the matrix that turns a group's ascending rewards [size] into advantages, and the share of subsets with
+    each as the best. The completion of rank j, from 0, is the best of C(j, k - 1) subsets. C(j - 1, k - 2) of these
     have a given one below it."""
     own, every = math.comb(size - 1, k - 1), math.comb(size, k)
     first = torch.tensor([math.comb(j, k - 1) / own for j in range(size)], dtype=torch.float64)
     below = torch.tensor([math.comb(j, k - 2) / own for j in range(size)], dtype=torch.float64).expand(size, size)
     share = torch.tensor([math.comb(j, k - 1) / every for j in range(size)], dtype=torch.float64)
-    if leave_one_out:  # where a better one is the best, it is so without the completion too
+    if leave_one_out:  # a better one that is the best is so without the completion too
         return first.diag() - below.tril(-1), share
     return first.diag() + below.roll(1, 1).triu(1) - share, share
 
@@ -198,8 +198,8 @@ def custom_group_advantages(name: str, rewards: Tensor, group_ids: Tensor, lengt
 
 
 def custom_has_advantage(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Whether the user's function gives a group any advantage beyond rounding [K], of ``group_ids`` 0 .. K - 1. Raises
-    as `custom_group_advantages`."""
+    """Returns which groups get an advantage beyond rounding from the user's function, [K], of ``group_ids`` 0 .. K - 1.
+    Raises as `custom_group_advantages`."""
     found = custom_group_advantages(name, rewards.double(), group_ids, lengths)
     return segment_sum((found != 0).int(), group_ids) > 0
 

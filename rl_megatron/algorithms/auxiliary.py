@@ -202,8 +202,8 @@ class KtoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreLoss:
-    """A reward model's: mean over pairs of -log σ(s₁ - s₂ - margin) + centring·(s₁ + s₂)², s₁ and s₂ the scores of the
-    better and the worse one (Bradley-Terry, arXiv:2203.02155, eq. 1; arXiv:2312.09244 for the second term).
+    """A reward model's: mean over pairs of -log σ(s₁ - s₂ - margin) + ``centring``·(s₁ + s₂)², s₁ and s₂ the scores of
+    the better and the worse one (Bradley-Terry, arXiv:2203.02155, eq. 1; arXiv:2312.09244 for the second term).
 
     Sequences are pairs as `PreferenceLoss` has them. A sequence's score is the value at its only masked-in position,
     and the ``returns`` of the better one's is the pair's margin. Means over pairs: ``preference/accuracy`` (s₁ above

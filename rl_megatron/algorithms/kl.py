@@ -20,7 +20,7 @@ from rl_megatron.types import LossInputs
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
 LEAST_REST = 1e-6  # float32 sums of probabilities are as exact
-_OF_THE_GRADIENT = ("k2",)  # estimators whose mean gradient, not whose value, is the KL's
+_OF_THE_GRADIENT = ("k2",)  # the mean gradient of these estimators, not their value, is the KL's
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ def kl_in_sequence_rewards(
 
 
 def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:
-    """Estimate of KL(pi‖ref) at each position, [T], of inputs already ``masked``, to aggregate into the loss.
+    """Returns an estimate of KL(pi‖ref) at each position, [T], of ``masked`` inputs, to aggregate into the loss.
 
-    ``importance_weighted`` multiplies each token by pi / pi_rollout, so that for any policy that sampled, and any gap
-    between engine and learner, the mean over tokens has the gradient of KL(pi‖ref). k1 and k3 estimate the value, so
-    their weight has a gradient (DeepSeek-V3.2); k2 estimates the gradient, so its weight is detached. ``top_k`` is no
+    ``importance_weighted`` multiplies each token by pi / pi_rollout. For any policy that sampled, and any gap between
+    engine and learner, the mean over tokens then has the gradient of KL(pi‖ref). k1 and k3 estimate the value, so their
+    weight has a gradient (DeepSeek-V3.2); k2 estimates the gradient, so its weight is detached. ``top_k`` is no
     estimate, but the `divergence` at each position.
     """
     if section.estimator == "top_k":
@@ -87,9 +87,9 @@ def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:
 
 
 def divergence(logprobs: Tensor, reference: Tensor, *, beta: float) -> Tensor:
-    """Generalized Jensen-Shannon divergence [T] of two policies' log-probs [T, k] of the same tokens, and of one bucket
-    of all others: beta KL(ref‖m) + (1 - beta) KL(pi‖m), m = beta ref + (1 - beta) pi (arXiv:2306.13649); at 0 it is
-    KL(ref‖pi), at 1 KL(pi‖ref). The bucket has a probability of ``LEAST_REST`` or more."""
+    """Returns the generalized Jensen-Shannon divergence [T] of two policies' log-probs [T, k] of the same tokens. All
+    other tokens are one bucket, of probability ``LEAST_REST`` or more. It is beta KL(ref‖m) + (1 - beta) KL(pi‖m), m =
+    beta ref + (1 - beta) pi (arXiv:2306.13649); at 0 it is KL(ref‖pi), at 1 KL(pi‖ref)."""
     pi, ref = (_append_rest(x) for x in (logprobs, reference))
     if beta == 0:
         return _kl(ref, pi)

@@ -1,14 +1,14 @@
 """The learner's losses: pure, picklable functions of one micro-batch (``rl_megatron.types.Loss``).
 
 A policy-gradient algorithm is a row of choices (docs/algorithms.md), the ``algorithm`` section of the configuration;
-the functions behind each choice are in objectives.py, and those of its aggregation here.
-T positions, S sequences, N positions of all of them.
+the functions of each choice are in objectives.py, and those of its aggregation here. T positions, S sequences, N
+positions of all of them.
 
 An aggregation makes one number of the losses of tokens: each choice gives the weights [T] of the tokens in the global
 sum. They already contain the global denominators of the whole (mini)batch, so the shares of micro-batches,
 data-parallel and context-parallel ranks add up to the loss for any cut. ``lengths`` [S] count each sequence's tokens;
-``max_length`` is the fixed length that one of the choices divides by. What is averaged over is a trajectory, or a
-prompt: where that is several sequences, the controller computes the weights (``token_weight``).
+``max_length`` is the fixed length that one of the choices divides by. Averages are over trajectories or prompts. Where
+one is several sequences, the controller computes the weights (``token_weight``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ MEANS_OF_RATIOS = (
 
 
 def policy_loss(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
-    """The policy's loss: that of pairs if the row has ``preference.beta``, else a policy gradient, with the value loss
-    beside it where the policy is its own critic."""
+    """Returns the policy's loss: that of pairs if the row has ``preference.beta``, otherwise a policy gradient. The
+    value loss is added where the policy is its own critic."""
     if row.preference.beta is not None:
         return PreferenceLoss(row=row.preference, beta=row.preference.beta)
     policy = PolicyLoss(row=row, kl_coefficient=kl_coefficient, max_new_tokens=max_new_tokens)
@@ -72,10 +72,9 @@ class PolicyLoss:
     ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL term, ``loss/kl``
     and ``loss/nll``, their parts of the loss.
     The maximum ``ratio/max`` is -inf where a micro-batch is empty.
-    Where there are demonstrations these are of the others, and
-    means over all tokens are beside them: ``demonstration/share``, of those demonstrated,
-    ``demonstration/probability``, pi of these, and ``sampled/share``, of the others, by which `policy_row` divides what
-    is of them alone.
+    With demonstrations these means are of the other tokens, and there are three more over all tokens. They are
+    ``demonstration/share``, of those demonstrated, ``demonstration/probability``, pi of these, and ``sampled/share``,
+    of the others. `policy_row` divides by the last what is of the others alone.
     """
 
     row: AlgorithmSection
@@ -225,7 +224,7 @@ def loss_weights(name: str, inputs: LossInputs, lengths: Tensor, max_length: int
 
 
 def unit_ids(samples: Samples, name: str) -> Tensor | None:
-    """What the choice averages over, of each sequence, [S]; None where sequences or tokens are that already."""
+    """Returns each sequence's trajectory or prompt to average over, [S]; None to average over sequences or tokens."""
     return {"token_mean": None, "prompt_mean": samples.group_of}.get(name, samples.trajectory_of)
 
 

@@ -140,8 +140,8 @@ def importance(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: Algo
 def clip(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347), GRPO, DAPO, GSPO.
 
-    With ``keep_low`` and ``keep_high`` the gradient beyond a limit is so many times limit * A * grad log rho, not 0:
-    beta_1 and beta_2 of CE-GPPO (arXiv:2509.20712), both 1 in GPPO (arXiv:2508.07629). The value stays the clip's.
+    Beyond a limit the gradient is ``keep_low`` or ``keep_high`` times limit * A * grad log rho: beta_1 and beta_2 of
+    CE-GPPO (arXiv:2509.20712). Both are 1 in GPPO (arXiv:2508.07629). The value stays the clip's.
     """
     ratio, advantages = log_ratio.exp(), inputs.advantages
     free = ratio * advantages
@@ -196,8 +196,8 @@ def gmpo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmS
     """-A times the geometric mean over the sequence of min(rho, 1 + clip_high) if A > 0, else max(rho, 1 - clip_low).
 
     GMPO (arXiv:2507.20673). The value is the sequence's and the gradient that of this token's own log-prob, as in
-    ``ratios.sequence_log_ratio``: with one advantage per sequence, which the paper has, the mean over tokens has the
-    value and the gradient of the sequence form. Else each token's own decides its limit and weighs its gradient.
+    ``ratios.sequence_log_ratio``. With one advantage per sequence, as in the paper, the mean over tokens has the value
+    and the gradient of the sequence form. Otherwise each token's advantage decides its limit and weighs its gradient.
     """
     advantages = inputs.advantages
     lowest, highest = math.log1p(-row.clip_low), math.log1p(row.clip_high)
@@ -276,7 +276,7 @@ def balanced_limits(
 
     The sums are over pi_old |A| min(rho, 1 + high) where A > 0 and pi_old |A| max(rho, 1 - low) where A < 0 (its eq. 8,
     in absolute values), the latter at most ``dual_clip`` times pi_old |A|, as in the loss. As in its algorithm 1, high
-    rises first; as a higher lower limit makes the second sum larger, the share that the greatest high leaves too small
+    rises first. A higher lower limit makes the second sum larger. So a share that is too small at the greatest high
     stays so, and low then goes all its way. Columns are [n].
     """
     log_ratio = (logprobs.double() - old_logprobs.double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -30,9 +30,9 @@ from rl_megatron.user_code import describe_error
 
 logger = logging.getLogger(__name__)
 
-_LENGTHS = (4, 3, 1, 5)  # of the made sequences; the third has no trained token
+_LENGTHS = (4, 3, 1, 5)  # tokens of each trial sequence; the third has no trained token
 _ADVANTAGES = (0.8, -1.1, 0.6, 0.0)
-_SPREADS = (0.0, 0.1, 2.0)  # of log-ratios: in the first optimizer step all are 0
+_SPREADS = (0.0, 0.1, 2.0)  # spreads of log-ratios: in the first optimizer step all are 0
 _REWARDS = ((0.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
 _OTHER_REWARDS = ((-1.5, 0.25, 2.0, -0.5), (-0.5,) * 4, (0.5,) * 4)
 _NUMBERS_OF_TURNS = (1, 3)
@@ -42,11 +42,11 @@ _COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logp
 
 
 def check_custom_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
-    """Call an objective of the user's own on some made micro-batches; one of the table is left alone.
+    """Calls a custom objective on some trial micro-batches; one of the table is left alone.
 
-    Raises ConfigError if it cannot be imported or called, returns another shape or dtype, a loss or a gradient that is
-    not finite, or no gradient at all; if a token's loss depends on another sequence, as it would then change with the
-    packing, or with ``cp`` above 1 on which part of its own a rank has; and if a key is set that it did not read.
+    Raises ConfigError if it cannot be imported or called, or returns another shape or dtype, a loss or a gradient that
+    is not finite, or no gradient. Raises it too if a token's loss depends on another sequence, which packing changes,
+    or with ``cp`` above 1 on the part of its own that a rank has. A key that is set must be read.
     """
     if row.objective in OBJECTIVES:
         return
@@ -104,7 +104,7 @@ def _advantages(row: AlgorithmSection, group: Tensor) -> Tensor:
 
 
 def _moved_or_warned(row: AlgorithmSection, group: Tensor) -> bool:
-    """Whether the group has an advantage; a warning if the function fails on it."""
+    """True if the group has an advantage. Logs a warning if the function fails on it."""
     try:
         return bool(_advantages(row, group).abs().gt(ROUNDING).any())
     except ConfigError as error:
@@ -113,10 +113,10 @@ def _moved_or_warned(row: AlgorithmSection, group: Tensor) -> bool:
 
 
 def check_custom_pair_loss(section: PreferenceSection) -> None:
-    """Call a pair loss of the user's own on some pairs; one of the table, and where none is trained on, is left alone.
+    """Calls a custom pair loss on some pairs; one of the table, and where none is trained on, is left alone.
 
-    Raises ConfigError if it cannot be imported or called, returns anything but one finite loss a pair, has no gradient
-    or one that is not finite, or if a pair's loss depends on other pairs, as it would then change with the packing.
+    Raises ConfigError if it cannot be imported or called, returns anything but one finite loss a pair, or has no finite
+    gradient. Raises it too if a pair's loss depends on other pairs, as it would then change with the packing.
     """
     if section.loss in PAIR_LOSSES or section.beta is None:
         return
@@ -207,7 +207,7 @@ class _CustomCheck:
         return losses
 
     def has_gradient(self, inputs: LossInputs) -> bool:
-        """Whether a log-prob moves a loss. Raises ConfigError for losses and gradients that are not finite."""
+        """True if a log-prob moves a loss. Raises ConfigError for losses and gradients that are not finite."""
         losses, gradient = self.losses(inputs), None
         if losses.requires_grad:
             (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs, allow_unused=True)

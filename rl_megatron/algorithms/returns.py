@@ -71,7 +71,7 @@ def less_optimal_baseline(
 ) -> Tensor:
     """Returns [N] less the optimal token baseline, [N] float32 (arXiv:2602.07078): A_t = G_t - Σ W_t G_t / Σ W_t.
 
-    The sums are over the sequences of the same ``group_of`` [S] that have a t-th masked-in token, and W_t is the sum of
+    The sums are over the sequences of the same ``group_of`` [S] that have a t-th masked-in token. W_t is the sum of
     ``logit_norms`` [N] of a sequence's tokens up to that one. Returns that are all equal, as that of a token alone at
     its place, leave exactly 0.
     """
@@ -83,7 +83,7 @@ def less_optimal_baseline(
     alike = dense(dense(group_of)[ids] * (int(lengths.max()) + 1) + places)
     kept = returns[mask].double()
     above = torch.where(differ(kept, alike)[alike], kept - segment_range(kept, alike)[0][alike], 0.0)
-    least = torch.finfo(torch.float64).tiny  # where all weights are 0, so is the gradient
+    least = torch.finfo(torch.float64).tiny  # the gradient is 0 where all weights are
     baseline = segment_sum(weights * above, alike) / segment_sum(weights, alike).clamp(min=least)
     return _scatter(above - baseline[alike], mask)
 
@@ -112,7 +112,7 @@ def gae(
         deltas, ends = part.kept(rewards, 1).sub_(now), part.ends[some]
         at_ends = deltas[ends] + gamma * after_last[part.sequences][some]
         deltas[:-1].add_(now[1:], alpha=gamma)
-        deltas[ends] = at_ends  # what stands after them is another sequence's
+        deltas[ends] = at_ends  # the next position is another sequence's
         decay = discount if len(discount) == 1 else discount[part.sequences]
         return discounted_sum(deltas, part.lengths, decay, room=part.room[2])
 
@@ -130,7 +130,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     ``mask``.
 
     Both are over the masked-in positions, the std over n - 1. Values that are all equal up to `ROUNDING` leave exactly
-    0. So does a 0 among values whose mean is 0 up to `ROUNDING` of the largest, as after a group's mean.
+    0. So does a 0 among values with a mean of 0 up to `ROUNDING` of the largest, as after a group's mean.
     """
     kept = values[mask].double()
     if len(kept) > 1 and bool(differ(kept, kept.new_zeros(len(kept), dtype=torch.int64))):
@@ -148,7 +148,7 @@ class _Part:
 
     sequences: slice
     positions: slice
-    inside: Tensor | None  # which positions are masked in; None where all are
+    inside: Tensor | None  # bool, the positions that are masked in; None where all are
     places: Tensor | None  # theirs, where a gap must be closed; None where positions are taken as they are
     lengths: Tensor  # positions of each sequence, gaps closed
     room: Tensor  # [3, at least as many positions] float64, for columns and results
@@ -198,11 +198,11 @@ def _compute_in_parts(
 
 
 def has_gaps(inside: Tensor, bounds: Tensor) -> bool:
-    """Whether a masked-out position follows a masked-in one of its sequence: sums from the right would cross it.
+    """True if a masked-out position follows a masked-in one of its sequence: sums from the right would cross it.
 
     ``inside`` [N] bool; ``bounds`` [S + 1] are where sequences begin and end, 0 and N among them.
     """
-    falls = inside.new_zeros(len(inside) + 1)  # between positions t - 1 and t
+    falls = inside.new_zeros(len(inside) + 1)  # entry t is between positions t - 1 and t
     falls[1:-1] = inside[:-1] & ~inside[1:]
     falls[bounds] = False
     return bool(falls.any())

@@ -65,10 +65,10 @@ def difference(values: Tensor, others: Tensor) -> Tensor:
 
 
 def whole_sequences(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Runs of whole sequences of about ``_PART`` positions: which sequences, and their positions.
+    """Yields runs of whole sequences of about ``_PART`` positions: their slice of sequences, and that of positions.
 
-    What a part needs stays in the processor's cache, and its memory is used again; a pass over all of a large batch
-    would spend more time on getting memory than on arithmetic.
+    The memory of a part stays in the processor's cache and is used again. A pass over all of a large batch would spend
+    more time on getting memory than on arithmetic.
     """
     num = len(cu_seqlens) - 1
     marks = torch.arange(_PART, max(int(cu_seqlens[-1]), _PART), _PART, device=cu_seqlens.device)
@@ -82,9 +82,9 @@ def discounted_sum(values: Tensor, lengths: Tensor, discount: Tensor, *, room: T
     """y[t] = values[t] + discount·y[t + 1] within each segment, [n].
 
     ``lengths`` [K] of the segments, one after the other; ``discount`` [1], or [K], of each. Segments are cut into
-    blocks of 32: sums within blocks are one product with a triangular matrix, and the first of every block make the
-    same problem, 32 times smaller, whose solution is what comes in from the right. ``room`` [n or more] is memory that
-    the result may be in: a fresh page for every number costs more than the sums.
+    blocks of 32, and sums within blocks are one product with a triangular matrix. The first of every block make the
+    same problem, 32 times smaller: its solution comes in from the right. ``room`` [n or more] is memory that the result
+    may be in: a fresh page for every number costs more than the sums.
     """
     blocks = (lengths + (_BLOCK - 1)) // _BLOCK
     total = int(blocks.sum())

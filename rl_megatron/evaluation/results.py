@@ -1,6 +1,6 @@
 """The file of an evaluation's results, and the paired comparison of two: problem by problem, over the same problems.
 
-What the figures of a set follow from beside the model: how its samples were judged, and how they were drawn.
+Besides the model, figures of a set depend on how its samples were judged, and on how they were drawn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def differing_reward_keys(*two: tuple[Mapping[str, Any], Mapping[str, Any]]) -> 
     configuration and the set's keys."""
     first, second = (_judging(config, section) for config, section in two)
     one, other = (_named(config, keys) for (config, _), keys in zip(two, (first, second), strict=True))
-    both = one.keys() & other.keys()  # what one alone names differs by its name
+    both = one.keys() & other.keys()  # a name of one alone is a difference already
     return [
         *differing_keys(first, second),
         *differing_keys(*({key: value for key, value in each.items() if key in both} for each in (one, other))),
@@ -102,7 +102,7 @@ def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> Itera
 
 
 def _judges(key: str) -> bool:
-    return not is_free(key) and not key.endswith(".on_error")  # what failed is wrong in any case
+    return not is_free(key) and not key.endswith(".on_error")  # a failed sample is wrong in any case
 
 
 def _whole(kind: type[Section], given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -119,9 +119,9 @@ WHOLE = "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetResult:
-    """What was measured of one set. ``digest`` is of its problems: their ids, tokens and answers; ``questions`` of
-    their ids, questions and answers, as the data has them; ``rows`` of all their fields, which rewards and environments
-    may read."""
+    """The measurements of one set. ``digest`` is of its problems: their ids, tokens and answers; ``questions`` of their
+    ids, questions and answers, as the data has them; ``rows`` of all their fields, which rewards and environments may
+    read."""
 
     digest: str
     questions: str
@@ -174,14 +174,14 @@ def result_of(problems: EvalSet, measured: EvalSetSamples) -> SetResult:
 
 
 def unfinished(path: Path) -> Path:
-    """The file of an evaluation whose results will be ``path``, as long as it has not measured all of its sets."""
+    """Returns the file of an evaluation that has not measured all of its sets yet; its results will be at ``path``."""
     return path.with_name(f".{path.name}.unfinished")
 
 
 def finished_sets(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[str, SetResult]:
-    """What `unfinished` of ``path`` has of ``sets``, by name: those that ``begun``, which has its weights, would
-    measure of the same problems, with the same keys and samples that are drawn and judged alike; not those of which a
-    sample has no reward: its judge may be there now.
+    """Returns the sets in `unfinished` of ``path`` that need not be measured again, by name, of those in ``sets``. They
+    have the weights of ``begun``, the same problems and keys, and samples that are drawn and judged alike. A set with a
+    sample without a reward is left out: its judge may be there now.
 
     Raises DataError for a file that cannot be read.
     """
@@ -202,22 +202,22 @@ def finished_sets(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[s
 
 
 def _dependency_digest(results: Results, section: Mapping[str, Any], *problems: str) -> str:
-    """A digest of what a set's samples follow from beside the weights; ``problems``: digests of these."""
+    """Returns a digest of all that a set's samples depend on except the weights; ``problems``: digests of these."""
     config = results.config
-    shown = config["model"]["template_variables"]  # to environments, whose messages no digest has
+    shown = config["model"]["template_variables"]  # environments get it, and no digest has their messages
     return _digest([(*problems, section, config["seed"], shown, *_ways(config, section, results.engine))])
 
 
 def eval_digest(config: Mapping[str, Any], problems: EvalSet) -> str:
-    """A digest of what a set's accuracy follows from beside the weights: its problems' tokens and fields, and how
-    samples of a run with this ``config`` are drawn and judged."""
+    """Returns a digest of all that a set's accuracy depends on except the weights. These are its problems' tokens and
+    fields, and how samples of a run with this ``config`` are drawn and judged."""
     has_more = any(one.meta for one in problems.prompts)
     fields = [digest_of_prompts(problems.prompts)] if has_more else []
     return _digest([(_of_problems(problems), *fields, *_ways(config, _section(problems), config["rollout"]["engine"]))])
 
 
 def _ways(config: Mapping[str, Any], section: Mapping[str, Any], engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How samples of a set with these keys are drawn, and judged."""
+    """Returns the values by which samples of a set with these keys are drawn, and those by which they are judged."""
     return drawing_keys(config, section, engine), judging_keys(config, section)
 
 
@@ -246,8 +246,8 @@ def read_results(path: Path) -> Results:
 
 
 def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
-    """Each figure that both have, of each set that both have. Raises DataError for one name of different problems, of
-    problems whose other fields differ, or of samples that were judged otherwise, and if they share no set."""
+    """Returns each figure that both have, of each set that both have. Raises DataError for one name of different
+    problems, for problems with other fields, for samples that were judged otherwise, and if they share no set."""
     shared = _shared(first, second)
     if not shared:
         raise DataError(f"the two share no set: {', '.join(first.sets)} and {', '.join(second.sets)}")

@@ -44,7 +44,7 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSetSamples:
-    """What was sampled of a set's P problems, n samples of each."""
+    """The samples of a set's P problems, n of each."""
 
     problems: tuple[str, ...]  # ids
     samples: int
@@ -52,7 +52,7 @@ class EvalSetSamples:
     votes: tuple[float, ...] | None  # [P], maj@n of each; None where the reward reads no answers, or n is 1
     errors: int  # samples without a finite reward; they count as wrong
     length: float | None  # mean tokens of a sample, of all its turns; None: no group was sampled whole
-    truncated: float | None  # share of samples of which a turn reached max_new_tokens
+    truncated: float | None  # share of samples with a turn that reached max_new_tokens
     seconds: float
     versions: Mapping[int, int] = field(default_factory=dict)  # sampled tokens by the version of the weights
 
@@ -119,8 +119,8 @@ def _versions(turns: Sequence[Turn]) -> Mapping[int, int]:
 
 
 def _judged(answer: GroupResult, samples: int, success_reward: float) -> list[bool]:
-    """Whether each sample is right; none of a prompt that was not sampled, nor one without a finite reward, whatever
-    number trains in its place."""
+    """Returns whether each sample is right: none of a prompt that was not sampled, and none without a finite reward,
+    whatever number trains in its place."""
     judged = [one.error is None and one.total >= success_reward for one in answer.scored]
     return judged or [False] * samples
 
