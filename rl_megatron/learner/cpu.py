@@ -1,12 +1,12 @@
-"""Lets megatron-core (0.16.1, 0.19.2) run on a machine without CUDA. `install` does nothing where there is CUDA.
+"""Makes megatron-core (0.16.1, 0.19.2) run on a machine without CUDA. `install` does nothing where there is CUDA.
 
 Modules under ``megatron.core`` get a forwarding proxy in place of their global name ``torch``; torch itself is not
 patched (a global TorchFunctionMode breaks under activation recompute). Each replacement below was shown to be
 necessary: without it the named megatron code raises or computes wrong values.
 
 Buffers are exchanged between ranks in place of gloo's collectives: through memory that ranks of one machine share, else
-by sends. A loopback connection moves 1.6 GB/s each way beside two busy ranks, and takes their cores to do so. Letters:
-D ranks of a group, n elements of a rank's shard.
+by sends. A loopback connection moves 1.6 GB/s each way while two ranks are busy, and takes their cores to do so.
+Letters:
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     keep_freed_memory()
-    import megatron.core.dist_checkpointing.strategies.filesystem_async  # which 0.19 imports at the first save
+    import megatron.core.dist_checkpointing.strategies.filesystem_async  # 0.19 imports it at the first save
     import megatron.core.dist_checkpointing.strategies.fully_parallel
-    import megatron.core.dist_checkpointing.strategies.state_dict_saver  # so too
+    import megatron.core.dist_checkpointing.strategies.state_dict_saver  # this too
     import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.distributed.param_and_grad_buffer as buffers
     import megatron.core.models.common.language_module.language_module as language_module
@@ -225,8 +225,8 @@ def install() -> None:
             module.__dict__["torch"] = proxy
 
 
-SHARED_BYTES = 32 << 20  # of a group
-_MOST_RANKS = 8  # that share them: of more, a piece would be smaller than the wait for it is worth
+SHARED_BYTES = 32 << 20  # shared by a group
+_MOST_RANKS = 8  # ranks that share them; with more, a piece would be smaller than the wait for it is worth
 _LONGEST_NAME = 64
 
 
@@ -310,7 +310,7 @@ class _Shared:
 
 
 def _meet(group: dist.ProcessGroup) -> None:
-    group.allreduce([torch.zeros(1)]).wait()  # at once: megatron has torch's functions put calls off
+    group.allreduce([torch.zeros(1)]).wait()  # immediate: megatron makes torch's functions put calls off
 
 
 def _parts(x: Tensor, num_bytes: int) -> Iterator[slice]:
@@ -327,8 +327,8 @@ _SHARED: WeakKeyDictionary[dist.ProcessGroup, _Shared | None] = WeakKeyDictionar
 
 
 def _shared_by(group: dist.ProcessGroup) -> _Shared | None:
-    """What a group's ranks share, which its first exchange makes; None of ranks on several machines, or without room
-    for it."""
+    """Returns the memory that a group's ranks share, which its first exchange makes. None for ranks on several
+    machines, or without room for it."""
     if group not in _SHARED:
         _SHARED[group] = _make(group) if 1 < group.size() <= _MOST_RANKS else None
     return _SHARED[group]
@@ -363,12 +363,12 @@ def _told(name: str, group: dist.ProcessGroup) -> str:
     return bytes(told.tolist()).rstrip(b"\0").decode()
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h; the largest values it takes are set below
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h's; the largest values it takes are set below
 _TRIM_STEPS = 25
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory: returning and faulting in layers' large temporaries costs 8 % of a tiny step."""
+    """Makes glibc keep freed memory: returning and faulting in layers' large temporaries costs 8 % of a tiny step."""
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)

@@ -1,7 +1,7 @@
 """Heads: turn the last pipeline stage's output into log-probs and entropy, or into values: by a layer of one value a
-position, in place of the output layer or beside it.
+position, in place of the output layer or in addition to it.
 
-Logits of chosen tokens, and the most probable tokens, over a vocabulary of which each TP rank has some rows.
+Logits of chosen tokens, and the most probable tokens, over a vocabulary split into rows of each TP rank.
 Log-probs and entropy are computed chunk by chunk: from logits (`token_logprobs`), without a float32 copy of all of
 them, or from hidden states (`head_logprobs`), where logits exist only a chunk at a time, of a float32 product. And the
 norms of log-probs' gradients in logits, from either.
@@ -50,8 +50,8 @@ def token_logprobs(
     """Log-probs [T] of ``targets`` [T] and entropy [T] of the whole vocabulary, with gradients; float32 nats.
 
     ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
-    probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` limits the positions computed at
-    once; on CPU a chunk is also small enough for the cache.
+    probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` limits the positions computed
+    together; on CPU a chunk is also small enough for the cache.
     """
     if logits.is_cpu:
         chunk = _that_fit(chunk, logits.shape[1])
@@ -74,12 +74,11 @@ def head_logprobs(
     chunk: int = 1024,
     announce: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What `token_logprobs` gives for the logits ``hidden`` [T, H] times ``weight`` [V, H], multiplied in float32.
+    """Returns `token_logprobs` of the logits ``hidden`` [T, H] times ``weight`` [V, H], multiplied in float32.
 
-    The backward pass computes the logits again. If ``weight`` has a ``main_grad`` (megatron's
-    DistributedDataParallel), its gradient is added to that and is nowhere else, but to ``announce`` it autograd gets
-    one of zeros; gradients of other uses of ``weight`` reach it as ever. The gradient of ``hidden`` is this TP rank's
-    share.
+    The backward pass computes the logits again. If ``weight`` has a ``main_grad`` (megatron's DistributedDataParallel),
+    its gradient is added to that and is nowhere else. To ``announce`` it, autograd gets one of zeros; gradients of
+    other uses of ``weight`` reach it as ever. The gradient of ``hidden`` is this TP rank's share.
     """
     valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -101,8 +100,9 @@ def logit_norms(
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
 ) -> Tensor:
-    """Squared norms [T] float32 of the gradient of the log-prob of ``targets`` [T] in the scaled logits, the vector of
-    (target or not) - p: (1 - p of the target)² + the sum of the others' p² (arXiv:2602.07078's logit-gradient proxy).
+    """Returns squared norms [T] float32 of the gradient, (target or not) - p, of the log-prob of ``targets`` [T] in
+    scaled logits. They are (1 - p of the target)² + the sum of the others' p² (arXiv:2602.07078's logit-gradient
+    proxy).
 
     ``logits`` makes float32 ones [c, ``rows``] of ``output`` [c, ...]; the rest is as in `token_logprobs`. The others
     are summed without the target: of one that is nearly certain 1 - 2 p + the sum of all p² would be rounding alone.
@@ -122,7 +122,7 @@ def logit_norms(
         target = x.gather(1, at)
         x.scatter_(1, at, target * ~mine)
         sums[:, cut] = torch.stack([(target * mine).squeeze(1), x.sum(1), x.square_().sum(1)])
-        del x  # before the next chunk's
+        del x  # frees it before the next chunk's
     if group is not None:
         own = peak.clone()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -187,7 +187,7 @@ def _write_gradient(
         x.exp_().mul_(factor).scatter_add_(1, at, (grad * here)[:, None])
         if out is not x:
             out.copy_(x)
-    else:  # as many bytes less to write and read again as x has
+    else:  # saves writing and reading again as many bytes as x has
         own = (grad * here)[:, None] + factor.expand_as(x).gather(1, at) * x.gather(1, at).exp()
         torch.mul(x.exp_(), factor, out=out).scatter_(1, at, own.to(out.dtype))
 
@@ -277,7 +277,7 @@ class _HeadLogprobs(torch.autograd.Function):
             x = float32_logits(hidden[cut], weight[:valid]).mul_(scale)
             own[cut] = x.amax(1)
             sums[:, cut] = _sums(x.sub_(own[cut, None]), local[cut], here[cut])
-            del x  # before the next chunk's
+            del x  # frees it before the next chunk's
         peak = own
         if group is not None:
             dist.all_reduce(peak := own.clone(), dist.ReduceOp.MAX, group=group)
@@ -322,11 +322,11 @@ class _HeadLogprobs(torch.autograd.Function):
             of_hidden[cut] = sum(x[:, rows] @ weight[rows].float() for rows in _blocks(ctx.valid))
             if of_weight is not None:
                 of_weight[: ctx.valid].addmm_(x.T, hidden[cut].float())
-            del x  # before the next chunk's
+            del x  # frees it before the next chunk's
         if of_weight is not None and main_grad is not None:
             if not direct:
                 main_grad.add_(of_weight)
-            of_weight = None  # before zeros take as much
+            of_weight = None  # freed before zeros take as much
             of_weight = torch.zeros_like(whole) if ctx.announce else None
         if of_weight is not None:
             of_weight = of_weight.to(whole.dtype)
@@ -363,7 +363,7 @@ def top_tokens(logits: Tensor, count: int, below: int, vocab_start: int, group: 
 
 
 class _Summed(torch.autograd.Function):
-    """A sum over ranks of which each goes on with the same loss."""
+    """A sum over ranks that all continue with the same loss."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -500,7 +500,7 @@ class VocabHead(Head):
         return token_logprobs(logits, targets, **self.cut(self._rows(logits)))
 
     def _rows(self, output: Tensor) -> int:
-        """How many rows of the vocabulary this TP rank has."""
+        """Returns how many rows of the vocabulary this TP rank has."""
         return output.shape[-1]
 
     def _logits(self, output: Tensor) -> Tensor:
@@ -508,7 +508,7 @@ class VocabHead(Head):
         return output.float()
 
     def cut(self, rows: int) -> dict[str, Any]:
-        """The keywords of log-probs over a vocabulary of which each TP rank has ``rows`` rows."""
+        """Returns the keywords of log-probs over a vocabulary with ``rows`` rows on each TP rank."""
         tp = parallel_state.get_tensor_model_parallel_group()
         return {
             "temperature": self.temperature,

@@ -1,4 +1,4 @@
-"""What megatron-core's constructors are given for the learner's keys. No torch, so that features declare theirs."""
+"""Keywords of megatron-core's constructors for the learner's keys. No torch, so that features declare theirs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 HELD = 2
-"""Halves of layers whose copies may run on behind the half that computes: their memory of the GPU is not free yet."""
+"""Halves of layers with copies that may outlast the half that computes, so that their GPU memory is not free yet."""
 LOGITS_TOKENS = 1024
-"""Most positions whose logits the learner holds in float32 at once."""
+"""Maximum number of positions that have float32 logits in the learner at one time."""
 NEWTON_SCHULZ_STEPS = 5
 """Steps of Muon's iteration, after which all but the smallest singular values are about 0.7 to 1.2."""
 SLAB = 2**30
-"""Bytes of the host that are pinned at once for what leaves a GPU while servers sample."""
+"""Bytes of the host that are pinned in one call for what leaves a GPU while servers sample."""
 STEPPED_AT_ONCE = 2**26
-"""Parameters that are stepped together where moments are not float32, or one tensor of more, of which a rank may step
-all: of those there are float32 copies then."""
+"""Parameters that are stepped together where moments are not float32, or one larger tensor, which a rank may step
+whole. They have float32 copies then."""
 WEIGHT_ROWS = 8192
-"""Rows of an output layer in half precision of which the learner holds float32 copies at once."""
-_HYBRIDEP = "hybrid_ep_cpp"  # what DeepEP's branch hybrid-ep compiles, and the others do not
+"""Rows of an output layer in half precision that have float32 copies in the learner at one time."""
+_HYBRIDEP = "hybrid_ep_cpp"  # only DeepEP's branch hybrid-ep compiles it
 
 
 def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
@@ -106,7 +106,7 @@ def _of_layers(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
 def _of_recompute(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
     """Granularity, method and number of layers, or modules. Our latent attention recomputes by itself.
 
-    Raises ConfigError for ``layernorm`` without TransformerEngine, of which megatron-core then lacks a name.
+    Raises ConfigError for ``layernorm`` without TransformerEngine, since megatron-core then lacks one of its names.
     """
     section = learner.recompute
     if section.uniform is not None:
@@ -125,10 +125,10 @@ def _of_recompute(learner: LearnerSection, shape: ModelShape) -> dict[str, objec
 
 
 def _of_experts(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
-    """The dispatcher, for dense models too, since megatron-core checks it against ``variable_seq_lengths``; and of
-    routers, which choose experts in float32.
+    """Keywords of the dispatcher, for dense models too, since megatron-core checks it against ``variable_seq_lengths``;
+    and of routers, which choose experts in float32.
 
-    Nothing of megatron-core's own balances load: it multiplies losses by a number of tokens that nothing divides out
+    Nothing of megatron-core's own balances load. It multiplies losses by a number of tokens that nothing divides out
     again, counts padding, takes a packed micro-batch as one sequence, and moves biases in steps that are skipped.
     Raises ConfigError if the package of the dispatcher is missing.
     """
@@ -141,9 +141,9 @@ def _of_experts(learner: LearnerSection, shape: ModelShape) -> dict[str, object]
 
 
 def _of_dispatcher(name: str) -> dict[str, object]:
-    """Ours are packed micro-batches, whose lengths differ: megatron-core's all-gather takes equal ones. So does
-    HybridEP, whose ranks gather each other's routing maps (deep_ep's executor.cu, allgather_routing_map) into a buffer
-    as long as the first micro-batch (moe/fused_a2a.py): with one size to pad to all are."""
+    """Packed micro-batches differ in length, and megatron-core's all-gather takes equal ones. So does HybridEP. Its
+    ranks gather each other's routing maps (deep_ep's executor.cu, allgather_routing_map) into a buffer as long as the
+    first micro-batch (moe/fused_a2a.py): with one size to pad to all are."""
     if name == "alltoall":
         return {"moe_token_dispatcher_type": "alltoall"}
     if importlib.util.find_spec("deep_ep") is None:
@@ -179,7 +179,7 @@ def _of_gradients(learner: LearnerSection) -> dict[str, object]:
 
 
 def _of_optimizer(learner: LearnerSection) -> dict[str, object]:
-    """AdamW, or Muon beside it, over float32 copies of the parameters, whose state data-parallel ranks shard
+    """AdamW, or Muon and AdamW, over float32 copies of the parameters. Data-parallel ranks shard the state
     (arXiv:1910.02054). The learner sets the learning rate before each step.
 
     Raises ConfigError for moments that are not float32 without TransformerEngine, and as `_offloaded`.

@@ -13,7 +13,7 @@ from rl_megatron.learner import cpu
 from rl_megatron.learner.keywords import LOGITS_TOKENS, keywords
 from rl_megatron.models.shape import ModelShape
 
-cpu.install()  # before the modules below bind megatron's functions
+cpu.install()  # must precede the modules below, which bind megatron's functions
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 

@@ -29,12 +29,12 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
     """The optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
     _fix_torch_adam()
     _fix_places_of_state()
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # where neither TransformerEngine nor apex has a kernel
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # neither TransformerEngine nor apex has a kernel
         clip_grads.l2_norm_impl = l2_norm
     HybridDeviceOptimizer._move_new_state_to_right_device = _move_state
     config = OptimizerConfig(**with_dtypes(given.optimizer))
     if (name := config.optimizer) != "adam":
-        config.optimizer = "adam"  # beside the feature's own: megatron's functions know this name alone
+        config.optimizer = "adam"  # steps all but the feature's: megatron's functions know this name alone
         optimizer: MegatronOptimizer = load_side(features()[name].optimizer)(config, chunks)
     else:
         optimizer = get_megatron_optimizer(config, list(chunks), overrides(config))
@@ -62,7 +62,7 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
 
 
 def _gather_once(parts: Sequence[MegatronOptimizer]) -> None:
-    """Have the last optimizer of a chunk gather its parameters. In megatron each gathers all of its chunks', so those
+    """Makes the last optimizer of a chunk gather its parameters. In megatron each gathers all of its chunks', so those
     of a mixture of experts, which has two, are sent twice."""
     gathered = set[int]()
     for part in reversed(parts):
@@ -74,7 +74,7 @@ def _gather_once(parts: Sequence[MegatronOptimizer]) -> None:
 
 
 def _steps_in_place(part: distrib_optimizer.DistributedOptimizer) -> bool:
-    """Whether the weights that it steps are the model's, so that megatron would copy each onto itself."""
+    """True if the weights that it steps are the model's, so that megatron would copy each onto itself."""
     if part.is_stub_optimizer or isinstance(part.optimizer, HybridDeviceOptimizer):
         return False
     pairs = [
@@ -88,12 +88,12 @@ def _steps_in_place(part: distrib_optimizer.DistributedOptimizer) -> bool:
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
-    """Buckets of the chunks whose gradients megatron reduces, and whose parameters it gathers, in one message."""
+    """Returns groups of buckets: megatron reduces a group's gradients, and gathers its parameters, in one message."""
     return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
 
 
 def wait_for_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait until gradients whose reduction has begun are reduced; the next step waits for it once more."""
+    """Waits until reductions of gradients that have begun are complete; the next step waits for it once more."""
     for group in bucket_groups(chunks):
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -106,7 +106,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer
 
 
 def stores_master_weights(adam: torch.optim.Optimizer) -> bool:
-    """Whether TransformerEngine's FusedAdam has the float32 weights, in its state, and steps those of the model."""
+    """True if TransformerEngine's FusedAdam has the float32 weights, in its state, and steps those of the model."""
     return getattr(adam, "use_decoupled_grad", False)
 
 
@@ -130,7 +130,7 @@ def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> Non
         group["lr"] = learning_rate
     for part in inner_optimizers(optimizer):
         if part.config.clip_grad > 0:
-            _clip(part, part.config.clip_grad / (norm + 1e-6))  # as megatron does
+            _clip(part, part.config.clip_grad / (norm + 1e-6))  # megatron's factor
     optimizer.step_with_ready_grads()
     for part in inner_optimizers(optimizer):
         if not part.get_parameters():
@@ -146,7 +146,7 @@ def _count_empty_step(adam: Any) -> None:
         return
     for group in adam.param_groups:
         group["step"] = group.get("step", 0) + 1
-        if isinstance(adam, HybridDeviceOptimizer):  # whose step keeps no state but that of parameters
+        if isinstance(adam, HybridDeviceOptimizer):  # its step keeps no state but that of parameters
             state[_NO_PARAMETER] = {"step": torch.tensor(float(group["step"]))}
 
 
@@ -169,7 +169,7 @@ def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
 
 
 def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that hold state; one whose parts are on host and GPU before these."""
+    """Yields the optimizers that hold state; one with parts on host and GPU comes before these."""
     for part in inner_optimizers(optimizer):
         yield part.optimizer
         if isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -183,7 +183,7 @@ def adopt(optimizer: MegatronOptimizer) -> None:
         hybrid = part.optimizer
         for weight, state in hybrid.state.items() if stores_master_weights(hybrid) else ():  # megatron leaves these
             state["master_param"].copy_(weight)
-        if isinstance(hybrid, HybridDeviceOptimizer):  # of which megatron copies only weights that it made itself
+        if isinstance(hybrid, HybridDeviceOptimizer):  # megatron copies only weights that it made itself
             part.optimizer = None
             try:
                 part._copy_model_params_to_main_params()
@@ -211,7 +211,7 @@ def create_state(optimizer: MegatronOptimizer) -> None:
     """
     steps: torch.Tensor | None = None
     counted: int | None = None
-    for part in inner_optimizers(optimizer):  # that of the dense parameters, where these are stepped, comes first
+    for part in inner_optimizers(optimizer):  # the dense parameters' one, where these are stepped, comes first
         adam = part.optimizer
         parameters = [p for group in adam.param_groups for p in group["params"]]
         alone = adam.state.pop(_NO_PARAMETER, {"step": torch.tensor(0.0)})  # may be of a stage that had no experts
@@ -255,8 +255,8 @@ def _fill_state(adam: torch.optim.Optimizer) -> None:
 
 
 def _step_in_pieces(adam: Any) -> None:
-    """Have a FusedAdam step `STEPPED_AT_ONCE` parameters after another: it makes float32 copies of their moments, for
-    each group at once."""
+    """Makes a FusedAdam step `STEPPED_AT_ONCE` parameters after another: it makes float32 copies of their moments, for
+    a whole group in one step."""
     at_once = adam.step
 
     def step(*arguments: Any, **named: Any) -> None:
@@ -286,7 +286,7 @@ def _pieces(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _keep_state(adam: Any) -> None:
-    """Have a FusedAdam name its state without copies in float32, and keep it where DistributedOptimizer hands it back,
+    """Makes a FusedAdam name its state without copies in float32, and keep it where DistributedOptimizer hands it back,
     to load the tensors that `create_state` made one by one."""
     adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
 
@@ -338,8 +338,8 @@ def _fix_places_of_state() -> None:
 def _fix_torch_adam() -> None:
     """Fix how DistributedOptimizer reloads torch's AdamW, used without apex and TransformerEngine (0.16.1, GPUs too).
 
-    It shares one ``step`` tensor among all parameters, which is then incremented once per parameter, so the bias
-    correction is silently wrong; and it copies fp32 shards with autograd on, which raises.
+    It shares one ``step`` tensor among all parameters. That is then incremented once per parameter, so the bias
+    correction is silently wrong. It also copies fp32 shards with autograd on, which raises.
     """
     cls = distrib_optimizer.DistributedOptimizer
     if distrib_optimizer.HAVE_APEX_OR_TE or getattr(cls, "torch_adam_fixed", False):

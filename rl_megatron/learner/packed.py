@@ -39,7 +39,7 @@ class LengthClass:
     def visible(self, window: int) -> Tensor:
         """Keys that a query sees, [count or 1, 1, query_length, key_length] bool; a ``window`` of 0 is no limit.
 
-        For one layer's call: its size is a square, and all micro-batches of a pass are packed at once.
+        For one layer's call: its size is a square, and all micro-batches of a pass are packed together.
         """
         query, key = self.positions[:, None, :, None], torch.arange(self.key_length, device=self.positions.device)
         return (query >= key) & (query < key + window) if window else query >= key
@@ -64,7 +64,7 @@ class PackedAttentionParams(PackedSeqParams):
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
     real: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] bool, neither padding nor of a copy
     gathered: Tensor = field(default_factory=lambda: torch.empty(0))  # [T] rows, as ranks' ones follow each other
-    chunks: object | None = None  # of all T positions; cached by the first delta net
+    chunks: object | None = None  # chunks of all T positions; cached by the first delta net
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [t, 1, d / 2]; cached by the first layer
 
 
@@ -82,7 +82,7 @@ class PackedMicroBatch:
     num_segments: int
     num_turns: int
     attention: PackedAttentionParams
-    extras: Mapping[str, object] = field(default_factory=dict)  # what features read of it, by the feature's name
+    extras: Mapping[str, object] = field(default_factory=dict)  # features' readings of it, by the feature's name
 
 
 def pack_micro_batch(
@@ -99,8 +99,8 @@ def pack_micro_batch(
 ) -> PackedMicroBatch:
     """This rank's share of ``samples``, equal on all TP and PP ranks that share a CP rank. Not a collective.
 
-    Its tokens are padded to a multiple of tp times ``rows``, or to one of ``sizes`` (T, rising), by the samples' own
-    tokens from the first on; and its sequences to ``sequences`` and one more.
+    Its tokens are padded to a multiple of tp times ``rows``, or to one of ``sizes`` (T, rising). Padding is the
+    samples' own tokens from the first on. Its sequences are padded to ``sequences`` and one more.
 
     Observers count nothing of a ``copy``, which fills up a pipeline.
     """
@@ -176,13 +176,13 @@ def _packed_extra(
         counts[given] = own.counts
         return Ragged(own.values.to(device), counts.to(device))
     packed = column[take]
-    distinct = declared_columns()[name].padding == "distinct"  # as megatron requires of a token's experts
+    distinct = declared_columns()[name].padding == "distinct"  # megatron requires it of a token's experts
     packed[~given] = torch.arange(column.shape[-1], dtype=column.dtype) if distinct else 0
     return packed.to(device)
 
 
 def _zigzag_owner(position: Tensor, length: Tensor, cp: int) -> Tensor:
-    """Which CP rank holds each position: chunk c of 2*cp belongs to rank min(c, 2*cp - 1 - c)."""
+    """Returns the CP rank that holds each position: chunk c of 2*cp belongs to rank min(c, 2*cp - 1 - c)."""
     if cp == 1:
         return torch.zeros_like(position)
     chunk = position * (2 * cp) // length

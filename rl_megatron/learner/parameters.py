@@ -45,7 +45,7 @@ def adapters_of(model: MegatronModule) -> ChunkAdapters | None:
 
 
 def is_adapter(model: MegatronModule, name: str) -> bool:
-    """Whether the parameter that a chunk of the model calls ``name`` is one of its `ChunkAdapters`."""
+    """True if the parameter that a chunk of the model calls ``name`` is one of its `ChunkAdapters`."""
     found = adapters_of(model)
     return found is not None and found.mark in name
 
@@ -60,8 +60,8 @@ def global_parameters(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, T
 
 @contextlib.contextmanager
 def swapped(chunks: Sequence[MegatronModule], held: Mapping[str, Tensor]) -> Iterator[None]:
-    """Points the parameters to the tensors of their global names, if there are any, without a copy; to those of another
-    dtype in the form of the parameter's, which alone it may have."""
+    """Context in which parameters point to the tensors of their global names, if there are any, without a copy. Tensors
+    of another dtype are viewed as the parameter's, the only one it may have."""
     own = [(p, p.data, held[name]) for name, p in global_parameters(chunks) if name in held]
     try:
         for parameter, mine, other in own:
@@ -101,8 +101,8 @@ def set_decay(optimizer: MegatronOptimizer, weight_decay: float) -> None:
 
 @contextlib.contextmanager
 def keep_group_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Loads within it change the count of steps of groups alone: their settings stay those that the run was given,
-    and not those of the run that saved a checkpoint, or of its kind of AdamW."""
+    """Context in which loads change the count of steps of groups alone. Their settings stay those that the run was
+    given, and not those of the run that saved a checkpoint, or of its kind of AdamW."""
     own = [{key: value for key, value in group.items() if key not in _OF_THE_RUN} for group in optimizer.param_groups]
     yield
     for group, settings in zip(optimizer.param_groups, own, strict=True):

@@ -111,11 +111,12 @@ class MegatronScorer:
         return {name: tensor for one in self._adapters for name, tensor in one.tensors.items()}
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Score with the weights that the adapters stand beside."""
+        """Context in which scores are of the weights without adapters."""
         return nested(one.off() for one in self._adapters)
 
     def merged(self) -> AbstractContextManager[None]:
-        """Have ``tensors`` hold the weights that passes compute with, adapters merged; then again the frozen ones."""
+        """Context in which ``tensors`` hold the weights of passes, adapters merged; afterwards the frozen ones
+        again."""
         return nested(one.merged() for one in self._adapters)
 
     @property
@@ -239,7 +240,7 @@ class MegatronLearner(MegatronScorer):
         ]
         self._optimizer = make_optimizer(self._trained, given)
         self._heap, self._warm = Heap(), False
-        self._added: list[Added] = []  # since the last step
+        self._added: list[Added] = []  # micro-batches added since the last step
         self._leaving, self._parked, self._staged = learner.offload.leaving, OffloadedTensors(SLAB), StagingPool()
         self._planned = CachedPlan()
         self._activations = Activations(models, learner.offload.activations)
@@ -297,7 +298,7 @@ class MegatronLearner(MegatronScorer):
         self.unpark()
         if dist.get_rank() == 0:
             raise_other_model(folder, self._held_by(folder, scored=scored), of_critic=scored)
-        fresh = {ValueHead: None if scored else "output_layer.", PolicyAndValueHead: VALUES}  # at 0
+        fresh = {ValueHead: None if scored else "output_layer.", PolicyAndValueHead: VALUES}  # layers that start at 0
         without = fresh.get(type(self._head))
         loading.load_weights(folder, self._chunks_of_all, without=without)
         self.adopt()
@@ -316,7 +317,7 @@ class MegatronLearner(MegatronScorer):
         """
         self.gather()  # into the weights' memory, which may leave
         if "gradients" in self._leaving:
-            wait_for_gradients(self._trained)  # of what is copied
+            wait_for_gradients(self._trained)  # those that are copied
             chunks = self._chunks_of_all
             buffers = [one.grad_data for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             self._parked.leave("gradients", buffers, kept=bool(self._added))
@@ -481,7 +482,7 @@ class MegatronLearner(MegatronScorer):
     def save(self, folder: Path) -> Mapping[str, Digest]:
         """Write this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError.
 
-        What has left the GPU's memory is written from the host's.
+        State that has left the GPU's memory is written from the host's.
         """
         return self.start_save(folder, apart=False).durable().files
 

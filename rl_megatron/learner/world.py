@@ -29,9 +29,9 @@ def init_process_groups(
 ) -> torch.device:
     """Join the world as ``rank`` and make megatron's groups. Returns this rank's device. Every rank calls it.
 
-    ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes,
-    where rank 0 serves the ranks' store on the listening socket whose file descriptor is ``store``, so that it is bound
-    to one address. ``gpu`` is this rank's on its node; None: its number's. Raises if not all ranks arrive within
+    ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes.
+    There rank 0 serves the ranks' store on the listening socket of file descriptor ``store``, so that it is bound to
+    one address. ``gpu`` is this rank's on its node; None: its number's. Raises if not all ranks arrive within
     ``learner.timeout_seconds``, and ConfigError if a rank with ``learner.device=cpu`` sees a GPU, or another none. With
     ``learner.deterministic`` torch raises RuntimeError from now on for an operation that has no deterministic kernel.
     """
@@ -99,7 +99,7 @@ class Relay:
                 self._group, self._ranks = group, ranks
 
     def passed_on(self, share: Share | None, layers: OwnLayers) -> Share:
-        """What the first rank has as ``share``; others have None. ``layers`` are this rank's. Collective among them."""
+        """Returns the first rank's ``share``; others have None. ``layers`` are this rank's. Collective among them."""
         if self._group is None:
             assert share is not None
             return share
@@ -133,7 +133,7 @@ class Relay:
         return stages
 
     def _by_layers(self, share: Share | None, stages: Sequence[tuple[OwnLayers, list[int]]]) -> Share:
-        """Each stage's share once to its first rank, which sends it on to those beside it."""
+        """Sends each stage's share once to its first rank, which sends it to the others of the stage."""
         first, *beside = next(ranks for _, ranks in stages if self._rank in ranks)
         mine = None
         if share is not None:

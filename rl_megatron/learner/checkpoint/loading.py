@@ -31,7 +31,7 @@ _PROBE_BYTES = 4 << 20
 
 
 def write_error_reason(folder: Path, error: BaseException) -> str | None:
-    """The file system's error behind a failed save. torch's zip writer hides it, so a small file is written to see."""
+    """Returns the file system's error of a failed save. torch's zip writer hides it, so this writes a small file."""
     for one in _causes(error):
         if isinstance(one, OSError) and one.strerror:
             return one.strerror
@@ -67,7 +67,7 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
     Raises CheckpointError, or WeightError for NaN and infinite values.
     """
     wanted = {key_of(i, len(chunks)): weights(chunk, without) for i, chunk in enumerate(chunks)}
-    state = _read(wanted, folder, "this layout")  # at once: all layers must be asked for, and each chunk has some
+    state = _read(wanted, folder, "this layout")  # one read: all layers must be asked for, and each chunk has some
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
             _fill(chunk, _chunk_state(state, i, chunks), f"{folder}, chunk {i}", adapters=False, without=without)
@@ -88,7 +88,7 @@ def load(
     state = _read(sharded_state(chunks, optimizer, more=more), folder, "this layout")
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            adapters = adapters_of(inner(chunk)) is not None  # of which a chunk may have none
+            adapters = adapters_of(inner(chunk)) is not None  # a chunk may have none
             _fill(chunk, _chunk_state(state, i, chunks), f"{folder}, chunk {i}", adapters=adapters)
         with keep_group_settings(optimizer):
             optimizer.load_state_dict(

@@ -1,13 +1,13 @@
-"""Saves model and optimizer shards in megatron's ``torch_dist`` format, while training goes on or while it waits.
+"""Saves model and optimizer shards in megatron's ``torch_dist`` format, while training continues or while it waits.
 
 Megatron-core's own asynchronous save (0.16.1) cannot be used: ``.to("cpu")`` of a tensor on the CPU is the same memory,
-which the next step changes, and its writers are forked beside gloo's and CUDA's threads, or switch Python's garbage
+which the next step changes, and its writers are forked among gloo's and CUDA's threads, or switch Python's garbage
 collector off for the whole process. So tensors are copied here, and a thread writes them.
 
 Every rank calls `save_shards`, and later `ShardSave.durable`. The caller makes the folder atomic: shards are a part of
 a checkpoint.
 
-What the first save of a learner finds out about its state, and later ones use again.
+The first save of a learner finds a plan for its state, and later ones use it again.
 
 Megatron (0.16.1) tells all ranks of every shard and checks that they cover each tensor, at each save: 0.2 ms of Python
 for a shard, on rank 0 for those of all ranks, while training waits. That holds as long as parameters and buffers are
@@ -66,8 +66,8 @@ from rl_megatron.weights.bytes.parked import StagingPool
 
 @dataclass(slots=True, kw_only=True)
 class StartedSave:
-    """A save whose shards are known: megatron's ``writer`` of this rank's and, on rank 0, the ``common`` state to write
-    beside them. ``finalize`` writes what says where each is, in this order, after all ranks' shards."""
+    """A save with known shards: megatron's ``writer`` of this rank's and, on rank 0, the ``common`` state to write as
+    well. ``finalize`` writes what says where each is, in this order, after all ranks' shards."""
 
     writer: Any
     finalize: Sequence[Callable[[], None]]
@@ -94,17 +94,17 @@ class _Place:
 class ShardPlan:
     """The source of each item of this rank's file, and megatron's description of all ranks'."""
 
-    name: str  # of the file
+    name: str  # the file's name
     items: Sequence[tuple[WriteItem, _Place]]
-    live: Sequence[Tensor]  # what the model and not `GatheredState` holds
+    live: Sequence[Tensor]  # tensors that the model and not `GatheredState` holds
     strategy: Any
     described: tuple[Any, Any]  # the metadata of all ranks' shards, on rank 0, and megatron's wrapper of its group
     standing: Sequence[tuple[object, ...]]
-    kept: Sequence[Tensor]  # those of ``standing``: so nobody else gets their ids
+    kept: Sequence[Tensor]  # the tensors of ``standing``, so that no other object gets their ids
 
     def again(self, folder: Path, optimizer: MegatronOptimizer, values: Values, gathered: GatheredState) -> StartedSave:
         """Begin a save into ``folder``, whose ``common`` rank 0 alone has: others' may lack parts of the optimizer."""
-        common = common_state(optimizer, values, gathered)  # which all ranks gather
+        common = common_state(optimizer, values, gathered)  # all ranks gather it
         held = [values(tensor) for tensor in self.live]
         writer: Any = FileSystemWriterAsync(folder, thread_count=1)
         writer.set_up_storage_writer(dist.get_rank() == 0)
@@ -170,8 +170,8 @@ class CachedPlan:
 def _standing(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, more: Mapping[str, Any] | None
 ) -> tuple[list[tuple[object, ...]], list[Tensor]]:
-    """Which tensors the model's parameters and buffers are, and where their memory and that of ``more`` is; and these
-    tensors."""
+    """Returns which tensors the model's parameters and buffers are, and where their memory and that of ``more`` is; and
+    these tensors."""
     tensors = [t for chunk in chunks for t in (*inner(chunk).parameters(), *inner(chunk).buffers())]
     found: list[tuple[object, ...]] = [
         (id(t), t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype) for t in tensors
@@ -300,7 +300,7 @@ def _begin(
     gathered: GatheredState,
     more: Mapping[str, Any] | None,
 ) -> StartedSave:
-    """Have megatron plan a save, and keep the plan."""
+    """Makes megatron plan a save, and keeps the plan."""
     strategy, live = _Strategy(), list[Live]()
     with explained(folder), _keeping():
         request = dist_checkpointing.save(
@@ -336,7 +336,7 @@ class ShardSave:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's shards are written and synced, or could not be."""
+        """True if this rank's shards are written and synced, or could not be."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -358,7 +358,7 @@ class ShardSave:
         with explained(self._folder, self._error):
             for finalize in self._begun.finalize:
                 finalize()
-            if self._error is not None:  # of a rank without shards, of which megatron does not know
+            if self._error is not None:  # megatron does not know the error of a rank without shards
                 raise self._error
             others = () if dist.get_rank() else sorted(p.name for p in self._folder.iterdir() if p.suffix != _SHARDS)
             return SaveDigests(files=self._files | digests(self._folder, others), seconds=self._seconds)
@@ -370,7 +370,7 @@ class ShardSave:
         self._write(tell=False)
 
     def _write(self, *, tell: bool) -> None:
-        """Gather, write and sync this rank's file. ``tell``: in the main thread, whose activity it is."""
+        """Gathers, writes and syncs this rank's file. ``tell``: in the main thread, and as its activity."""
         began, results = time.perf_counter(), self._writer.results_queue
         try:
             try:

@@ -1,5 +1,5 @@
-"""What a checkpoint holds of a rank: megatron's sharded tensors of the model's chunks and of the optimizer,
-and tensors beside a model's own, cut as these, under other names.
+"""The content of a rank's checkpoint: megatron's sharded tensors of the model's chunks and of the optimizer, and
+tensors besides a model's own, cut as these, under other names.
 
 Optimizer states of data-parallel ranks, in the host's memory of the first of them, which writes them.
 
@@ -99,7 +99,7 @@ class GatheredState:
         self._sent.clear()
 
     def number(self, tensor: Tensor) -> int | None:
-        """Which of ``tensors`` has the tensor's memory; None if none, and so training may change it."""
+        """Returns which of ``tensors`` has the tensor's memory; None if none has, and so training may change it."""
         return self._own.get(tensor.untyped_storage().data_ptr())
 
     def _take(self, count: int) -> Tensor:
@@ -165,9 +165,9 @@ def sharded_state(
 
 
 def common_state(optimizer: MegatronOptimizer, values: Values, gathered: GatheredState) -> dict[str, Any]:
-    """What of the state to save belongs to no shard, a copy; `gathered` collects the rest of the optimizer's.
+    """Returns a copy of the state to save that belongs to no shard; `gathered` collects the rest of the optimizer's.
 
-    For optimizers all of whose parts are distributed.
+    All parts of the optimizer must be distributed.
     """
     create_state(optimizer)
     parts = distributed_parts(optimizer)
@@ -197,7 +197,7 @@ def distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 @contextlib.contextmanager
 def _collecting(optimizer: MegatronOptimizer, values: Values, gathered: GatheredState | None) -> Iterator[None]:
-    """Has a distributed optimizer's states be ``values``, which `gathered` collects."""
+    """Context in which a distributed optimizer's states are ``values``, which `gathered` collects."""
     parts = distributed_parts(optimizer)
     for part in parts:
         part._get_main_param_and_optimizer_states = partial(_values_of, values, part)
@@ -238,8 +238,8 @@ def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
 
 
 def is_excluded(name: str, without: str | None) -> bool:
-    """No checkpoint holds TransformerEngine's fp8 state: recipes here have no scales of earlier steps (`options.fp8`),
-    and torch's layers have none."""
+    """True if checkpoints do not hold ``name``: TransformerEngine's fp8 state, or a name that begins with ``without``.
+    Fp8 recipes here have no scales of earlier steps (`options.fp8`), and torch's layers have none."""
     return "_extra_state" in name or bool(without and name.startswith(without))
 
 
@@ -299,5 +299,5 @@ class ExtraState:
 
 
 def has_extra_state(folder: Path) -> bool:
-    """Whether a checkpoint holds tensors beside the model's. Raises CheckpointError if its index is torn."""
+    """True if a checkpoint holds tensors besides the model's. Raises CheckpointError if its index is torn."""
     return any(key.startswith(BESIDE) for key in read_index(folder)[0])

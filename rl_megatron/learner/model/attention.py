@@ -181,7 +181,7 @@ class AllHeadsAttention(SelfAttention):
 
 
 class FullWidthNorm(HeadShardedModule):
-    """The RMS norm of all heads of q or k at once (MiniMax-M2, OLMoE); ``weight`` [heads * d / tp] cut as heads."""
+    """The RMS norm of all heads of q or k together (MiniMax-M2, OLMoE); ``weight`` [heads * d / tp] cut as heads."""
 
     def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
         super().__init__()

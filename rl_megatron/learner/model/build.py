@@ -148,7 +148,7 @@ def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConf
     if config.batch_invariant_mode:
         from megatron.core.transformer.custom_layers import batch_invariant_kernels  # needs Triton
 
-        batch_invariant_kernels.enable_batch_invariant_mode()  # for all models of this process
+        batch_invariant_kernels.enable_batch_invariant_mode()  # affects all models of this process
     return [_build_chunk(shape, learner, config, stage if d.vpp > 1 else None) for stage in range(d.vpp)]
 
 
@@ -250,12 +250,12 @@ _ROUTES = {"routing_map", "probs", "token_probs"}
 
 
 def forget_routes(model: torch.nn.Module) -> None:
-    """Let the dispatchers of ``model`` forget the routes of a pass once their layer's output is combined.
+    """Makes the dispatchers of ``model`` forget the routes of a pass once their layer's output is combined.
 
     Megatron-core's dispatchers keep probabilities and maps, of tokens x experts, as attributes until the next pass.
     Where a layer is computed again in the backward pass, the probabilities hold its graph, and by it the layer's input
-    and the gradient of that: once the backward pass is through, twice the hidden states of every layer with experts.
-    In its first pass, without a graph, they are still a float32 number for each token and expert of every layer.
+    and the gradient of that. After the backward pass that is twice the hidden states of every layer with experts. In
+    its first pass, without a graph, they are still a float32 number for each token and expert of every layer.
     """
     for module in model.modules():
         if isinstance(module, MoELayer):

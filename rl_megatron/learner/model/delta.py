@@ -78,8 +78,8 @@ def cut_into_chunks(starts: Tensor, *, gap: int, size: int = DeltaNet.chunk) -> 
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """query, key [T, K, dk], value [T, K, R, dv], decay (the logarithm, at most 0) and beta [T, K, R] ->
-    [T, K, R, dv] in float32 or more, by `by_chunks`."""
+    """Returns [T, K, R, dv] in float32 or more, by `by_chunks`. query and key are [T, K, dk], value [T, K, R, dv],
+    decay (the logarithm, at most 0) and beta [T, K, R]."""
     q, k, v = (_laid_out(x, chunks).movedim(1, -2) for x in (query, key, value))
     g, b = (_laid_out(x, chunks).movedim(1, -1) for x in (decay, beta))
     out, _ = by_chunks(q, k, v, g, b, chunks.counts)  # [n, K, R, C, dv]
@@ -221,5 +221,5 @@ def _cut(config: DecoderConfig, *size: int) -> torch.nn.Parameter:
 
 
 def delta_net_spec(shape: ModelShape) -> ModuleSpec:
-    """What stands for self-attention in a layer of ``shape.delta_layers``. Its input norm is a part of it."""
+    """The delta net in place of self-attention in layers of ``shape.delta_layers``. Its input norm is a part of it."""
     return ModuleSpec(module=GatedDeltaNet, params={"shape": shape})

@@ -35,7 +35,7 @@ _GENERATIONS = (9, 10)  # compute capabilities of Hopper, and of Blackwell in da
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether rows ``x`` and experts' ``weights`` have a device, dtype and sizes for which torch has a grouped kernel.
+    """True if rows ``x`` and experts' ``weights`` have a device, dtype and sizes for which torch has a grouped kernel.
 
     On other GPUs it loops over experts itself, and waits for their counts first.
     """
@@ -70,12 +70,12 @@ def multiply(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
 def own(groups: Groups, x: Tensor) -> Tensor:
     """[n, E] in ``x``'s dtype: 1 where a row is the expert's. Times biases [E, m] it is each row's bias, and that
     product's gradient adds up each expert's rows in one order and in float32."""
-    before = torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None] < groups.ends  # and of all later experts
+    before = torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None] < groups.ends  # later experts too
     return before.to(x.dtype).diff(dim=1, prepend=x.new_zeros(len(x), 1))
 
 
 def grouped_mlp(x: Tensor, probs: Tensor, counts: list[int], fc1: Weights, fc2: Weights, *, recompute: bool) -> Tensor:
-    """`expert_mlp` over all experts at once, for what `takes` returns true."""
+    """Returns `expert_mlp` over all experts in one call, for input that `takes` accepts."""
     weights = [one for some in (fc1, fc2) for one in ([some] if isinstance(some, Tensor) else some)]
     out: Tensor = _GroupedMLP.apply(x, probs, counts, recompute, *weights)  # type: ignore[no-untyped-call]
     return out
@@ -373,7 +373,7 @@ class _Window(NamedTuple):
 
 
 def _windows(counts: list[int], x: Tensor) -> list[_Window]:
-    """One window an expert. For oneDNN it is rounded up with neighbors' rows, whose results are discarded."""
+    """Returns one window an expert. For oneDNN it is rounded up with neighbors' rows; their results are discarded."""
     block, total = ROW_BLOCK if through_onednn(x) else 1, len(x)
     out, start = [], 0
     for count in counts:
@@ -387,18 +387,18 @@ def _windows(counts: list[int], x: Tensor) -> list[_Window]:
 
 
 LEAST = 80  # positions of a sequence from which `batched_attention` is faster than torch's kernel, by oneDNN
-LONG = 384  # from which `long_attention` is faster, which keeps no scores for the backward pass
+LONG = 384  # positions from which `long_attention`, which keeps no scores for the backward pass, is faster
 BY_MKL = range(160, 513)  # positions for which `batched_attention` is faster than torch's kernel, by MKL
 BATCHED_ROWS = 64  # positions of a block of `batched_attention`
 ROWS = 512  # queries of a block of `long_attention` at most
-SCORES = 2**18  # of a block at most: they fit the cache
+SCORES = 2**18  # scores of a block at most: they fit the cache
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of queries [B, L, H, d], keys [B, L, G, d], values [B, L, G, e] and a scale -> [B, L, H, e], with gradients; each
 position sees those up to it."""
 
 
 def faster_attention(query: Tensor, length: int) -> AttentionKernel | None:
-    """What is faster than torch's kernel, which shares heads out among several threads; None: nothing."""
+    """Returns a kernel that is faster than torch's, which shares heads out among several threads, or None."""
     if torch.get_num_threads() > 1:
         return None
     if through_onednn(query) and length >= LEAST:
@@ -413,7 +413,7 @@ def batched_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
 
 def long_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """An `AttentionKernel` whose backward pass computes its shares again."""
+    """An `AttentionKernel` that computes its shares again in the backward pass."""
     out: Tensor = _Long.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
     return out
 
@@ -452,8 +452,8 @@ class _Batched(torch.autograd.Function):
 
 
 def _batches(groups: int, length: int, shared: int) -> Iterator[tuple[slice, slice, int, int]]:
-    """Yields for each block which groups of all B * G it has, as many as its scores fit the cache of, its rows among
-    [L * R], and its first position and the one after its last."""
+    """Yields for each block its groups of all B * G, as many as have scores that fit the cache. Its rows among [L * R],
+    its first position and the one after its last follow."""
     size = max(1, SCORES // (min(BATCHED_ROWS, length) * shared * length))
     for first, start in product(range(0, groups, size), range(0, length, BATCHED_ROWS)):
         stop = min(start + BATCHED_ROWS, length)

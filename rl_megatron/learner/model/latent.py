@@ -211,5 +211,5 @@ def megatron_latent_keywords(shape: ModelShape) -> dict[str, Any]:
 
 
 def latent_attention_spec(shape: ModelShape) -> ModuleSpec:
-    """Self-attention of a layer whose ``shape`` has ``latent``. The layer's input norm is a module of its own."""
+    """Self-attention of a layer of a ``shape`` with ``latent``. The layer's input norm is a module of its own."""
     return ModuleSpec(module=LatentSelfAttention, params={"shape": shape})

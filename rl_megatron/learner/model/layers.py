@@ -42,7 +42,7 @@ from rl_megatron.user_code import load_named
 
 
 def norm_scale(config: TransformerConfig, weight: Tensor) -> Tensor:
-    """What a norm multiplies by: its weight, or in float32 one more than it, if the model's norms are zero-centered."""
+    """Returns a norm's factor: its weight, or in float32 its weight plus 1 if the model's norms are zero-centered."""
     centered = isinstance(config, DecoderConfig) and config.shape.zero_centered
     return weight.float() + 1 if centered else weight
 
@@ -194,7 +194,7 @@ def _multiply(
 
 
 class SharedExperts(SharedExpertMLP):
-    """Megatron's, whose gate it makes on the CPU."""
+    """Megatron's shared experts, with the gate, which it makes on the CPU, moved to the model's device."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

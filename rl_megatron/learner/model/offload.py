@@ -2,8 +2,8 @@
 
 megatron-core 0.16.1 has such an offload (``fine_grained_activation_offloading``), which is not used here. It asks for
 TransformerEngine; it takes the micro-batches of its first step for those of all later ones, and leaves others on the
-GPU; its pinned memory grows with every new length (`rl_megatron.weights.bytes.parked`); and it frees storages of which
-torch's layers keep other parts. Here torch's own hooks of saved tensors act around the halves of a layer.
+GPU; its pinned memory grows with every new length (`rl_megatron.weights.bytes.parked`); and it frees storages that
+torch's layers keep other parts of. Here torch's own hooks of saved tensors act around the halves of a layer.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Half:
-    """What one half of a layer keeps in one forward pass."""
+    """The tensors that one half of a layer keeps in one forward pass."""
 
-    before: _Half | None  # in the same pass
+    before: _Half | None  # the previous half of the same pass
     pieces: list[weakref.ref[_Piece]] = field(default_factory=list)
     copied: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())
-    gone: bool = False  # from the GPU
+    gone: bool = False  # no longer on the GPU
     loading: torch.cuda.Event | None = None  # happens when all of it is back
 
     @property
@@ -92,10 +92,10 @@ class Activations:
         self._out, self._back = torch.cuda.Stream(), torch.cuda.Stream()
         self._weights: set[int] | None = None  # storages of parameters, within a pass
         self._held: deque[_Half] = deque()
-        self._last: _Half | None = None  # of the forward pass
+        self._last: _Half | None = None  # the forward pass's last half
         self._open: tuple[_Half, Any] | None = None  # the half that computes, with its hooks
-        self._seen: dict[int, _Piece] = {}  # of that, by storage
-        self._moved: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # in the forward pass before that
+        self._seen: dict[int, _Piece] = {}  # pieces of the half that computes, by storage
+        self._moved: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages that earlier halves moved
         for model in models:
             model.decoder.register_forward_pre_hook(self._begin)
             for first, last in (half for layer in model.decoder.layers for half in self._halves(layer)):
@@ -157,7 +157,7 @@ class Activations:
         self._held.append(half)
         if len(self._held) > HELD:
             done = self._held.popleft()
-            computes.wait_event(done.copied)  # what it computes from now on may have the memory
+            computes.wait_event(done.copied)  # later work of this stream may have the memory
             done.gone = True
             for piece in done.alive:
                 piece.storage = None
@@ -199,7 +199,7 @@ class Activations:
             piece.storage = torch.empty(piece.size, dtype=torch.uint8, device=piece.device).untyped_storage()
         half.loading = torch.cuda.Event()
         self._back.wait_event(half.copied)
-        self._back.wait_stream(torch.cuda.current_stream())  # which may have had that memory before
+        self._back.wait_stream(torch.cuda.current_stream())  # it may have had that memory before
         with torch.cuda.stream(self._back):
             for piece in gone:
                 for extent, here in _cut(piece):
