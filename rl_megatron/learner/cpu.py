@@ -6,7 +6,7 @@ necessary: without it the named megatron code raises or computes wrong values.
 
 Buffers are exchanged between ranks in place of gloo's collectives: through memory that ranks of one machine share, else
 by sends. A loopback connection moves 1.6 GB/s each way while two ranks are busy, and takes their cores to do so.
-Letters:
+Letters: D ranks of a group, n elements of a rank's shard.
 """
 
 from __future__ import annotations

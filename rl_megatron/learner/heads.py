@@ -1,7 +1,7 @@
 """Heads: turn the last pipeline stage's output into log-probs and entropy, or into values: by a layer of one value a
 position, in place of the output layer or in addition to it.
 
-Logits of chosen tokens, and the most probable tokens, over a vocabulary split into rows of each TP rank.
+Logits of chosen tokens, and the most probable tokens, over a vocabulary that TP ranks split by rows.
 Log-probs and entropy are computed chunk by chunk: from logits (`token_logprobs`), without a float32 copy of all of
 them, or from hidden states (`head_logprobs`), where logits exist only a chunk at a time, of a float32 product. And the
 norms of log-probs' gradients in logits, from either.

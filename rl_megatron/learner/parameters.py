@@ -61,7 +61,7 @@ def global_parameters(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, T
 @contextlib.contextmanager
 def swapped(chunks: Sequence[MegatronModule], held: Mapping[str, Tensor]) -> Iterator[None]:
     """Context in which parameters point to the tensors of their global names, if there are any, without a copy. Tensors
-    of another dtype are viewed as the parameter's, the only one it may have."""
+    of another dtype are viewed in the parameter's, the only one it may have."""
     own = [(p, p.data, held[name]) for name, p in global_parameters(chunks) if name in held]
     try:
         for parameter, mine, other in own:

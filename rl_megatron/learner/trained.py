@@ -115,8 +115,7 @@ class MegatronScorer:
         return nested(one.off() for one in self._adapters)
 
     def merged(self) -> AbstractContextManager[None]:
-        """Context in which ``tensors`` hold the weights of passes, adapters merged; afterwards the frozen ones
-        again."""
+        """Context in which ``tensors`` hold the weights of passes, adapters merged; then the frozen ones again."""
         return nested(one.merged() for one in self._adapters)
 
     @property
@@ -317,7 +316,7 @@ class MegatronLearner(MegatronScorer):
         """
         self.gather()  # into the weights' memory, which may leave
         if "gradients" in self._leaving:
-            wait_for_gradients(self._trained)  # those that are copied
+            wait_for_gradients(self._trained)  # they are copied below
             chunks = self._chunks_of_all
             buffers = [one.grad_data for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             self._parked.leave("gradients", buffers, kept=bool(self._added))

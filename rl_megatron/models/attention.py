@@ -17,7 +17,7 @@ from rl_megatron.models.shape import LatentAttention, ModelShape
 
 
 class Context(Protocol):
-    """What a layer's tokens have before them: the given tokens, and whatever the caller has cached."""
+    """The context before a layer's tokens: the given tokens, and whatever the caller has cached."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """``query`` [N, Q, D], ``key`` and ``value`` [N, K, D], all rotated -> [N, Q * D]. ``sinks`` [Q] are logits of
@@ -25,7 +25,7 @@ class Context(Protocol):
         ...
 
     def remember(self, layer: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """The delta rule of a layer with a delta net, of K key heads with R value heads of dv numbers: channels ``x``
+        """The delta rule of a layer with a delta net, of K key heads with R value heads of dv numbers. Channels ``x``
         [N, M], convolved by ``taps`` [M, 1, T], ``decay`` (the logarithm) and ``beta`` [N, K, R] -> [N, K, R, dv]."""
         ...
 
@@ -39,7 +39,7 @@ class Zeros(Protocol):
 
 
 def score_scale(shape: ModelShape) -> float:
-    """What products of queries and keys are multiplied by."""
+    """Returns the factor of products of queries and keys."""
     return shape.head_dim**-0.5 if shape.latent is None else softmax_scale(shape.head_dim, shape.rope)
 
 

@@ -5,9 +5,9 @@ convolution, L layers with a delta net. Source: transformers ``models/qwen3_next
 
 The gated delta rule (arXiv:2412.06464): over chunks of positions, and over one position.
 
-A head's state S [dk, dv] is, after each position, ``exp(g) S + k (beta (v - exp(g) S^T k))^T``, and what it gives is
-``S^T q``. Inside a chunk that is a triangular system, solved for all chunks and heads at once; only the state goes
-from chunk to chunk, and there all sequences go together.
+A head's state S [dk, dv] is, after each position, ``exp(g) S + k (beta (v - exp(g) S^T k))^T``, its output ``S^T q``.
+Inside a chunk that is a triangular system, solved for all chunks and heads together; only the state goes from chunk to
+chunk, and there all sequences go together.
 
 Letters: n chunks of C positions, K key heads with R value heads each, dk and dv their sizes, N rows.
 """
@@ -26,14 +26,14 @@ from rl_megatron.models.attention import Context, LayerAttention, Zeros
 from rl_megatron.models.operations import linear, rms_norm
 from rl_megatron.models.shape import DeltaNet, ModelShape
 
-_EPS = 1e-6  # of the length of queries and keys
+_EPS = 1e-6  # added to the squared length of queries and keys
 
 
 def by_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """query, key [n, K, C, dk], value [n, K, R, C, dv], decay (the logarithm, at most 0) and beta [n, K, R, C] -> what
-    each position gives [n, K, R, C, dv], and the state [K, R, dk, dv] after the last chunks.
+    """Returns each position's output [n, K, R, C, dv], and the state [K, R, dk, dv] after the last chunks. query and
+    key are [n, K, C, dk], value [n, K, R, C, dv], decay (the logarithm, at most 0) and beta [n, K, R, C].
 
     The first ``counts[0]`` chunks begin sequences, the next ``counts[1]`` follow the first of those, and so on.
     Queries and keys are made of length 1, queries over sqrt(dk). Where beta and decay are 0, no state changes.
@@ -45,8 +45,8 @@ def by_chunks(
 
 
 def by_position(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """One position of each row: query, key [N, K, dk], value [N, K, R, dv], decay and beta [N, K, R] -> [N, K, R, dv].
-    Writes ``state`` [N, K, R, dk, dv]."""
+    """Returns [N, K, R, dv] for one position of each row: query, key [N, K, dk], value [N, K, R, dv], decay and beta
+    [N, K, R]. Writes ``state`` [N, K, R, dk, dv]."""
     query, key = (_unit(x)[:, :, None, None] for x in (query, key))
     state *= decay.exp()[..., None, None]
     new = (value[..., None, :] - key @ state) * beta[..., None, None]
@@ -61,14 +61,14 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class _Parts(NamedTuple):
-    """What a chunk computes without the state before it, for every chunk."""
+    """The results of every chunk that do not depend on the state before it."""
 
-    values: Tensor  # [n, K, R, C, dv] what is written if that state is 0
-    known: Tensor  # [n, K, R, C, dk] reads what that state knows of them already
+    values: Tensor  # [n, K, R, C, dv] values to write if that state is 0
+    known: Tensor  # [n, K, R, C, dk] reads the part of them that the state knows already
     reads: Tensor  # [n, K, R, C, dk] queries, decayed from that state on
-    mixes: Tensor  # [n, K, R, C, C] what queries read of the chunk's own
+    mixes: Tensor  # [n, K, R, C, C] weights with which queries read the chunk's own values
     writes: Tensor  # [n, K, R, C, dk] keys, decayed to the chunk's end
-    keeps: Tensor  # [n, K, R, 1, 1] what stays of that state
+    keeps: Tensor  # [n, K, R, 1, 1] factor of the part of that state that stays
 
 
 def _running_sums(g: Tensor, above: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class DeltaLayer(LayerAttention):
 
 @dataclass(frozen=True, slots=True)
 class DeltaStates:
-    """What the delta nets of some sequences remember."""
+    """The states of the delta nets of some sequences."""
 
     taps: Tensor  # [L, N, M, T - 1] the last inputs of the convolution, zeros before a sequence
     states: Tensor  # [L, N, K, R, dk, dv] float32
@@ -194,7 +194,7 @@ class DeltaStates:
         self.taps[:, rows], self.states[:, rows] = those.taps, those.states
 
     def step(self, net: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """One token of each of the first N rows, in the ``net``-th delta net (see `Context.remember`)."""
+        """Computes one token of each of the first N rows, in the ``net``-th delta net (see `Context.remember`)."""
         seen, state = self.taps[net, : len(x)], self.states[net, : len(x)]
         window = torch.cat((seen, x[..., None]), -1)
         seen.copy_(window[..., 1:])

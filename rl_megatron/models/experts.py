@@ -22,8 +22,8 @@ from rl_megatron.models.shape import ExpertNames, ModelShape, Router
 # Below this waste of dense products, the gathering of `grouped_experts` takes longer than it saves. Two Zen 5 cores
 # cross over at 10 to 14 MFLOP, for hidden 64 to 256 and 8 to 32 experts.
 MAX_DENSE_WASTE_FLOPS = 12e6
-# What an expert's products cost outside the grouped product, where a flop of that one costs 1: so much for the two
-# calls, and so much a flop.
+# Costs of an expert's products outside the grouped product, where a flop of that one costs 1: of the two calls, and of
+# a flop.
 OVERFLOW_FLOPS, OVERFLOW_SLOWDOWN = 20e6, 3
 # Where MKL is faster otherwise: from 2^19 numbers on the packed copy saves up to a seventh of an Intel Xeon's time; at
 # 2^18 it costs a tenth, at 2^15 it takes two to four times as long.
@@ -46,7 +46,7 @@ class PackedExperts:
 
     @staticmethod
     def usable(w13: Tensor) -> bool:
-        """Whether a packed copy of a layer's matrices ``w13`` is faster here: on a CPU with oneDNN, in float32."""
+        """True if a packed copy of a layer's matrices ``w13`` is faster here: on a CPU with oneDNN, in float32."""
         leads = ONEDNN_LEADS or w13.numel() >= MIN_PACKED
         return HAS_ONEDNN and leads and w13.device.type == "cpu" and w13.dtype == torch.float32
 
@@ -132,7 +132,7 @@ def grouped_experts(
 ) -> Tensor:
     """Gathers tokens by expert: a product of E matrices computes C padded rows of each, and a loop the rows beyond."""
     (num, k), experts = chosen.shape, w13.shape[0]
-    place = chosen.new_zeros(num, experts).scatter_(1, chosen, 1).cumsum(0)  # from 1, among the tokens of an expert
+    place = chosen.new_zeros(num, experts).scatter_(1, chosen, 1).cumsum(0)  # counts from 1 among an expert's tokens
     counts = place[-1].tolist()
     capacity = _capacity(counts, 2 * (w13[0].numel() + w2[0].numel()))
     place = place.gather(1, chosen)

@@ -6,10 +6,10 @@ copy and no row needs an index. A row is a sequence; its tokens end at the curre
 bias of minus infinity hides the columns that are not its own. Keys are rotated before they come here, so columns may
 be in any order and the ring may wrap.
 
-Both products of attention are weighted sums of stored rows, which `torch.embedding_bag` computes while it reads each
-of them once: a query head's scores are its D numbers times the D key rows of B columns, its output is its weights
-times the value rows. The query is one token, and for matrices that thin a batched product takes two to three times as
-long (five with two threads, of which MKL's then uses one).
+Both products of attention are weighted sums of stored rows, which `torch.embedding_bag` computes while it reads each of
+them once: a query head's scores are its D numbers times the D key rows of B columns, its output is its weights times
+the value rows. The query is one token, and for matrices that thin a batched product takes two to three times as long
+(five with two threads, as MKL's then uses only one).
 
 Letters: n active rows (always the first n), Q query heads, K key-value heads, D a head's numbers
 (`ModelShape.widest_head`), C columns, B columns of a block of keys.
@@ -33,7 +33,7 @@ BLOCK_COLUMNS = 48
 
 @dataclass(frozen=True, slots=True)
 class PrefixCache:
-    """What P sequences leave behind for those that go on from them.
+    """The cached keys, values and states of P sequences, for those that continue them.
 
     ``columns`` [2 * layers that attend, P, longest, K, D] are all rotated keys, then all values; each sequence stands
     at the END of its row, with zeros before it.
@@ -71,7 +71,7 @@ class KVCache(Context):
         self._first_value_row = head * columns
         self._active = self._column = self._first = self._last = 0
         self._value_rows = self._value_starts = self._key_starts[:0]
-        self._outside: dict[int, Tensor] = {}  # by window, minus infinity for columns in use that are too old
+        self._outside: dict[int, Tensor] = {}  # window -> minus infinity for columns in use that are too old
 
     def open_column(self, clock: int, *, active: int, oldest: int) -> None:
         """Begin step ``clock`` for the first ``active`` rows, whose oldest token is of step ``oldest``."""

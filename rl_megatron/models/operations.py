@@ -27,12 +27,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def through_onednn(x: Tensor) -> bool:
-    """Whether products of ``x`` go through oneDNN: in float32, on a CPU on which it is the faster library."""
+    """True if products of ``x`` go through oneDNN: in float32, on a CPU on which it is the faster library."""
     return x.is_cpu and x.dtype == torch.float32 and ONEDNN_LEADS
 
 
 def through_wide_mkl(x: Tensor) -> bool:
-    """Whether products of ``x`` are MKL's with AVX-512: in float32, on a CPU of Intel's that has it."""
+    """True if products of ``x`` are MKL's with AVX-512: in float32, on a CPU of Intel's that has it."""
     return x.is_cpu and x.dtype == torch.float32 and MKL_IS_WIDE
 
 
@@ -47,7 +47,7 @@ def _leads() -> tuple[bool, bool]:
     """`ONEDNN_LEADS` and `MKL_IS_WIDE`, by the processor's maker and flags."""
     processor, mkl = _processor(), torch.backends.mkl.is_available()
     of_intel, wide = "GenuineIntel" in processor, "avx512f" in processor.split()
-    as_wide = bool(processor) and (of_intel or not wide)  # as oneDNN, which uses the widest vectors that there are
+    as_wide = bool(processor) and (of_intel or not wide)  # MKL's vectors are as wide as oneDNN's, the widest there are
     return HAS_ONEDNN and not (mkl and as_wide), mkl and of_intel and wide
 
 

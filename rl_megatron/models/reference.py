@@ -115,8 +115,8 @@ class DecoderModel:
     ) -> Tensor:
         """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences.
 
-        If ``routes`` [N, layers with experts, k] is given, it receives the experts that each layer chose. What
-        ``noise`` says of a layer's number, [N, E], is added to its router's logits.
+        If ``routes`` [N, layers with experts, k] is given, it receives the experts that each layer chose. The result
+        [N, E] of ``noise`` for a layer's number is added to its router's logits.
         """
         x = self.embedding.index_select(0, tokens)
         angles, first = self._rotary.at(positions), self.shape.moe_layers.start
@@ -185,7 +185,7 @@ class DecoderModel:
 class FullAttention(Context):
     """Causal attention inside each of P whole sequences, given as one flat list of N tokens without padding.
 
-    ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), ``prefix`` gets what they leave behind.
+    ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), ``prefix`` gets their cached states.
     """
 
     def __init__(
@@ -229,8 +229,8 @@ class FullAttention(Context):
         return out.flatten(0, 1).index_select(0, self._from_start)
 
     def _mask(self, window: int, sinks: Tensor | None) -> Tensor:
-        """What a query sees, [longest, longest] bool; with ``sinks`` [Q] what to add to scores, [Q, longest, 1 +
-        longest], theirs first."""
+        """Returns which keys a query sees, [longest, longest] bool. With ``sinks`` [Q] it returns numbers to add to
+        scores, [Q, longest, 1 + longest], theirs first."""
         at = torch.arange(self._longest, device=self.positions.device)
         back = at[:, None] - at
         seen = (back >= 0) & (back < (window or self._longest))

@@ -66,8 +66,8 @@ def as_halves(x: Tensor) -> Tensor:
 
 
 class RotaryTables:
-    """Cosines and signed sines of ``length`` positions for ``heads`` heads of ``width`` numbers, of which the first
-    `ModelShape.rotary_dim` turn, halves convention."""
+    """Cosines and signed sines of ``length`` positions for ``heads`` heads of ``width`` numbers. The first
+    `ModelShape.rotary_dim` of these turn, halves convention."""
 
     def __init__(
         self, shape: ModelShape, *, heads: int, width: int, length: int, dtype: torch.dtype, device: torch.device

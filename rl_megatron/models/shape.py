@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 STACKED = ("stacked_experts", "stacked_drafts")
 """Fields of `ModelShape` that this package writes into the config.json of a megatron checkpoint."""
-_MOST_EXPERTS = 1_000_000  # in all layers; those of a trillion parameters are 23,000
+_MOST_EXPERTS = 1_000_000  # experts of all layers; models of a trillion parameters have 23,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +153,9 @@ class DecoderNames:
 class ModelShape:
     """Sizes of one decoder, global (not per rank), in Hugging Face's meaning.
 
-    With the defaults it is Qwen3-MoE. ``num_experts`` is 0 for a dense model, all of whose layers have one MLP of
-    ``dense_width``; else the first ``dense_layers`` do, and the others have experts, and shared experts of
-    ``shared_width`` in total. ``qk_norm`` is over each head, over all heads at once, or absent. ``windows`` has for
+    With the defaults it is Qwen3-MoE. ``num_experts`` is 0 for a dense model: all of its layers have one MLP of
+    ``dense_width``. Otherwise the first ``dense_layers`` do, and the others have experts, and shared experts of
+    ``shared_width`` in total. ``qk_norm`` is over each head, over all heads together, or absent. ``windows`` has for
     each layer how many positions a query attends to, its own included; 0 means all, and empty means 0 for every layer.
     ``delta_layers`` have a ``delta`` net in place of attention. The attention of others is multiplied by the sigmoid of
     a gate with ``output_gate``, and that of shared experts with ``shared_gate``. ``zero_centered`` norms multiply by
@@ -164,10 +164,10 @@ class ModelShape:
     With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each; draft
     layers of such a model have them so with ``stacked_drafts``.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
-    ``draft_layers`` after the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437); with ``drafts`` the
-    model has them too, each like the decoder's last layer, else they are left aside. Tensors whose names begin with one
-    of ``beside``, of draft layers without rows or of a tower for images, are never read. A model that ``scores`` has
-    one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
+    ``draft_layers`` after the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437). With ``drafts`` the
+    model has them too, each like the decoder's last layer, otherwise they are left out. Tensors with names that begin
+    with one of ``beside``, of draft layers without rows or of a tower for images, are never read. A model that
+    ``scores`` has one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
 
     ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a family of the user's own,
     as ``package.module:name``, so that every process that gets the shape can import it.
@@ -217,7 +217,7 @@ class ModelShape:
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dimensions are rotated."""
+        """The number of a head's dimensions that are rotated."""
         return self.rope.dim or (self.latent.rope_dim if self.latent else self.head_dim)
 
     @property
@@ -247,7 +247,7 @@ class ModelShape:
 
     @property
     def uniform(self) -> bool:
-        """Whether all layers have the same parts."""
+        """True if all layers have the same parts."""
         return not (self.num_experts and self.dense_layers) and not self.delta_layers
 
     @property
@@ -291,7 +291,7 @@ class ModelShape:
 
 
 def length_problem(m: ModelShape, named: str, length: int) -> str | None:
-    """Why sequences of ``length``, which ``named`` gives, are not computed; None if they are."""
+    """Returns why sequences of ``length``, which ``named`` gives, are not computed; None if they are."""
     if length <= m.longest:
         return None
     if length > m.max_positions:

@@ -96,7 +96,7 @@ def tiny_shape(spec: TinySizes) -> ModelShape:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8 (id = byte), then the special tokens. Text that spells a special token stays text."""
+    """Returns a tokenizer of UTF-8 bytes (id = byte), then special tokens. Text that spells one of these stays text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

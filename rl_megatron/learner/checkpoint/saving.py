@@ -1,7 +1,7 @@
 """Saves model and optimizer shards in megatron's ``torch_dist`` format, while training continues or while it waits.
 
 Megatron-core's own asynchronous save (0.16.1) cannot be used: ``.to("cpu")`` of a tensor on the CPU is the same memory,
-which the next step changes, and its writers are forked among gloo's and CUDA's threads, or switch Python's garbage
+which the next step changes, and its writers are forked next to gloo's and CUDA's threads, or switch Python's garbage
 collector off for the whole process. So tensors are copied here, and a thread writes them.
 
 Every rank calls `save_shards`, and later `ShardSave.durable`. The caller makes the folder atomic: shards are a part of

@@ -238,8 +238,8 @@ def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
 
 
 def is_excluded(name: str, without: str | None) -> bool:
-    """True if checkpoints do not hold ``name``: TransformerEngine's fp8 state, or a name that begins with ``without``.
-    Fp8 recipes here have no scales of earlier steps (`options.fp8`), and torch's layers have none."""
+    """True if ``name`` is left out: it begins with ``without``, or is TransformerEngine's fp8 state, which no
+    checkpoint holds. Recipes here have no scales of earlier steps (`options.fp8`), and torch's layers have none."""
     return "_extra_state" in name or bool(without and name.startswith(without))
 
 

@@ -70,7 +70,7 @@ def multiply(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
 def own(groups: Groups, x: Tensor) -> Tensor:
     """[n, E] in ``x``'s dtype: 1 where a row is the expert's. Times biases [E, m] it is each row's bias, and that
     product's gradient adds up each expert's rows in one order and in float32."""
-    before = torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None] < groups.ends  # later experts too
+    before = torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None] < groups.ends  # true at later ones too
     return before.to(x.dtype).diff(dim=1, prepend=x.new_zeros(len(x), 1))
 
 

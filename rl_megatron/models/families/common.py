@@ -1,4 +1,4 @@
-"""What the readers of several families share: refusals, rotary embeddings, the fields that every decoder has.
+"""The parts that readers of several families share: refusals, rotary embeddings, the fields that every decoder has.
 
 transformers drops from a file what equals its default only in some versions, so a missing key means that default: each
 reader has those of its family's configuration class (`with_defaults`).
@@ -84,7 +84,7 @@ def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int, turns_part: 
         raise ConfigError(
             f"{path}: rope_type={quote_start(kind)} is not supported; allowed: {', '.join(map(repr, _KINDS))}"
         )
-    base = float(given.get("rope_theta") or raw.get("rope_theta") or 1e4)  # of every class that names no other
+    base = float(given.get("rope_theta") or raw.get("rope_theta") or 1e4)  # default of classes that name no other
     part = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if not turns_part and part != 1:
         raise ConfigError(
@@ -176,7 +176,7 @@ def value_or_default(raw: Mapping[str, Any], key: str, default: float) -> Any:
 
 
 def dense_first(raw: Mapping[str, Any], path: Path, default: int) -> int:
-    """How many layers have no experts, the first ones: by ``mlp_layer_types``, ``first_k_dense_replace``, or both."""
+    """Returns how many of the first layers are dense, by ``mlp_layer_types``, ``first_k_dense_replace``, or both."""
     kinds, layers, first = raw.get("mlp_layer_types"), raw["num_hidden_layers"], raw.get("first_k_dense_replace")
     if kinds is None:
         return int(value_or_default(raw, "first_k_dense_replace", default))
@@ -197,7 +197,7 @@ def windows(raw: Mapping[str, Any], path: Path, kinds: Sequence[str] | None = No
     if not window:
         return ()
     kinds = raw.get("layer_types") or kinds
-    require_fixed_values(raw, path, {"use_sliding_window": True})  # which no class with these windows reads
+    require_fixed_values(raw, path, {"use_sliding_window": True})  # no class with these windows reads it
     if kinds is None:
         return (window,) * layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}

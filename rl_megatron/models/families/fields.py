@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rl_megatron.models.json_files import Fields, JsonFields, read_json
 
-_Count = Annotated[int, Field(ge=1, le=100_000)] | None  # of layers, heads, experts: things that have names
+_Count = Annotated[int, Field(ge=1, le=100_000)] | None  # number of layers, heads or experts: things that have names
 _Some = Annotated[int, Field(ge=0, le=100_000)] | None
 _Length = Annotated[int, Field(ge=0, le=1 << 31)] | None
 _Width = Annotated[int, Field(ge=1, le=1 << 31)] | None

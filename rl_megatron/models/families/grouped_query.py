@@ -41,7 +41,7 @@ def read_mistral(raw: dict[str, Any], path: Path) -> ModelShape:
 
 
 def read_qwen2(raw: dict[str, Any], path: Path) -> ModelShape:
-    """Qwen2 and Qwen2.5, also as text models behind others."""
+    """Qwen2 and Qwen2.5, also as text models inside others."""
     raw = _checked(raw, path, {"num_key_value_heads": 32}, use_sliding_window=False)
     return ModelShape(**decoder_fields(raw, path), **dense_fields(raw), qk_norm=None, qkv_bias=True)
 
@@ -82,7 +82,7 @@ def read_mixtral(raw: dict[str, Any], path: Path) -> ModelShape:
 
 
 def read_olmoe(raw: dict[str, Any], path: Path) -> ModelShape:
-    """OLMoE: norms over all heads at once; the chosen experts' softmax scores do not add up to 1 unless it says so."""
+    """OLMoE: norms over all heads together; the chosen experts' softmax scores do not add up to 1 unless it says so."""
     raw = _checked(raw, path, {}, attention_bias=False, clip_qkv=None)
     return ModelShape(
         **decoder_fields(raw, path),
@@ -186,7 +186,7 @@ def read_hy_v3(raw: dict[str, Any], path: Path) -> ModelShape:
 
 
 def read_minimax_m2(raw: dict[str, Any], path: Path) -> ModelShape:
-    """MiniMax-M2: norms over all heads at once, part of a head turns, the router's scores are sigmoids."""
+    """MiniMax-M2: norms over all heads together, part of a head turns, the router's scores are sigmoids."""
     defaults = {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6}
     router = {"scoring_func": "sigmoid", "use_routing_bias": True, "router_jitter_noise": 0.0}
     norms = {"use_qk_norm": True, "qk_norm_type": "per_layer"}

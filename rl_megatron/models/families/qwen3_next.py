@@ -39,7 +39,7 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
     raw = with_defaults(raw, _DEFAULTS)
     require_fixed_values(raw, path, {**SILU, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1})
     if raw["model_type"] != "qwen3_next":
-        require_fixed_values(raw, path, {"norm_topk_prob": True})  # which Qwen3.5's class does not read
+        require_fixed_values(raw, path, {"norm_topk_prob": True})  # Qwen3.5's class does not read it
     kinds = _kinds(raw, path)
     return ModelShape(
         **decoder_fields(raw, path, turns_part=True),
