@@ -160,8 +160,8 @@ def _rank_weights(size: int, k: int, leave_one_out: bool) -> tuple[Tensor, Tenso
 
 @functools.cache
 def _load_custom(name: str) -> tuple[Callable[..., Tensor], bool]:
-    """The function of ``advantage_mean=package.module:name``, and whether it has an argument ``lengths``. Raises as
-    `load_named`."""
+    """Returns the function of ``advantage_mean=package.module:name``, and whether it has an argument ``lengths``.
+    Raises as `load_named`."""
     own: Callable[..., Tensor] = load_named(name, "algorithm.advantage_mean", "function", callable)
     try:
         return own, "lengths" in inspect.signature(own).parameters
@@ -170,8 +170,8 @@ def _load_custom(name: str) -> tuple[Callable[..., Tensor], bool]:
 
 
 def custom_group_advantages(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor | None) -> Tensor:
-    """Advantages [n] float64 by the user's function, which gets one group's rewards [n] float64 at a time, and their
-    ``lengths`` [n] float64 where it has that argument. A group with none beyond `ROUNDING` has exactly 0.
+    """Returns advantages [n] float64 by the user's function, which gets one group's rewards [n] float64 at a time, and
+    their ``lengths`` [n] float64 where it has that argument. A group with none beyond `ROUNDING` has exactly 0.
 
     Raises ConfigError if it raises, or returns anything but as many finite numbers.
     """
@@ -213,12 +213,12 @@ def turn_advantages(of_turns: Tensor, lengths: Tensor, *, gamma: float) -> Tenso
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """Reward less that of the greedy completion of the same prompt, [n] float32 (arXiv:2310.10505)."""
+    """Returns the reward less that of the greedy completion of the same prompt, [n] float32 (arXiv:2310.10505)."""
     return difference(_finite(rewards).double(), _finite(greedy_rewards).double()).float()
 
 
 def moving_baseline(baseline: float, rewards: Tensor, *, decay: float) -> float:
-    """The next baseline of REINFORCE: an exponential moving mean of the batches' mean rewards."""
+    """Returns the next baseline of REINFORCE: an exponential moving mean of the batches' mean rewards."""
     return decay * baseline + (1 - decay) * float(_finite(rewards).double().mean())
 
 

@@ -32,7 +32,7 @@ class ValueLoss:
     clip: float | None = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """This rank's share of the loss; its gradient goes through ``inputs.values``."""
+        """Returns this rank's share of the loss; its gradient goes through ``inputs.values``."""
         inputs = masked(inputs)
         values, returns = require_column(inputs.values, "values"), require_column(inputs.returns, "returns")
         old = require_column(inputs.old_values, "old_values")
@@ -109,7 +109,7 @@ class PreferenceLoss:
     beta: float
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """This rank's share of the loss. Every rank that shares a sequence calls it.
+        """Returns this rank's share of the loss. Every rank that shares a sequence calls it.
 
         Each token carries its pair's loss, spread over the pair's tokens, and the gradient of its own log-prob, so
         shares of context-parallel ranks add up without autograd between them.
@@ -174,8 +174,8 @@ class KtoLoss:
     reference_point: float = 0.0
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """This rank's share of the loss, spread over tokens as by `PreferenceLoss`. Every rank that shares a sequence
-        calls it."""
+        """Returns this rank's share of the loss, spread over tokens as by `PreferenceLoss`. Every rank that shares a
+        sequence calls it."""
         inputs = masked(inputs)
         detached = inputs.logprobs.detach()
         ratios = inputs.segment_sum(detached - require_column(inputs.ref_logprobs, "ref_logprobs"))
@@ -213,8 +213,8 @@ class ScoreLoss:
     centring: float = 0.0
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """This rank's share of the loss; its gradient goes through ``inputs.values``. Every rank that shares a sequence
-        calls it."""
+        """Returns this rank's share of the loss; its gradient goes through ``inputs.values``. Every rank that shares a
+        sequence calls it."""
         inputs = masked(inputs)
         values = require_column(inputs.values, "values")
         detached = values.detach()

@@ -81,7 +81,7 @@ MODES: Mapping[str, Callable[[CorrectionSection, LossInputs, Tensor], Tensor]] =
 
 
 def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: Tensor) -> Tensor:
-    """Weight of each token's loss, [T], without a gradient, for inputs already ``masked``; ``lengths`` [S].
+    """Returns the weight of each token's loss, [T], without a gradient, for inputs already ``masked``; ``lengths`` [S].
 
     It is of the ``level`` (the product over a sequence grows with its length, the length-normalized one does not) and
     bounded by the ``mode``. Truncate clamps the weight to low .. high, mask zeroes a weight outside, band also replaces
@@ -105,7 +105,7 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
 
 
 def second_moment_mask(log_ratios: Tensor, *, threshold: float) -> Tensor:
-    """The tokens of a whole minibatch that M2PO trains on, [N] bool (arXiv:2510.01161).
+    """Returns the tokens of a whole minibatch that M2PO trains on, [N] bool (arXiv:2510.01161).
 
     Leaves out the tokens of largest squared log-ratio until the mean square of the rest is at most ``threshold``.
     """

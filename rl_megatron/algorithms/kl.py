@@ -49,19 +49,19 @@ ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": abso
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
-    """Estimate of KL(pi‖ref) at each position, [N]; 0 outside the mask, even if inputs there are not finite."""
+    """Returns an estimate of KL(pi‖ref) at each position, [N]; 0 outside the mask, even if inputs there are not finite."""
     return ESTIMATORS[estimator](logprobs.where(mask, 0.0), ref_logprobs.where(mask, 0.0))
 
 
 def kl_in_token_rewards(token_rewards: Tensor, kl: Tensor, *, beta: float) -> Tensor:
-    """Rewards [N] minus beta·kl [N], before GAE or discounted returns."""
+    """Returns rewards [N] minus beta·kl [N], before GAE or discounted returns."""
     return token_rewards - beta * kl.detach()
 
 
 def kl_in_sequence_rewards(
     rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, *, beta: float, trajectory_of: Tensor | None = None
 ) -> Tensor:
-    """Rewards minus beta times the sum of kl [N] over each sequence, or over those [S] of each trajectory."""
+    """Returns rewards minus beta times the sum of kl [N] over each sequence, or over those [S] of each trajectory."""
     ids = sequence_ids(cu_seqlens)
     ids = ids if trajectory_of is None else trajectory_of[ids]
     return rewards - beta * segment_sum(kl.detach(), ids, len(rewards))

@@ -110,7 +110,7 @@ class PolicyLoss:
         return replace(output, loss=(per_token * weights).sum() + sum(parts.values()), metrics=metrics)
 
     def _extra_terms(self, inputs: LossInputs, weights: Tensor) -> dict[str, Tensor]:
-        """The terms of the loss, [] each, that it adds to the objective."""
+        """Returns the terms of the loss, [] each, that it adds to the objective."""
         out = {}
         if self.kl_coefficient and self.row.kl.placement == "loss":
             out["kl"] = self.kl_coefficient * (kl_term(inputs, self.row.kl) * weights).sum()
@@ -122,7 +122,7 @@ class PolicyLoss:
     def _describe(
         self, inputs: LossInputs, lengths: Tensor, raw: Tensor, limited: Tensor, correction: Tensor | None
     ) -> LossOutput:
-        """The metrics, with a loss of 0."""
+        """Returns the metrics, with a loss of 0."""
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         ratio = log_ratio.exp()
         over_tokens, over_ratios = (
@@ -164,7 +164,7 @@ class PolicyAndValueLoss:
     coefficient: float
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """This rank's share of the sum. Every rank that shares a sequence calls it."""
+        """Returns this rank's share of the sum. Every rank that shares a sequence calls it."""
         policy, value = self.policy(inputs), self.value(inputs)
         said = {**policy.metrics, **value.metrics, "critic/loss": Metric(value=value.loss.detach())}
         return LossOutput(loss=policy.loss + self.coefficient * value.loss, metrics=said)
@@ -175,7 +175,7 @@ class CrossEntropy:
     """Supervised loss: mean over the batch's tokens of -log pi(target). Means: ``entropy``."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """This rank's share of the mean."""
+        """Returns this rank's share of the mean."""
         inputs = masked(inputs)
         num_tokens = max(inputs.num_tokens, 1)
         return LossOutput(
@@ -250,7 +250,7 @@ def token_weight(samples: Samples, name: str, *, max_length: int, part: Tensor |
 
 
 def _sampled_alone(inputs: LossInputs) -> LossInputs:
-    """The inputs with no demonstrated token masked in; a whole sequence is a demonstration, or was sampled."""
+    """Returns the inputs with no demonstrated token masked in; a whole sequence is a demonstration, or was sampled."""
     return replace(inputs, mask=inputs.mask & ~require_column(inputs.demonstrated, "demonstrated"))
 
 
@@ -267,6 +267,6 @@ def _demonstration_means(inputs: LossInputs) -> dict[str, Metric[Tensor]]:
 
 
 def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Greatest value inside the mask, []; -inf if the mask is empty (also with T = 0)."""
+    """Returns the greatest value inside the mask, []; -inf if the mask is empty (also with T = 0)."""
     lowest = values.new_full((1,), -torch.inf)
     return torch.cat([torch.where(mask, values, lowest), lowest]).amax()

@@ -71,14 +71,14 @@ def masked(inputs: LossInputs) -> LossInputs:
 
 
 def require_column(column: Tensor | None, name: str) -> Tensor:
-    """The column. Raises ValueError if the batch has none."""
+    """Returns the column. Raises ValueError if the batch has none."""
     if column is None:
         raise ValueError(f"this loss needs the samples' {name}, and the batch was made without them")
     return column
 
 
 def mean_per_sequence(values: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
-    """Mean of ``values`` [T] over the masked-in tokens of each token's sequence, [T], detached."""
+    """Returns the mean of ``values`` [T] over the masked-in tokens of each token's sequence, [T], detached."""
     return (inputs.segment_sum(values.detach()) / lengths.clamp(min=1))[inputs.segment_ids]
 
 
@@ -88,7 +88,7 @@ def token_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
 
 
 def sequence_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
-    """Mean log-ratio of the token's sequence, [T]; its gradient is that of this token's own log-prob.
+    """Returns the mean log-ratio of the token's sequence, [T]; its gradient is that of this token's own log-prob.
 
     The token form of GSPO (arXiv:2507.18071, eq. 14): the mean is detached, so no autograd crosses context-parallel
     ranks. With one advantage per sequence, the mean over tokens has the value and the gradient of the sequence form.
@@ -107,7 +107,7 @@ def turn_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
 
 
 def sequence_sum_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
-    """Log-ratio of the whole sequence, not length-normalized, [T], detached: TOPR's weight of a trajectory."""
+    """Returns the whole sequence's log-ratio, not length-normalized, [T], detached: TOPR's weight of a trajectory."""
     return inputs.segment_sum((inputs.logprobs - inputs.old_logprobs).detach())[inputs.segment_ids]
 
 
@@ -232,7 +232,7 @@ def _near_old(distance: Tensor, log_ratio: Tensor, inputs: LossInputs, row: Algo
 
 
 def demonstrated_losses(per_token: Tensor, inputs: LossInputs, row: AlgorithmSection) -> Tensor:
-    """The losses [T], of demonstrated tokens -A f(p), f(p) = p / (p + gamma), p = pi, without a clip: LUFFY
+    """Returns the losses [T], of demonstrated tokens -A f(p), f(p) = p / (p + gamma), p = pi, without a clip: LUFFY
     (arXiv:2504.14945).
 
     Who wrote a demonstration is taken to have been certain of each token, so that its ratio is pi itself. In log p, f
@@ -314,7 +314,7 @@ OBJECTIVES: Mapping[str, Objective] = {
 
 @functools.cache
 def resolve_objective(name: str) -> Objective:
-    """The objective of the table, or the user's own at ``package.module:name``. Raises as `load_named`."""
+    """Returns the objective of the table, or the user's own at ``package.module:name``. Raises as `load_named`."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
     own: Objective = load_named(name, "algorithm.objective", "function", callable)

@@ -70,7 +70,7 @@ def check_custom_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
 
 
 def check_custom_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None:
-    """Call the user's function of a group's rewards on some groups of the run's size; of one group's turns, on four.
+    """Calls the user's function of a group's rewards on some groups of the run's size; of one group's turns, on four.
 
     Raises ConfigError as `advantages.of_each_group` where the rewards are 0 and 1, and if the advantages of all groups
     are 0, those of other rewards too. Of what the run may not have, other rewards and turns in other numbers, warns.
@@ -187,7 +187,7 @@ class _CustomCheck:
             raise ConfigError(f"{self.given} must take (log_ratio, inputs, lengths, row): {error}") from error
 
     def losses(self, inputs: LossInputs, shift: float = 0.0) -> Tensor:
-        """Each token's loss [T], as the run calls it; ``shift`` is added to the log-ratio."""
+        """Returns each token's loss [T], as the run calls it; ``shift`` is added to the log-ratio."""
         inputs = masked(inputs)
         lengths = inputs.segment_sum(inputs.mask.to(inputs.logprobs.dtype))
         log_ratio = RATIO_LEVELS[self.row.ratio_level](inputs, lengths) + shift
@@ -274,12 +274,12 @@ class _CustomCheck:
 
 
 def _part(inputs: LossInputs, mine: Tensor) -> LossInputs:
-    """The columns of the positions ``mine`` [T] alone."""
+    """Returns the columns of the positions ``mine`` [T] alone."""
     return replace(inputs, **{name: x[mine] for name in _COLUMNS if (x := getattr(inputs, name)) is not None})
 
 
 def _made(row: AlgorithmSection) -> Iterator[LossInputs]:
-    """Micro-batches with the columns that a run of the row has."""
+    """Yields micro-batches with the columns that a run of the row has."""
     ids = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
     mask = (torch.arange(len(ids)) % 4 != 1) & (ids != 2)
     generator = torch.Generator().manual_seed(1)

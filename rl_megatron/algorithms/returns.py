@@ -36,12 +36,12 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float, factor:
 
 
 def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mask [N] without the sequences whose ``truncated`` [S] is set (DAPO's overlong filter)."""
+    """Returns the mask [N] without the sequences whose ``truncated`` [S] is set (DAPO's overlong filter)."""
     return mask & ~truncated[sequence_ids(cu_seqlens)]
 
 
 def set_unfinished_rewards(rewards: Tensor, finished: Tensor, *, unfinished_reward: float) -> Tensor:
-    """Rewards [n] of completions that ended by themselves; the others get ``unfinished_reward``."""
+    """Returns the rewards [n] of completions that ended by themselves; the others get ``unfinished_reward``."""
     return torch.where(finished, rewards, unfinished_reward)
 
 
@@ -99,7 +99,7 @@ def gae(
     gamma: float,
     lam: Tensor | float,
 ) -> Tensor:
-    """Generalized advantages [N] float32 (arXiv:1506.02438); add ``values`` for the critic's targets.
+    """Returns generalized advantages [N] float32 (arXiv:1506.02438); add ``values`` for the critic's targets.
 
     ``next_values`` [S] is the value after a sequence's last position, used if ``truncated`` [S] bool; a sequence that
     ended by itself has 0 there. ``lam`` is one number, or [S] (VAPO's length-adaptive one).
@@ -126,8 +126,8 @@ def length_adaptive_lambda(mask: Tensor, cu_seqlens: Tensor, *, alpha: float = 0
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Values [N] of the whole global batch less their mean, over the std + 1e-8 of what is left, float32; 0 outside
-    ``mask``.
+    """Returns values [N] of the whole global batch less their mean, over the std + 1e-8 of what is left, float32; 0
+    outside ``mask``.
 
     Both are over the masked-in positions, the std over n - 1. Values that are all equal up to `ROUNDING` leave exactly
     0. So does a 0 among values with a mean of 0 up to `ROUNDING` of the largest, as after a group's mean.
@@ -163,7 +163,7 @@ class _Part:
         return self.lengths.cumsum(0) - 1
 
     def kept(self, column: Tensor, row: int) -> Tensor:
-        """This part of ``column`` [N], as float64 in that row of ``room``; 0 where it is masked out."""
+        """Returns this part of ``column`` [N], as float64 in that row of ``room``; 0 where it is masked out."""
         here = column[self.positions]
         if self.places is not None:
             here = here.index_select(0, self.places)

@@ -18,35 +18,35 @@ _PART = 2**19
 
 
 def dense(ids: Tensor) -> Tensor:
-    """The same segments numbered 0, 1, 2, ..., whatever integers named them."""
+    """Returns the same segments numbered 0, 1, 2, ..., whatever integers named them."""
     renumbered: Tensor = torch.unique(ids, return_inverse=True)[1]
     return renumbered
 
 
 def sequence_ids(cu_seqlens: Tensor) -> Tensor:
-    """Segment of every position, [N], from the boundaries [S + 1] of a ragged batch."""
+    """Returns the segment of every position, [N], from the boundaries [S + 1] of a ragged batch."""
     return torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device), cu_seqlens.diff())
 
 
 def segment_sum(values: Tensor, ids: Tensor, num_segments: int | None = None) -> Tensor:
-    """Sum of each segment, [K]. Without ``num_segments`` every segment must have a value."""
+    """Returns the sum of each segment, [K]. Without ``num_segments`` every segment must have a value."""
     num = num_segments if num_segments is not None else (int(ids.max()) + 1 if len(ids) else 0)
     return values.new_zeros(num).index_add_(0, ids, values)
 
 
 def segment_mean(values: Tensor, ids: Tensor) -> Tensor:
-    """Mean of each segment, [K]."""
+    """Returns the mean of each segment, [K]."""
     return segment_sum(values, ids) / segment_sum(torch.ones_like(values), ids)
 
 
 def segment_variance(values: Tensor, ids: Tensor, *, unbiased: bool) -> Tensor:
-    """Variance of each segment, [K], over n - 1 values if ``unbiased`` (NaN for a single one), else over n."""
+    """Returns the variance of each segment, [K], over n - 1 values if ``unbiased`` (NaN for a single one), else over n."""
     count = segment_sum(torch.ones_like(values), ids)
     return segment_sum((values - segment_mean(values, ids)[ids]).square(), ids) / (count - int(unbiased))
 
 
 def segment_range(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest value of each segment, [K] each."""
+    """Returns the least and greatest value of each segment, [K] each."""
     segments = segment_sum(torch.zeros_like(values), ids)
     low = segments.scatter_reduce(0, ids, values, "amin", include_self=False)
     return low, segments.scatter_reduce(0, ids, values, "amax", include_self=False)
@@ -59,7 +59,7 @@ def differ(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def difference(values: Tensor, others: Tensor) -> Tensor:
-    """Values [n] less the others [n], exactly 0 where they differ by `ROUNDING` or less."""
+    """Returns values [n] less the others [n], exactly 0 where they differ by `ROUNDING` or less."""
     found = values - others
     return torch.where(found.abs() > ROUNDING * torch.maximum(values.abs(), others.abs()), found, 0.0)
 

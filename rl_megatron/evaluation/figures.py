@@ -27,7 +27,7 @@ from rl_megatron.observability.intervals import LEVEL, Interval, beta_quantile, 
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """Chance that k of the n samples, drawn without replacement, hold a right one: 1 - C(n - c, k) / C(n, k).
+    """Returns the chance that k of the n samples, drawn without replacement, hold a right one: 1 - C(n - c, k) / C(n, k).
 
     Its expectation is that of k new samples, which 1 - (1 - c / n)^k underestimates (arXiv:2107.03374). A product of k
     ratios in [0, 1], since binomials of large n overflow. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -37,7 +37,7 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def all_at_k(right: int, samples: int, k: int) -> float:
-    """Chance that k of the n samples, drawn so, are all right: C(c, k) / C(n, k). Raises as `pass_at_k`."""
+    """Returns the chance that k of the n samples, drawn so, are all right: C(c, k) / C(n, k). Raises as `pass_at_k`."""
     _check(right, samples, k)
     return math.prod((right - i) / (samples - i) for i in range(min(k, right + 1)))
 

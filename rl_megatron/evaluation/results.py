@@ -30,7 +30,7 @@ _OF_PROGRAMS = ("type", "seconds", "memory_mb")
 
 
 def differing_reward_keys(*two: tuple[Mapping[str, Any], Mapping[str, Any]]) -> list[str]:
-    """The keys by which samples of a set were judged otherwise, each with both values. ``two``: each side's
+    """Returns the keys by which samples of a set were judged otherwise, each with both values. ``two``: each side's
     configuration and the set's keys."""
     first, second = (_judging(config, section) for config, section in two)
     one, other = (_named(config, keys) for (config, _), keys in zip(two, (first, second), strict=True))
@@ -63,7 +63,7 @@ def _judging(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
 
 
 def _named(config: Mapping[str, Any], judges: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of other sections that ``judges`` go by, by key: those of the models that they name, and the
+    """Returns the values of other sections that ``judges`` go by, by key: those of the models that they name, and the
     sandbox's for tests and environments."""
     found = dict[str, Any]()
     for key, value in judges.items():
@@ -79,7 +79,7 @@ def _named(config: Mapping[str, Any], judges: Mapping[str, Any]) -> dict[str, An
 
 
 def drawing_keys(config: Mapping[str, Any], section: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """The values by which samples of a set with these keys were drawn, by key."""
+    """Returns the values by which samples of a set with these keys were drawn, by key."""
     rollout = config.get("rollout", {})
     found = {key: section[key] for key in _DRAWN if key in section}
     if found.get("max_new_tokens", 0) is None:
@@ -95,7 +95,7 @@ def drawing_keys(config: Mapping[str, Any], section: Mapping[str, Any], engine: 
 
 
 def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
-    """A text for each key whose values differ, with both."""
+    """Yields a text for each key whose values differ, with both."""
     for key in dict.fromkeys([*first, *second]):
         if (one := first.get(key)) != (other := second.get(key)):
             yield f"{key} ({one} and {other})"
@@ -106,7 +106,7 @@ def _judges(key: str) -> bool:
 
 
 def _whole(kind: type[Section], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section with defaults of keys that an older version did not have; as it is if it had others."""
+    """Returns the section with defaults of keys that an older version did not have; as it is if it had others."""
     try:
         return kind.model_validate(given).model_dump(mode="json")
     except ValidationError:
@@ -142,7 +142,7 @@ class Results:
     sets: Mapping[str, SetResult]
 
     def write(self, path: Path, *, private: bool) -> None:
-        """Write the file, atomically; other users cannot read a ``private`` one."""
+        """Writes the file, atomically; other users cannot read a ``private`` one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(asdict(self), indent=1).encode() + b"\n", private=private)
 
@@ -162,7 +162,7 @@ _RESULTS = TypeAdapter(Results)
 
 
 def result_of(problems: EvalSet, measured: EvalSetSamples) -> SetResult:
-    """The result of a set."""
+    """Returns the result of a set."""
     return SetResult(
         digest=_of_problems(problems),
         questions=_digest([(one.id, one.question, one.answer) for one in problems.prompts]),
@@ -234,7 +234,7 @@ def _digest(told: Sequence[tuple[object, ...]]) -> str:
 
 
 def read_results(path: Path) -> Results:
-    """The file's results. Raises DataError."""
+    """Returns the file's results. Raises DataError."""
     try:
         return _RESULTS.validate_json(path.read_bytes())
     except OSError as error:
@@ -297,7 +297,7 @@ def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFi
 
 
 def num_draws(samples: int, k: int) -> int:
-    """Draws that a problem's pass@k is taken for: the steps from 0 to 1 that its value has.
+    """Returns the number of draws that a problem's pass@k is taken for: the steps from 0 to 1 that its value has.
 
     It is 1 from ``samples`` - k + 1 right samples on; so it is a mean's value with k = 1, and a single sample's with
     k = ``samples``. docs/evaluation.md has how such intervals hold.
@@ -308,7 +308,7 @@ def num_draws(samples: int, k: int) -> int:
 def _figures(
     first: SetResult, second: SetResult, samples: int
 ) -> dict[str, tuple[Sequence[float], Sequence[float], int]]:
-    """Both sides' values by problem, by name, and the draws that `difference_interval` takes each value for."""
+    """Returns both sides' values by problem, by name, and the draws that `difference_interval` takes each value for."""
 
     def shares(one: EvalSetSamples, k: int) -> list[float]:
         return [pass_at_k(right, one.samples, k) for right in one.right]

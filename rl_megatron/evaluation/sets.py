@@ -57,7 +57,7 @@ class EvalSetSamples:
     versions: Mapping[int, int] = field(default_factory=dict)  # sampled tokens by the version of the weights
 
     def figures(self, pass_at_k: Sequence[int] = ()) -> dict[str, Interval]:
-        """The set's figures by name, as ``pass@8``, over its problems."""
+        """Returns the set's figures by name, as ``pass@8``, over its problems."""
         mean = rate_interval(self.right, samples=self.samples)
         out = {f"mean@{self.samples}": mean}
         for k in pass_at_k:
@@ -72,7 +72,7 @@ class EvalSetSamples:
 async def measure(
     sampler: PolicySampler, problems: EvalSet, section: EvalSection, tell: Tell | None = None
 ) -> EvalSetSamples:
-    """Sample and score a set; log how many samples have no reward. Raises as `PolicySampler.held_out`."""
+    """Samples and scores a set; logs how many samples have no reward. Raises as `PolicySampler.held_out`."""
     one, began = problems.section, time.perf_counter()
     params = sampler.params(
         temperature=problems.temperature,
@@ -136,7 +136,7 @@ def _votes(answered: Sequence[GroupResult], judged: Sequence[Sequence[bool]]) ->
 
 
 def row_of(name: str, measured: EvalSetSamples, pass_at_k: Sequence[int]) -> Mapping[str, float | None]:
-    """Metrics of a set, ``eval/<name>/...`` of docs/metrics.md."""
+    """Returns metrics of a set, ``eval/<name>/...`` of docs/metrics.md."""
     row: dict[str, float | None] = {}
     for figure, interval in measured.figures(pass_at_k).items():
         if not figure.startswith("all@"):

@@ -158,7 +158,7 @@ def _pretending(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _disable_jit_fuser() -> None:
-    """Disable megatron's ``jit_fuser``, which is torch.compile and needs a C++ compiler here.
+    """Disables megatron's ``jit_fuser``, which is torch.compile and needs a C++ compiler here.
 
     Importing its dependencies takes a third of a rank's start, so they are imported only if megatron already was.
     """
@@ -173,13 +173,13 @@ def _disable_jit_fuser() -> None:
 
 
 def _hide_cuda_packages() -> None:
-    """Hide these packages: megatron uses their layers and optimizers if they import, and fails on a partial install."""
+    """Hides these packages: megatron uses what it can import of them, and fails on a partial install."""
     for name in _WANT_CUDA:
         sys.modules[name] = None  # type: ignore[assignment]  # makes Python raise ModuleNotFoundError
 
 
 def install() -> None:
-    """Make megatron.core importable code run here. Call once per process, before megatron is imported."""
+    """Makes megatron.core import and run here. Call once per process, before megatron is imported."""
     if not torch.cuda.is_available():
         _hide_cuda_packages()
         _disable_jit_fuser()
@@ -231,7 +231,7 @@ _LONGEST_NAME = 64
 
 
 def reduce_scatter(own: Tensor, buffer: Tensor, *, group: dist.ProcessGroup) -> None:
-    """Sum a rank's shard of all ranks' ``buffer`` [D * n] into its ``own`` [n], which may be its shard itself. Every
+    """Sums a rank's shard of all ranks' ``buffer`` [D * n] into its ``own`` [n], which may be its shard itself. Every
     rank of the group calls it."""
     shards = buffer.chunk(group.size())
     _put(own, shards[group.rank()])
@@ -245,7 +245,7 @@ def reduce_scatter(own: Tensor, buffer: Tensor, *, group: dist.ProcessGroup) -> 
 
 
 def all_gather(buffer: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
-    """Write each rank's ``own`` [n] into its shard of all ranks' ``buffer`` [D * n], which may be its place already.
+    """Writes each rank's ``own`` [n] into its shard of all ranks' ``buffer`` [D * n], which may be its place already.
     Every rank of the group calls it."""
     shards = buffer.chunk(group.size())
     _put(shards[group.rank()], own)
@@ -261,13 +261,13 @@ def _put(into: Tensor, x: Tensor) -> None:
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
-    """The group's other ranks, each rank beginning with a different one."""
+    """Returns the group's other ranks, each rank beginning with a different one."""
     rank, size = group.rank(), group.size()
     return [(rank + step) % size for step in range(1, size)]
 
 
 def _send(pairs: dict[int, tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> None:
-    """Send the first tensor of a pair to the rank that it is for, and receive the second from it."""
+    """Sends the first tensor of a pair to the rank that it is for, and receives the second from it."""
     calls = []
     for rank, (leaving, arriving) in pairs.items():
         calls.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=rank))
@@ -285,7 +285,7 @@ class _Shared:
         self._turn = 0
 
     def sum(self, own: Tensor, shards: tuple[Tensor, ...], group: dist.ProcessGroup) -> None:
-        """Add the others' shards to ``own``, in the order of `_others`."""
+        """Adds the others' shards to ``own``, in the order of `_others`."""
         mine, others = group.rank(), _others(group)
         for part in _parts(own, self._halves[0, 0, 0].nbytes):
             half = self._next()
@@ -296,7 +296,7 @@ class _Shared:
                 own[part] += _as(half[rank, mine], own[part])
 
     def gather(self, shards: tuple[Tensor, ...], own: Tensor, group: dist.ProcessGroup) -> None:
-        """Write the others' ``own`` into their shards."""
+        """Writes the others' ``own`` into their shards."""
         for part in _parts(own, self._halves[0, 0].nbytes):
             rows = self._next().flatten(1)
             _as(rows[group.rank()], own[part]).copy_(own[part])
@@ -319,7 +319,7 @@ def _parts(x: Tensor, num_bytes: int) -> Iterator[slice]:
 
 
 def _as(memory: Tensor, x: Tensor) -> Tensor:
-    """The first bytes of ``memory`` as a tensor like ``x``."""
+    """Returns the first bytes of ``memory`` as a tensor like ``x``."""
     return memory[: x.nbytes].view(x.dtype)
 
 
@@ -356,7 +356,7 @@ def _make(group: dist.ProcessGroup) -> _Shared | None:
 
 
 def _told(name: str, group: dist.ProcessGroup) -> str:
-    """The first rank's name."""
+    """Returns the first rank's name."""
     told = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
     told[: len(name)] = torch.tensor([*name.encode()], dtype=torch.uint8)
     group.broadcast(told, 0).wait()
@@ -383,7 +383,7 @@ class Heap:
         self._steps = 0
 
     def step(self) -> None:
-        """Return all free memory to the system at every `_TRIM_STEPS`-th call; the next step faults it in again."""
+        """Returns all free memory to the system at every `_TRIM_STEPS`-th call; the next step faults it in again."""
         self._steps += 1
         if self._trim is not None and self._steps % _TRIM_STEPS == 0:
             self._trim(0)

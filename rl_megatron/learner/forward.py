@@ -139,8 +139,8 @@ def _schedule(
 
 
 def _make_viewless(output: Tensor) -> Tensor:
-    """The output, which is no view: megatron frees its memory once it is sent, and layers and losses of the user's own
-    may give views."""
+    """Returns the output, which is no view: megatron frees its memory once it is sent, and layers and losses of the
+    user's own may give views."""
     whole: Tensor = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
     return whole
 

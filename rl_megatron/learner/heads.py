@@ -47,7 +47,7 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [T] of ``targets`` [T] and entropy [T] of the whole vocabulary, with gradients; float32 nats.
+    """Returns log-probs [T] of ``targets`` [T] and entropy [T] of the whole vocabulary, with gradients; float32 nats.
 
     ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
     probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` limits the positions computed
@@ -149,7 +149,7 @@ def _blocks(count: int) -> Iterator[slice]:
 
 
 def _that_fit(chunk: int, rows: int) -> int:
-    """Positions, ``chunk`` at most, whose logits fit a processor's cache."""
+    """Returns how many positions, ``chunk`` at most, have logits that fit a processor's cache."""
     return max(1, min(chunk, CPU_CHUNK_BYTES // (4 * rows)))
 
 
@@ -178,7 +178,7 @@ def _write_gradient(
     entropy: Tensor,
     entropy_grad: Tensor | None,
 ) -> None:
-    """Write the gradient of ``x`` [c, V], log-probs, which it overwrites, to ``out``, which may be ``x``."""
+    """Writes the gradient of ``x`` [c, V], log-probs, which it overwrites, to ``out``, which may be ``x``."""
     at = local[:, None].clamp(0, x.shape[1] - 1)
     factor = -grad[:, None]
     if entropy_grad is not None:  # dH/dx = -p (log p + H)
@@ -334,7 +334,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def gather_logits(logits: Tensor, tokens: Tensor, *, vocab_start: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Logits [T, k], at least float32, of ``tokens`` [T, k] int64, with a gradient into ``logits`` [T, V]."""
+    """Returns logits [T, k], at least float32, of ``tokens`` [T, k] int64, with a gradient into ``logits`` [T, V]."""
     local = tokens - vocab_start
     here = (local >= 0) & (local < logits.shape[1])
     mine = logits.gather(1, local.clamp(0, logits.shape[1] - 1))
@@ -423,7 +423,7 @@ class ValueLayer(ScoreLayer):
 
 
 def replace_output_layer(layer: type[ScoreLayer], chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-    """Replace the output layer of the chunk that has one."""
+    """Replaces the output layer of the chunk that has one."""
     for chunk in chunks:
         if chunk.post_process:
             chunk.output_layer = layer(config)
@@ -448,7 +448,7 @@ class ValueOnHiddenStates:
         self._hidden[:] = [hidden]
 
     def __call__(self) -> Tensor:
-        """The values [t] float32 of the micro-batch that has passed last, once."""
+        """Returns the values [t] float32 of the micro-batch that has passed last, once."""
         values: Tensor = self._chunk.value_layer(self._hidden.pop())[0]
         return values.flatten()
 
@@ -464,7 +464,7 @@ class Head(Protocol):
         ...
 
     def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
-        """The scores in ``want``, a subset of ``says``: [t] float32, logits [masked-in, V]."""
+        """Returns the scores in ``want``, a subset of ``says``: [t] float32, logits [masked-in, V]."""
         ...
 
 
@@ -490,7 +490,7 @@ class VocabHead(Head):
         return found
 
     def _logprobs_of(self, logits: Tensor, targets: Tensor, logprobs: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probs [t, k] of ``tokens`` [t, k], by those of the targets."""
+        """Returns log-probs [t, k] of ``tokens`` [t, k], by those of the targets."""
         cut = self.cut(logits.shape[-1])
         every = torch.cat([tokens.long(), targets[:, None]], 1)
         x = gather_logits(logits, every, vocab_start=cut["vocab_start"], group=cut["group"]) / self.temperature
@@ -544,7 +544,7 @@ class VocabHead(Head):
         return out
 
     def _masked_in(self, output: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
-        """Logits before the temperature, over the whole vocabulary, so only of the masked-in positions."""
+        """Returns logits before the temperature, over the whole vocabulary, so only of the masked-in positions."""
         mine = self._logits(output.squeeze(0)[micro_batch.columns["mask"]])
         tp = parallel_state.get_tensor_model_parallel_group()
         if tp.size() > 1:
@@ -619,7 +619,7 @@ class PolicyAndValueHead(Head):
 
 
 def stop_before_output_layer(chunks: Sequence[GPTModel]) -> None:
-    """Make the chunk with an output layer return hidden states [1, t, h], of all tokens on every TP rank.
+    """Makes the chunk with an output layer return hidden states [1, t, h], of all tokens on every TP rank.
 
     The layer keeps its weight under its name. The gradients of the hidden states are summed over TP.
     """

@@ -31,7 +31,7 @@ _HYBRIDEP = "hybrid_ep_cpp"  # only DeepEP's branch hybrid-ep compiles it
 
 
 def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
-    """All keywords for megatron-core, with those of features.
+    """Returns all keywords for megatron-core, with those of features.
 
     Raises ConfigError if this machine lacks what a key needs, or if a feature gives a keyword that is given already.
     """
@@ -125,8 +125,8 @@ def _of_recompute(learner: LearnerSection, shape: ModelShape) -> dict[str, objec
 
 
 def _of_experts(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
-    """Keywords of the dispatcher, for dense models too, since megatron-core checks it against ``variable_seq_lengths``;
-    and of routers, which choose experts in float32.
+    """Returns keywords of the dispatcher, for dense models too, since megatron-core checks it against
+    ``variable_seq_lengths``; and of routers, which choose experts in float32.
 
     Nothing of megatron-core's own balances load. It multiplies losses by a number of tokens that nothing divides out
     again, counts padding, takes a packed micro-batch as one sequence, and moves biases in steps that are skipped.

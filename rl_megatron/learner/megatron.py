@@ -43,8 +43,8 @@ def make_policy(
     top_k: int = 0,
     valued: bool = False,
 ) -> MegatronLearner:
-    """This rank's part of the learner of a policy, or of a reward model, whose ``shape`` scores; after `world.join`.
-    Every rank calls it. ``top_k`` is that of `VocabHead`; a ``valued`` policy is its own critic."""
+    """Returns this rank's part of the learner of a policy, or of a reward model, whose ``shape`` scores; after
+    `world.join`. Every rank calls it. ``top_k`` is that of `VocabHead`; a ``valued`` policy is its own critic."""
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     head: Head = ValueHead()

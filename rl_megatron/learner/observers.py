@@ -124,7 +124,7 @@ class Observers:
             yield
 
     def read(self) -> dict[str, Metric[float]]:
-        """Metrics of all observers since the last call. Every rank calls it.
+        """Returns metrics of all observers since the last call. Every rank calls it.
 
         Raises RLMegatronError if an installed observer returns a name without its prefix.
         """

@@ -26,7 +26,7 @@ _NO_PARAMETER = "no parameter"  # the key of a state that has a step alone
 
 
 def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -> MegatronOptimizer:
-    """The optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
+    """Returns the optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
     _fix_torch_adam()
     _fix_places_of_state()
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # neither TransformerEngine nor apex has a kernel
@@ -124,7 +124,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 
 def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> None:
-    """Clip the gradient of `gradient_norm` and step: megatron's ChainedOptimizer.step, which never checks the norm.
+    """Clips the gradient of `gradient_norm` and steps: megatron's ChainedOptimizer.step, which never checks the norm.
     Every rank calls it."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -138,8 +138,8 @@ def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> Non
 
 
 def _count_empty_step(adam: Any) -> None:
-    """Count a step of an optimizer without parameters, which counts none itself. A checkpoint holds rank 0's count, and
-    rank 0's stage may have no parameter at all."""
+    """Counts a step of an optimizer without parameters, which counts none itself. A checkpoint holds rank 0's count,
+    and rank 0's stage may have no parameter at all."""
     state: dict[Any, Any] = adam.state
     if isinstance(adam, torch.optim.AdamW):
         state[_NO_PARAMETER] = {"step": state.get(_NO_PARAMETER, {}).get("step", torch.tensor(0.0)) + 1}
@@ -151,7 +151,7 @@ def _count_empty_step(adam: Any) -> None:
 
 
 def _clip(part: MegatronOptimizer, factor: float) -> None:
-    """Multiply all gradients by a ``factor`` below 1 in their places; megatron makes copies where it lacks kernels."""
+    """Multiplies all gradients in place by a ``factor`` below 1; megatron makes copies where it lacks kernels."""
     decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     named = "decoupled_grad" if decoupled else "grad"
     found = [grad for p in part.get_parameters() if (grad := getattr(p, named, None)) is not None]
@@ -160,7 +160,7 @@ def _clip(part: MegatronOptimizer, factor: float) -> None:
 
 
 def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """Float32 weights, or the parameters themselves where these are stepped, and moments, wherever they are."""
+    """Yields float32 weights, or the parameters themselves where these are stepped, and moments, wherever they are."""
     for adam in _adams(optimizer):
         yield from (parameter for group in adam.param_groups for parameter in group["params"])
         for value in (value for state in adam.state.values() for value in state.values()):
@@ -177,7 +177,7 @@ def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
 
 
 def adopt(optimizer: MegatronOptimizer) -> None:
-    """Copy the model's parameters into the optimizer's float32 weights, on whichever device they are stepped."""
+    """Copies the model's parameters into the optimizer's float32 weights, on whichever device they are stepped."""
     optimizer.reload_model_params()
     for part in inner_optimizers(optimizer):
         hybrid = part.optimizer
@@ -193,7 +193,7 @@ def adopt(optimizer: MegatronOptimizer) -> None:
 
 
 def copy_to_host(optimizer: MegatronOptimizer) -> None:
-    """Copy the float32 weights into those that are stepped on the CPU, after they were written."""
+    """Copies the float32 weights into those that are stepped on the CPU, after they were written."""
     for part in inner_optimizers(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             with torch.no_grad():
@@ -202,7 +202,7 @@ def copy_to_host(optimizer: MegatronOptimizer) -> None:
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
-    """Give a fresh AdamW its (zero) state: a sharded load needs the tensors to exist.
+    """Gives a fresh AdamW its (zero) state: a sharded load needs the tensors to exist.
 
     torch's AdamW counts steps per parameter; apex's and TransformerEngine's count per group, in those with parameters
     alone, and get no ``step`` here before the first. A pipeline stage without experts has an expert optimizer without
@@ -231,8 +231,8 @@ def create_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _count_in_all_groups(adam: torch.optim.Optimizer, counted: int | None) -> int | None:
-    """Groups without parameters get the steps of those that have some, or else those ``counted`` by other optimizers;
-    returns them."""
+    """Gives groups without parameters the steps of those that have some, or else those ``counted`` by other
+    optimizers; returns them."""
     said = [group["step"] for group in adam.param_groups if group["params"] and "step" in group]
     counted = said[0] if said else counted
     for group in adam.param_groups:
@@ -300,7 +300,7 @@ def _keep_state(adam: Any) -> None:
 
 
 def _move_state(hybrid: HybridDeviceOptimizer) -> None:
-    """Move loaded state to its weight's device. Megatron tells devices by the optimizers' classes, which are one class
+    """Moves loaded state to its weight's device. Megatron tells devices by the optimizers' classes, which are one class
     without apex and TransformerEngine."""
     for part in hybrid.sub_optimizers:
         for weight, state in part.state.items():
@@ -310,7 +310,7 @@ def _move_state(hybrid: HybridDeviceOptimizer) -> None:
 
 
 def _fix_places_of_state() -> None:
-    """Fix which state DistributedOptimizer saves for a parameter after the first bucket (0.16.1).
+    """Fixes which state DistributedOptimizer saves for a parameter after the first bucket (0.16.1).
 
     It joins the buckets' states without the padding between them, and then cuts parameters out at their places in the
     buffer, which count the padding. Here the joined state keeps it.
@@ -336,7 +336,7 @@ def _fix_places_of_state() -> None:
 
 
 def _fix_torch_adam() -> None:
-    """Fix how DistributedOptimizer reloads torch's AdamW, used without apex and TransformerEngine (0.16.1, GPUs too).
+    """Fixes how DistributedOptimizer reloads torch's AdamW, used without apex and TransformerEngine (0.16.1, GPUs too).
 
     It shares one ``step`` tensor among all parameters. That is then incremented once per parameter, so the bias
     correction is silently wrong. It also copies fp32 shards with autograd on, which raises.

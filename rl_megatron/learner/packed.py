@@ -97,7 +97,7 @@ def pack_micro_batch(
     sizes: Sequence[int] = (),
     sequences: int | None = None,
 ) -> PackedMicroBatch:
-    """This rank's share of ``samples``, equal on all TP and PP ranks that share a CP rank. Not a collective.
+    """Returns this rank's share of ``samples``, equal on all TP and PP ranks that share a CP rank. Not a collective.
 
     Its tokens are padded to a multiple of tp times ``rows``, or to one of ``sizes`` (T, rising). Padding is the
     samples' own tokens from the first on. Its sequences are padded to ``sequences`` and one more.
@@ -151,8 +151,8 @@ def pack_micro_batch(
 
 
 def _pieces(rest: int, unit: int, longest: int, free: int | None) -> Tensor:
-    """Lengths [pieces] of the sequences of ``rest`` positions of padding, whose attention costs squares: multiples of
-    ``unit``, at most ``longest`` where ``free`` sequences are enough, which there then are."""
+    """Returns the lengths [pieces] of the sequences of ``rest`` positions of padding, whose attention costs squares:
+    multiples of ``unit``, at most ``longest`` where ``free`` sequences are enough, which there then are."""
     count = max(1, -(-rest // longest))
     count = count if free is None else min(count, free)
     ends = torch.arange(count + 1) * (rest // unit) // count * unit
@@ -160,7 +160,7 @@ def _pieces(rest: int, unit: int, longest: int, free: int | None) -> Tensor:
 
 
 def local_tokens(length: int) -> slice:
-    """The tokens of a packed micro-batch that this TP rank routes, under sequence parallelism."""
+    """Returns the tokens of a packed micro-batch that this TP rank routes, under sequence parallelism."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank, size = parallel_state.get_tensor_model_parallel_rank(), length // tp
     return slice(rank * size, (rank + 1) * size)
@@ -169,7 +169,7 @@ def local_tokens(length: int) -> slice:
 def _packed_extra(
     name: str, column: Tensor | Ragged, take: Tensor, given: Tensor, device: torch.device
 ) -> Tensor | Ragged:
-    """The entries ``take`` [t] of the column; those not ``given`` [t] bool are padding."""
+    """Returns the entries ``take`` [t] of the column; those not ``given`` [t] bool are padding."""
     if isinstance(column, Ragged):
         own, counts = picked(column, take[given]), torch.zeros(len(take), dtype=column.counts.dtype)
         assert isinstance(own, Ragged)

@@ -25,7 +25,7 @@ _OF_THE_RUN = {"params", "step"}  # all else in a group is a setting
 
 
 def global_name(chunk: Any, name: str) -> str:
-    """The global name of the parameter that a chunk of the policy, or its draft layer, calls ``name``."""
+    """Returns the global name of the parameter that a chunk of the policy, or its draft layer, calls ``name``."""
     if name.startswith(_DRAFT):
         name = f"mtp.layers.{chunk.config.num_layers}.{name.removeprefix(_DRAFT)}"
     if found := _LAYER.match(name):
@@ -39,7 +39,7 @@ def global_name(chunk: Any, name: str) -> str:
 
 
 def adapters_of(model: MegatronModule) -> ChunkAdapters | None:
-    """The parameters that a feature has added to a chunk of the model."""
+    """Returns the parameters that a feature has added to a chunk of the model."""
     found: ChunkAdapters | None = getattr(model, "adapters", None)
     return found
 
@@ -94,7 +94,7 @@ def by_decay(config: OptimizerConfig, chunks: Sequence[Any], parameters: Sequenc
 
 
 def set_decay(optimizer: MegatronOptimizer, weight_decay: float) -> None:
-    """Give each group its decay, as megatron's scheduler of learning rates does, which the learner has none of."""
+    """Gives each group its decay, as megatron's scheduler of learning rates does, which the learner has none of."""
     for group in optimizer.param_groups:
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
@@ -112,7 +112,7 @@ def keep_group_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def add_missing(saved: list[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Add those of ``groups`` that a saved list of an older version lacks, with the count of steps of the others."""
+    """Adds those of ``groups`` that a saved list of an older version lacks, with the count of steps of the others."""
     there = {_identity(group) for group in saved}
     for group in groups:
         if _identity(group) not in there:

@@ -128,12 +128,12 @@ class MegatronScorer:
         return {name: tuple(of.index(layer) for layer in own if layer in of) for name, of in every.items()}
 
     def adopt(self) -> None:
-        """Use the parameters that were written into ``tensors``."""
+        """Uses the parameters that were written into ``tensors``."""
 
     def score(
         self, micro_batches: Sequence[Samples], want: frozenset[Want], weights: Mapping[str, Tensor] | None = None
     ) -> dict[Want, list[Tensor]] | None:
-        """The scores in ``want`` (`types.Want`) of each micro-batch of this DP rank, on the CPU, in one pass.
+        """Returns the scores in ``want`` (`types.Want`) of each micro-batch of this DP rank, on the CPU, in one pass.
 
         None except on TP/CP rank 0 of the last stage. The pass uses ``weights`` in place of the model's ``tensors``.
         Raises RLMegatronError for a score that the model cannot compute.
@@ -200,7 +200,7 @@ class MegatronScorer:
 
 
 def modules(config: DecoderConfig, models: Sequence[GPTModel]) -> list[MegatronModule]:
-    """The models, wrapped as the pipeline schedule calls them."""
+    """Returns the models, wrapped as the pipeline schedule calls them."""
     return [Float16Module(config, m) for m in models] if config.bf16 else list(models)
 
 
@@ -209,7 +209,7 @@ Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
 
 
 def nothing(inputs: LossInputs) -> LossOutput:
-    """A loss of 0 with gradients of 0."""
+    """Returns a loss of 0 with gradients of 0."""
     found = inputs.logprobs if inputs.values is None else inputs.values
     return LossOutput(loss=(found * 0.0).sum(), metrics={})
 
@@ -269,7 +269,7 @@ class MegatronLearner(MegatronScorer):
         return ChainedOptimizer(every) if own else self._optimizer
 
     def adopt(self) -> None:
-        """Use the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
+        """Uses the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
         self.unpark()
         adopt(self._optimizer_of_all)
         self._changed()
@@ -279,21 +279,21 @@ class MegatronLearner(MegatronScorer):
             hooks.changed()
 
     def starts_from(self, folder: Path, family: str | None) -> None:
-        """Tell features which weights the policy takes next, as `LearnerHooks.started`. Raises as `hf_tensors`."""
+        """Tells features which weights the policy takes next, as `LearnerHooks.started`. Raises as `hf_tensors`."""
         for hooks in self._hooks:
             hooks.started(folder, family)
 
     def gather(self) -> None:
-        """Make ``tensors`` hold the weights of the last step, where megatron leaves it to the next pass to gather
+        """Makes ``tensors`` hold the weights of the last step, where megatron leaves it to the next pass to gather
         them."""
         for group in bucket_groups(self._trained) if self._trained[0].use_forward_hook else ():
             if group.param_gather_handle is not None or not group.param_gather_dispatched:
                 group.start_param_sync(force_sync=True)
 
     def load_weights(self, folder: Path, *, scored: bool = False) -> None:
-        """Load the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and this
-        model's is not. ``scored``: the checkpoint is a reward model's or a critic's. Raises CheckpointError, or on the
-        first rank WeightError as `raise_other_model`."""
+        """Loads the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and
+        this model's is not. ``scored``: the checkpoint is a reward model's or a critic's. Raises CheckpointError, or on
+        the first rank WeightError as `raise_other_model`."""
         self.unpark()
         if dist.get_rank() == 0:
             raise_other_model(folder, self._held_by(folder, scored=scored), of_critic=scored)
@@ -309,7 +309,7 @@ class MegatronLearner(MegatronScorer):
         return replace(self._shape, scores=scored, tie_embeddings="output_layer.weight" not in read_index(folder)[0])
 
     def park(self, *, pushed: bool) -> None:
-        """Leave the GPU's memory that nothing needs while servers sample, as ``learner.offload.while_sampling`` says.
+        """Frees the GPU's memory that nothing needs while servers sample, as ``learner.offload.while_sampling`` says.
 
         Whatever needs it next takes it again. Weights stay if they are ``pushed``. Gradients that no step has taken yet
         are kept.
@@ -331,7 +331,7 @@ class MegatronLearner(MegatronScorer):
             self._parked.leave("weights", weights)
 
     def unpark(self) -> None:
-        """Take the GPU's memory again for all that `park` has left."""
+        """Takes the GPU's memory again for all that `park` has left."""
         self._parked.back()
 
     def score(
@@ -346,7 +346,7 @@ class MegatronLearner(MegatronScorer):
     def backward(
         self, micro_batches: Sequence[Samples], loss: Loss, *, num_tokens: int, num_sequences: int
     ) -> dict[str, Metric[float]] | None:
-        """Accumulate the gradients of this DP rank's micro-batches with those since the last ``step``.
+        """Accumulates the gradients of this DP rank's micro-batches with those since the last ``step``.
 
         Returns ``loss`` and its metrics on last-stage ranks, else None. ``step`` all-reduces the gradients once;
         megatron's schedule would do so after each call, and so count the first ones again. Raises as features' passes.
@@ -377,7 +377,7 @@ class MegatronLearner(MegatronScorer):
         return StepResult(grad_norm=grad_norm, metrics=observed | more)
 
     def drop(self) -> None:
-        """Drop the gradients since the last ``step``; weights, moments and the experts' biases keep their bits.
+        """Drops the gradients since the last ``step``; weights, moments and the experts' biases keep their bits.
 
         Raises as ``step``.
         """
@@ -385,7 +385,7 @@ class MegatronLearner(MegatronScorer):
         self._observed()
 
     def _reduced(self) -> list[Added]:
-        """Reduce the gradients since the last step, which ends what the last pass may have begun of that; what was
+        """Reduces the gradients since the last step, and ends what the last pass may have begun of that. Returns what was
         added."""
         if not self._added:
             raise RLMegatronError("there is no gradient to step with; call backward before step")
@@ -400,7 +400,7 @@ class MegatronLearner(MegatronScorer):
         return added
 
     def _observed(self) -> dict[str, Metric[float]]:
-        """Metrics of the passes."""
+        """Returns metrics of the passes."""
         self._optimizer_of_all.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
         found = self._observers.read()
@@ -418,7 +418,7 @@ class MegatronLearner(MegatronScorer):
         return metrics
 
     def _warm_up(self) -> None:
-        """Make, before the first pass, those that features ask for; nothing of them counts."""
+        """Makes, before the first pass, those that features ask for; nothing of them counts."""
         if self._warm:
             return
         self._warm = True
@@ -449,7 +449,7 @@ class MegatronLearner(MegatronScorer):
 
     @contextlib.contextmanager
     def _held_back(self) -> Iterator[None]:
-        """Backward passes in it leave this rank's gradients to itself."""
+        """Context in which backward passes do not reduce gradients across ranks."""
         config = self._trained[0].config
         scheduled, config.no_sync_func = config.no_sync_func, None
         try:
@@ -459,7 +459,7 @@ class MegatronLearner(MegatronScorer):
             config.no_sync_func = scheduled
 
     def _culprits(self, added: Sequence[Added]) -> tuple[BadMicroBatch, ...]:
-        """This rank's micro-batches whose own gradient, before the all-reduce, is not finite.
+        """Returns this rank's micro-batches whose own gradient, before the all-reduce, is not finite.
 
         Leaves out the gradients of experts that also get tokens of other data ranks.
         """
@@ -479,7 +479,7 @@ class MegatronLearner(MegatronScorer):
         return tuple(BadMicroBatch(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)
 
     def save(self, folder: Path) -> Mapping[str, Digest]:
-        """Write this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError.
+        """Writes this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError.
 
         State that has left the GPU's memory is written from the host's.
         """
@@ -500,7 +500,7 @@ class MegatronLearner(MegatronScorer):
         return saving.save_shards(folder, chunks, optimizer, self._planned, values, staged, more)
 
     def load(self, folder: Path, beside: ExtraState | None = None) -> None:
-        """Load the shards that ``save`` wrote, and those of ``beside`` into it. Raises CheckpointError, on the first
+        """Loads the shards that ``save`` wrote, and those of ``beside`` into it. Raises CheckpointError, on the first
         rank also for adapters of another model."""
         self.unpark()
         for hooks in self._hooks:

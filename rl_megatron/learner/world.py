@@ -27,7 +27,7 @@ def init_process_groups(
     store: int | None = None,
     gpu: int | None = None,
 ) -> torch.device:
-    """Join the world as ``rank`` and make megatron's groups. Returns this rank's device. Every rank calls it.
+    """Joins the world as ``rank`` and makes megatron's groups. Returns this rank's device. Every rank calls it.
 
     ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes.
     There rank 0 serves the ranks' store on the listening socket of file descriptor ``store``, so that it is bound to
@@ -114,7 +114,7 @@ class Relay:
         return tensor.numpy()
 
     def _stages(self, layers: OwnLayers) -> list[tuple[OwnLayers, list[int]]]:
-        """The layers of each stage, and its ranks."""
+        """Returns the layers of each stage, and its ranks."""
         width, names = torch.tensor(max(map(len, layers.values()))), sorted(layers)
         dist.all_reduce(width, op=dist.ReduceOp.MAX, group=self._group)
         own = torch.full((len(names), int(width)), -1)
@@ -162,7 +162,7 @@ class Relay:
 
 
 def destroy_process_groups() -> None:
-    """Wait for every rank, then leave the world. Every rank calls it."""
+    """Waits for every rank, then leaves the world. Every rank calls it."""
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -34,7 +34,7 @@ class Zeros(Protocol):
     """Makes tensors of zeros, in the model's dtype if none is given, on its device."""
 
     def __call__(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of ``size``."""
+        """Returns a tensor of ``size``."""
         ...
 
 
@@ -162,12 +162,12 @@ class LatentLayer(LayerAttention):
         return linear(x, self._tensors[f"{name}.weight"])
 
     def _wide(self, x: Tensor) -> Tensor:
-        """The tensor with zeros up to the width that is stored; they change no product."""
+        """Returns the tensor with zeros up to the width that is stored; they change no product."""
         return torch.nn.functional.pad(x, (0, self._width - x.shape[-1])) if x.shape[-1] < self._width else x
 
 
 def held_indexer(shape: ModelShape, layer: int, zeros: Zeros) -> dict[str, Tensor]:
-    """The tensors of a layer's indexer (`shape.Indexer`) by their names after ``self_attn.indexer.``."""
+    """Returns the tensors of a layer's indexer (`shape.Indexer`) by their names after ``self_attn.indexer.``."""
     if shape.indexer is None or layer not in shape.indexer.layers:
         return {}
     assert shape.latent is not None

@@ -177,7 +177,7 @@ class DeltaStates:
 
     @staticmethod
     def zeros(shape: ModelShape, rows: int, dtype: torch.dtype | None, device: torch.device) -> DeltaStates:
-        """The states of sequences that have not begun."""
+        """Returns the states of sequences that have not begun."""
         m = shape.delta or DeltaNet(key_heads=1, value_heads=1, key_dim=0, value_dim=0, kernel=1)
         layers, size = len(shape.delta_layers), (m.key_heads, m.ratio, m.key_dim, m.value_dim)
         return DeltaStates(
@@ -186,11 +186,11 @@ class DeltaStates:
         )
 
     def of(self, rows: Tensor) -> DeltaStates:
-        """Copies of ``rows``' states."""
+        """Returns copies of ``rows``' states."""
         return DeltaStates(self.taps.index_select(1, rows), self.states.index_select(1, rows))
 
     def write(self, rows: slice | Tensor, those: DeltaStates) -> None:
-        """Replace the states of ``rows``."""
+        """Replaces the states of ``rows``."""
         self.taps[:, rows], self.states[:, rows] = those.taps, those.states
 
     def step(self, net: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def choose_experts(router_logits: Tensor, shape: ModelShape, selection_bias: Ten
 
 
 def _in_best_groups(rated: Tensor, router: Router) -> Tensor:
-    """Minus infinity outside of each token's best groups of experts."""
+    """Returns minus infinity outside of each token's best groups of experts."""
     if router.groups == 1:
         return rated
     grouped = rated.unflatten(-1, (router.groups, -1))
@@ -241,12 +241,12 @@ class GatedExperts(ExpertMlp):
         self._packed_is_current = False
 
     def pack(self) -> None:
-        """Make the products faster until `unpack`, if the processor can; no weight may be written meanwhile."""
+        """Makes the products faster until `unpack`, if the processor can; no weight may be written meanwhile."""
         if PackedExperts.usable(self._w13):
             self._packed, self._packed_is_current = PackedExperts(self._w13, self._w2), True
 
     def unpack(self) -> None:
-        """Compute with the weights themselves; the copy's memory is kept for the next."""
+        """Computes with the weights themselves; the copy's memory is kept for the next."""
         self._packed_is_current = False
 
     def named(self) -> dict[str, Tensor]:  # noqa: D102

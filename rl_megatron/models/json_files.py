@@ -26,7 +26,7 @@ F = TypeVar("F", bound=BaseModel)
 
 
 def read_json(path: Path, kind: type[F], error: type[RLMegatronError] = ConfigError) -> F:
-    """The file's content. Raises ``error`` if the file is missing, truncated or of other types."""
+    """Returns the file's content. Raises ``error`` if the file is missing, truncated or of other types."""
     data = _bytes_of(path, error)
     if not data:
         raise error(f"{path} is empty; fetch it again")
@@ -41,8 +41,8 @@ class _Index(JsonFields):
 
 
 def tensor_names(folder: Path) -> Collection[str]:
-    """Names in the folder's safetensors index, or in the header of its only such file; none without either, as for
-    plans. Raises CheckpointError if it is torn."""
+    """Returns the names in the folder's safetensors index, or in the header of its only such file; none without either, as
+    for plans. Raises CheckpointError if it is torn."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         return read_json(index, _Index, CheckpointError).weight_map

@@ -43,7 +43,7 @@ class PrefixCache:
     remembered: DeltaStates
 
     def of(self, sequences: Tensor) -> PrefixCache:
-        """Copies of those of ``sequences``."""
+        """Returns copies of those of ``sequences``."""
         return PrefixCache(self.columns.index_select(1, sequences), self.remembered.of(sequences))
 
 
@@ -74,7 +74,7 @@ class KVCache(Context):
         self._outside: dict[int, Tensor] = {}  # window -> minus infinity for columns in use that are too old
 
     def open_column(self, clock: int, *, active: int, oldest: int) -> None:
-        """Begin step ``clock`` for the first ``active`` rows, whose oldest token is of step ``oldest``."""
+        """Begins step ``clock`` for the first ``active`` rows, whose oldest token is of step ``oldest``."""
         self._active, self._column = active, clock % self.columns
         first = oldest % self.columns
         wraps = first > self._column
@@ -88,7 +88,7 @@ class KVCache(Context):
             self._outside[size] = self._bias.new_zeros(len(age)).masked_fill_(age >= size, -torch.inf)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write the open column, and attend from one token per active row to its own columns."""
+        """Writes the open column, and attends from one token per active row to its own columns."""
         num, place = self._active, self._places[layer]
         block, inside = divmod(self._column, self._block)
         self._keys[place, block, :num, ..., inside] = key
@@ -109,7 +109,7 @@ class KVCache(Context):
         return self._remembered.step(self._places[layer], x, taps, decay, beta)
 
     def insert(self, start: int, clock: int, prefix: PrefixCache, lengths: Tensor) -> None:
-        """Write the prefixes, of ``lengths`` [rows] tokens, of the rows from ``start`` on, as if they were decoded in
+        """Writes the prefixes, of ``lengths`` [rows] tokens, of the rows from ``start`` on, as if they were decoded in
         the steps before ``clock``."""
         columns = prefix.columns
         stop, longest = start + columns.shape[1], columns.shape[2]
@@ -126,7 +126,7 @@ class KVCache(Context):
             self._values[:, start:stop, :, column : column + count] = values[..., here, :]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows ``source`` over rows ``target`` (indices; no row is in both)."""
+        """Copies rows ``source`` over rows ``target`` (indices; no row is in both)."""
         self._bias[target] = self._bias[source]
         self._remembered.write(target, self._remembered.of(source))
         keys, values = self._keys[:, self._live_blocks], self._values[..., self._first : self._last, :]
@@ -138,7 +138,7 @@ class KVCache(Context):
         return slice(self._first // self._block, (self._last - 1) // self._block + 1)
 
     def _scores(self, layer: int, query: Tensor) -> Tensor:
-        """Unscaled scores [n, Q, columns in use] of ``query`` [n * Q * D]."""
+        """Returns unscaled scores [n, Q, columns in use] of ``query`` [n * Q * D]."""
         num, live = len(query), self._live_blocks
         rows, starts = self._key_rows[:num], self._key_starts[: num // self._head_dim]
         parts = [

@@ -65,7 +65,7 @@ class Norm:
         self.weight, self._eps, self._zero_centered = weight, eps, zero_centered
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The normed ``x``."""
+        """Returns the normed ``x``."""
         return rms_norm(x, self.weight + 1 if self._zero_centered else self.weight, self._eps)
 
 

@@ -113,7 +113,7 @@ class DecoderModel:
         routes: Tensor | None = None,
         noise: Callable[[int], Tensor] | None = None,
     ) -> Tensor:
-        """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences.
+        """Returns final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences.
 
         If ``routes`` [N, layers with experts, k] is given, it receives the experts that each layer chose. The result
         [N, E] of ``noise`` for a layer's number is added to its router's logits.
@@ -132,7 +132,7 @@ class DecoderModel:
         return self.final_norm(x)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [N, V] float32 of final-normed states [N, H]."""
+        """Returns next-token logits [N, V] float32 of final-normed states [N, H]."""
         return linear(hidden, self.head).float()
 
     @torch.inference_mode()

@@ -14,7 +14,7 @@ from rl_megatron.models.shape import ModelShape, Rope
 
 
 def inverse_frequencies(theta: float, dim: int, rope: Rope, device: torch.device) -> Tensor:
-    """Radians per position, float32 [dim / 2], of a head's first ``dim`` dimensions, halves convention."""
+    """Returns radians per position, float32 [dim / 2], of a head's first ``dim`` dimensions, halves convention."""
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     plain = 1.0 / theta**exponent
     if rope.kind == "linear":
@@ -39,7 +39,7 @@ def _yarn(plain: Tensor, theta: float, dim: int, rope: Rope) -> Tensor:
     """Scales as llama3's, with a linear ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
 
     def correction_dim(rotations: float) -> float:
-        """The dimension that makes so many rotations over the original context."""
+        """Returns the dimension that makes so many rotations over the original context."""
         return dim * math.log(rope.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)
@@ -57,7 +57,7 @@ def softmax_scale(head_dim: int, rope: Rope) -> float:
 
 
 def as_halves(x: Tensor) -> Tensor:
-    """Reorder pairs (0, 1), (2, 3), … into halves, as a rotation takes them: first members, then second.
+    """Reorders pairs (0, 1), (2, 3), … into halves, as a rotation takes them: first members, then second.
 
     Queries and keys are reordered alike, so their products do not change.
     """
@@ -87,7 +87,7 @@ class RotaryTables:
         self._swapped = None if turning == width else swapped
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of ``positions`` [N], each [N, heads * width]."""
+        """Returns cosines and sines of ``positions`` [N], each [N, heads * width]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """How rotary angles differ from plain ones of `ModelShape.rope_theta`; with the defaults they do not.
+    """The differences of rotary angles from plain ones of `ModelShape.rope_theta`; the defaults have none.
 
     The first ``dim`` dimensions of a head are rotated; 0 means all. ``linear`` uses only ``factor``; ``llama3``
     (transformers ``modeling_rope_utils.py``) also the two frequencies; ``yarn`` (arXiv:2309.00071) the two betas.
@@ -110,7 +110,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How tokens choose experts; `ModelShape` has their number, and whether the chosen weights are normalized to 1.
+    """The way tokens choose experts; `ModelShape` has their number, and whether the chosen weights are normalized to 1.
 
     ``selection_bias`` is a buffer that is added to the scores only for the choice (DeepSeek-V3's
     ``e_score_correction_bias``), ``logit_bias`` a parameter of the router's linear (gpt-oss). Tokens choose only from
@@ -141,7 +141,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderNames:
-    """How Hugging Face's files name a decoder: the ``prefix`` of all but its output layer, whose name is ``head``, and
+    """Hugging Face's names of a decoder: the ``prefix`` of all but its output layer, whose name is ``head``, and
     whether delta nets have two matrices of inputs, ``grouped`` by key head, in place of four."""
 
     prefix: str = "model."
@@ -303,7 +303,7 @@ def length_problem(m: ModelShape, named: str, length: int) -> str | None:
 
 
 def shape_problems(m: ModelShape) -> Iterator[str]:
-    """Contradictions that no model of any family can have."""
+    """Yields contradictions that no model of any family can have."""
     if m.num_heads % m.num_kv_heads:
         yield f"{m.num_kv_heads} key and value heads do not divide {m.num_heads} attention heads"
     if not 0 < m.rotary_dim <= m.head_dim or m.rotary_dim % 2:

@@ -46,12 +46,12 @@ class TinySizes:
 
     @classmethod
     def of(cls, section: TinyModelSection) -> TinySizes:
-        """The sizes that the keys ``model.tiny`` give."""
+        """Returns the sizes that the keys ``model.tiny`` give."""
         return cls(**section.model_dump())
 
 
 def make_tiny_model(spec: TinySizes, folder: Path, seed: int, *, vocab_size: int = TOKENIZER_SIZE) -> Path:
-    """Make the model, with float32 weights, unless the cache ``folder`` has it, and return its folder there.
+    """Makes the model, with float32 weights, unless the cache ``folder`` has it, and returns its folder there.
 
     Its name is a hash of the sizes and the seed. It is written aside, synced and renamed, so processes that make it at
     the same time all return the same complete folder. A ``vocab_size`` above the tokenizer's leaves ids unused.
@@ -76,7 +76,7 @@ def make_tiny_model(spec: TinySizes, folder: Path, seed: int, *, vocab_size: int
 
 
 def tiny_shape(spec: TinySizes) -> ModelShape:
-    """The shape of the model that `make_tiny_model` would make of ``spec``."""
+    """Returns the shape of the model that `make_tiny_model` would make of ``spec``."""
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -160,7 +160,7 @@ def _save_model(spec: TinySizes, folder: Path, seed: int, vocab_size: int) -> No
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Rename ``work`` to ``target``; if another process was first, its folder stays."""
+    """Renames ``work`` to ``target``; if another process was first, its folder stays."""
     work.chmod(0o755)
     try:
         publish_folder(work, target)

@@ -46,12 +46,12 @@ def write_error_reason(folder: Path, error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The exception of every rank that megatron reported here."""
+    """Returns the exception of every rank that megatron reported here."""
     return [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the first cause's message; torch appends stacks to it."""
+    """Returns the first line of the first cause's message; torch appends stacks to it."""
     return (str(next(iter(_causes(error)), "another rank failed")).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -62,7 +62,7 @@ _NAMED = 5  # an error names at most so many tensors
 
 
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, without: str | None = None) -> None:
-    """Load the model alone from ``folder``, except names that begin with ``without``.
+    """Loads the model alone from ``folder``, except names that begin with ``without``.
 
     Raises CheckpointError, or WeightError for NaN and infinite values.
     """
@@ -83,7 +83,7 @@ def load(
     optimizer: MegatronOptimizer,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Load model and optimizer from ``folder``; returns what was read, with that of ``more`` sharded tensors. Raises
+    """Loads model and optimizer from ``folder``; returns what was read, with that of ``more`` sharded tensors. Raises
     CheckpointError if shards are missing or do not fit."""
     state = _read(sharded_state(chunks, optimizer, more=more), folder, "this layout")
     with torch.no_grad():
@@ -105,7 +105,7 @@ def _chunk_state(state: dict[str, Any], index: int, chunks: Sequence[Distributed
 
 
 def _fill(chunk: Any, state: dict[str, Any], where: str, *, adapters: bool, without: str | None = None) -> None:
-    """Load ``state``, of the ``adapters`` or of all else, into the chunk. Raises CheckpointError if one has a tensor
+    """Loads ``state``, of the ``adapters`` or of all else, into the chunk. Raises CheckpointError if one has a tensor
     that the other lacks."""
     model = inner(chunk)
     keys = model.load_state_dict(state, strict=False)

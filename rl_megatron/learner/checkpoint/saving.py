@@ -103,7 +103,7 @@ class ShardPlan:
     kept: Sequence[Tensor]  # the tensors of ``standing``, so that no other object gets their ids
 
     def again(self, folder: Path, optimizer: MegatronOptimizer, values: Values, gathered: GatheredState) -> StartedSave:
-        """Begin a save into ``folder``, whose ``common`` rank 0 alone has: others' may lack parts of the optimizer."""
+        """Begins a save into ``folder``, whose ``common`` rank 0 alone has: others' may lack parts of the optimizer."""
         common = common_state(optimizer, values, gathered)  # all ranks gather it
         held = [values(tensor) for tensor in self.live]
         writer: Any = FileSystemWriterAsync(folder, thread_count=1)
@@ -144,7 +144,7 @@ class CachedPlan:
         return self.plan
 
     def learn(self, optimizer: MegatronOptimizer, strategy: Any, begun: StartedSave, live: Sequence[Live]) -> None:
-        """Make a plan of a save that ``strategy`` planned after `agreed` found none. There is none where items are
+        """Makes a plan of a save that ``strategy`` planned after `agreed` found none. There is none where items are
         objects, which may change (megatron-core 0.19 has one on some rank), or where the optimizer is not distributed.
         """
         if READS_WITHOUT_COMMON:
@@ -185,7 +185,7 @@ def _standing(
 def _places(
     items: Sequence[tuple[WriteItem, Any]], live: Sequence[Live], gathered: GatheredState
 ) -> list[_Place] | None:
-    """The place of each item; None if one is no tensor, or in no memory that is known."""
+    """Returns the place of each item; None if one is no tensor, or in no memory that is known."""
     starts = sorted((held.data_ptr(), number) for number, (_, held) in enumerate(live))
     places = []
     for item, data in items:
@@ -203,7 +203,7 @@ def _places(
 
 
 def _around(starts: Sequence[tuple[int, int]], data: Tensor) -> list[int]:
-    """The tensors that begin where ``data`` does or before, the nearest first."""
+    """Returns the tensors that begin where ``data`` does or before, the nearest first."""
     end = bisect.bisect_right(starts, (data.data_ptr(), len(starts)))
     return [number for _, number in reversed(starts[max(0, end - _NEAREST) : end])]
 
@@ -217,7 +217,7 @@ def _holds(tensor: Tensor, data: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to one past the last."""
+    """Returns the number of elements from the first to one past the last."""
     if not tensor.numel():
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -269,7 +269,7 @@ def save_shards(
     staged: StagingPool | None,
     more: Mapping[str, Any] | None = None,
 ) -> ShardSave:
-    """Save this rank's shards, and those of ``more``, into the existing ``folder``, by the plan that was ``kept`` of a
+    """Saves this rank's shards, and those of ``more``, into the existing ``folder``, by the plan that was ``kept`` of a
     save before, if it fits.
 
     With ``staged`` it returns once they are copied there, and a thread writes them; else once they are written.
@@ -340,7 +340,7 @@ class ShardSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return once it is `written`. Not collective; what the thread writes counts as this rank's activity."""
+        """Returns once it is `written`. Not collective; what the thread writes counts as this rank's activity."""
         seen = -1
         while self._thread.is_alive():
             self._thread.join(1.0)
@@ -349,7 +349,7 @@ class ShardSave:
                 activity.part("shards are written")
 
     def durable(self) -> SaveDigests:
-        """Wait until the shards of all ranks are written, and write what says where each is. Every rank calls it.
+        """Waits until the shards of all ranks are written, and writes what says where each is. Every rank calls it.
 
         The others wait in a collective for the slowest, within its time limit: `wait` on every rank has none. Raises
         CheckpointError that says why nothing could be written.
@@ -364,7 +364,7 @@ class ShardSave:
             return SaveDigests(files=self._files | digests(self._folder, others), seconds=self._seconds)
 
     def _write_after(self, before: threading.Event | None) -> None:
-        """Gather once the save before has: not once it is written, as peers wait for this rank's part, with a limit."""
+        """Gathers once the last save has: not once it is written, as peers wait for this rank's part, with a limit."""
         if before is not None:
             before.wait()
         self._write(tell=False)
@@ -403,7 +403,7 @@ class ShardSave:
 
 @contextlib.contextmanager
 def explained(folder: Path, known: Exception | None = None) -> Iterator[None]:
-    """Raise what is ``known``, or else an error that says why the file system refuses to write here."""
+    """Raises what is ``known``, or else an error that says why the file system refuses to write here."""
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
@@ -423,7 +423,7 @@ def _with_reason(folder: Path, error: BaseException) -> Exception:
 
 
 def _copy(writer: Any, gathered: GatheredState, staged: StagingPool) -> None:
-    """Put copies in place of the tensors that training changes: all but those that ``gathered`` made."""
+    """Puts copies in place of the tensors that training changes: all but those that ``gathered`` made."""
     for path, name, items in writer.write_buckets:
         live = [d.nbytes for i, d in items if _is_live(i, d, gathered)]
         room, at, copied = staged.take(sum(map(_aligned, live))), 0, []
@@ -457,4 +457,4 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _untold(name: str, of: str) -> None:
-    """Leave this process's activity to its main thread."""
+    """Leaves this process's activity to its main thread."""

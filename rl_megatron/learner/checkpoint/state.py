@@ -61,8 +61,8 @@ class GatheredState:
         self._own = dict[int, int]()  # the number of each of their storages
 
     def collect(self, part: DistributedOptimizer, **_: Any) -> dict[Any, Any] | None:
-        """Copy this rank's shards. Returns megatron's form of the states of all ranks on the first, else None; with
-        several ranks they are undefined until `gather`. Every rank calls it."""
+        """Copies this rank's shards. Returns megatron's form of the states of all ranks on the first, else
+        None; with several ranks they are undefined until `gather`. Every rank calls it."""
         group: dist.ProcessGroup = part.data_parallel_group_gloo
         first = group.rank() == 0
         state: dict[Any, Any] = {"buckets_coalesced": True}
@@ -85,7 +85,7 @@ class GatheredState:
         return state if first else None
 
     def gather(self) -> None:
-        """Send the shards to each group's first rank, over gloo groups that nothing else uses. Every rank calls it,
+        """Sends the shards to each group's first rank, over gloo groups that nothing else uses. Every rank calls it,
         from one thread at a time."""
         for sent in self._sent:
             ranks, start = dist.get_process_group_ranks(sent.group), 0
@@ -142,8 +142,8 @@ def sharded_state(
     live: list[Live] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The state to save, whose optimizer states `gathered` collects, or, without it, the state to load into; and
-    ``more`` sharded tensors.
+    """Returns the state to save, whose optimizer states `gathered` collects, or, without it, the state to load into;
+    and ``more`` sharded tensors.
 
     Appends the tensors that `gathered` did not make to ``live``.
     """
@@ -191,7 +191,7 @@ def _collect(gathered: GatheredState, part: DistributedOptimizer, *_: Any) -> No
 
 
 def distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The `inner_optimizers` that are distributed."""
+    """Returns the `inner_optimizers` that are distributed."""
     return [part for part in inner_optimizers(optimizer) if isinstance(part, DistributedOptimizer)]
 
 
@@ -225,13 +225,13 @@ def _values_of(values: Values, part: DistributedOptimizer, parameter: Tensor) ->
 
 
 def trained(chunk: Any) -> dict[str, Any]:
-    """The parameters and buffers of a chunk that a run saves: the adapters if it has some, else all."""
+    """Returns the parameters and buffers of a chunk that a run saves: the adapters if it has some, else all."""
     found = adapters_of(inner(chunk))
     return weights(chunk) if found is None else found.sharded_state_dict()
 
 
 def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
-    """The parameters and buffers of a chunk's model, except adapters and names that begin with ``without``."""
+    """Returns the parameters and buffers of a chunk's model, except adapters and names that begin with ``without``."""
     model = inner(chunk)
     found = model.sharded_state_dict(metadata=dict(METADATA)).items()
     return {name: part for name, part in found if not is_excluded(name, without) and not is_adapter(model, name)}
@@ -244,12 +244,12 @@ def is_excluded(name: str, without: str | None) -> bool:
 
 
 def key_of(index: int, count: int) -> str:
-    """The name of one of ``count`` chunks in a checkpoint."""
+    """Returns the name of one of ``count`` chunks in a checkpoint."""
     return "model" if count == 1 else f"model{index}"
 
 
 def inner(chunk: Any) -> Any:
-    """The GPTModel inside DDP and, for half precision, Float16Module."""
+    """Returns the GPTModel inside DDP and, for half precision, Float16Module."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -266,7 +266,7 @@ class ExtraState:
     values: Values
 
     def state(self, models: Sequence[GPTModel]) -> dict[str, Any]:
-        """The sharded state of the tensors, to save or to load into."""
+        """Returns the sharded state of the tensors, to save or to load into."""
         return {
             f"{BESIDE}{name}{chunk}": self._shards(model, name)
             for name in self.tensors
@@ -284,7 +284,7 @@ class ExtraState:
         return found
 
     def take(self, models: Sequence[GPTModel], state: Mapping[str, Any], folder: Path) -> None:
-        """Write what was loaded into `state` into the tensors. Raises CheckpointError if one is missing."""
+        """Writes what was loaded into `state` into the tensors. Raises CheckpointError if one is missing."""
         for name, held in self.tensors.items():
             found = {
                 global_name(model, own): tensor

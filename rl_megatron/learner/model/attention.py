@@ -45,7 +45,7 @@ class LatentDecoderConfig(DecoderConfig, MLATransformerConfig):
 
 
 def device_of(config: TransformerConfig) -> torch.device:
-    """The device that parameters are created on."""
+    """Returns the device that parameters are created on."""
     return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -55,7 +55,7 @@ class HeadShardedModule(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Global tensors over all heads, its own sharded over TP."""
+        """Returns global tensors over all heads, its own sharded over TP."""
         state, cut = self.state_dict(prefix="", keep_vars=True), dict.fromkeys(self._parameters, 0)
         out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, cut, sharded_offsets)
         return out

@@ -52,7 +52,7 @@ def with_dtypes(given: Mapping[str, object]) -> dict[str, Any]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called ``name``."""
+    """Returns the torch dtype called ``name``."""
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -143,7 +143,7 @@ def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
 
 
 def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConfig) -> list[GPTModel]:
-    """This rank's model chunks (one, or vpp of them). Every rank calls it, after the process groups exist."""
+    """Returns this rank's model chunks (one, or vpp of them). Every rank calls it, after the process groups exist."""
     d = learner.dims
     if config.batch_invariant_mode:
         from megatron.core.transformer.custom_layers import batch_invariant_kernels  # needs Triton
@@ -178,8 +178,8 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
 
 
 def prepare_model_chunk(model: torch.nn.Module, *, fused: bool) -> None:
-    """Mark parameters as megatron's optimizer tells them apart, and make layers fast, unless they are ``fused`` ones of
-    TransformerEngine."""
+    """Marks parameters as megatron's optimizer tells them apart, and makes layers fast, unless they are ``fused`` ones
+    of TransformerEngine."""
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if not fused:
@@ -188,14 +188,14 @@ def prepare_model_chunk(model: torch.nn.Module, *, fused: bool) -> None:
 
 
 def freeze_routers(layers: Iterable[Any]) -> None:
-    """Keep all parameters of their routers out of gradients and optimizer. Call it before DistributedDataParallel."""
+    """Keeps all parameters of their routers out of gradients and optimizer. Call it before DistributedDataParallel."""
     for layer in layers:
         if layer.is_moe_layer:
             layer.mlp.router.requires_grad_(False)
 
 
 def _mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark the weights that TP shards. Megatron marks them while it initializes weights, which we skip; without the
+    """Marks the weights that TP shards. Megatron marks them while it initializes weights, which we skip; without the
     marks the gradient norm counts only rank 0's shards of them."""
     cut = ((ColumnParallelLinear, 0), (RowParallelLinear, 1), (VocabParallelEmbedding, 0))
     for module in model.modules():
@@ -205,7 +205,7 @@ def _mark_tensor_parallel(model: torch.nn.Module) -> None:
 
 
 def _mark_experts(model: torch.nn.Module) -> None:
-    """Mark experts' weights as reduced over the ranks that hold the same experts, and so optimized apart from the rest.
+    """Marks experts' weights as reduced over the ranks that hold the same experts, and so optimized separately.
 
     Megatron does so only where EP exceeds 1. Done at every degree, checkpoints have one form, whatever EP and ETP are.
     """
@@ -236,7 +236,7 @@ def _block_spec(
 
 
 def restore_float32_buffers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Restore float32 in buffers that keep it, which half precision converts. Call it before they are filled."""
+    """Restores float32 in buffers that keep it, which half precision converts. Call it before they are filled."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):

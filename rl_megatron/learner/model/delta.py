@@ -185,7 +185,7 @@ class GatedDeltaNet(MegatronModule):
         return (normed * F.silu(gate.float()).view_as(normed)).to(x.dtype).flatten(1)
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """The part of this rank's key heads: all of the TP rank's, or its share under CP."""
+        """Returns the part of this rank's key heads: all of the TP rank's, or its share under CP."""
         if self.cp is None:
             return parameter
         share: Tensor = parameter.chunk(self.cp.size())[self.cp.rank()]
@@ -199,7 +199,7 @@ class GatedDeltaNet(MegatronModule):
         return out.flatten(0, 1)
 
     def _heads_for_positions(self, x: Tensor) -> Tensor:
-        """The inverse: [T, columns / cp] -> [t, columns]."""
+        """Returns the inverse: [T, columns / cp] -> [t, columns]."""
         assert self.cp is not None
         by_heads: Tensor = all_to_all(self.cp, x.contiguous().unflatten(0, (self.cp.size(), -1)))
         return by_heads.transpose(0, 1).flatten(1)

@@ -36,7 +36,7 @@ class BatchedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Global tensors over all experts, sharded over EP along the experts."""
+        """Returns global tensors over all experts, sharded over EP along the experts."""
         state = self.state_dict(prefix="", keep_vars=True)
         out: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state,

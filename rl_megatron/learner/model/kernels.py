@@ -46,16 +46,16 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
 
 
 class Groups(NamedTuple):
-    """Which rows are an expert's, of rows sorted by expert: on their device."""
+    """The rows of each expert, of rows sorted by expert: on their device."""
 
     ends: Tensor
-    """[E] int32: where each expert's rows end."""
+    """[E] int32, the end of each expert's rows."""
     idle: Tensor | None
     """int64: the experts without rows, or None if there are none."""
 
 
 def groups_of(counts: Sequence[int], x: Tensor) -> Groups:
-    """The groups of ``counts`` [E] rows of each expert, in ``x``."""
+    """Returns the groups of ``counts`` [E] rows of each expert, in ``x``."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
     idle = [expert for expert, count in enumerate(counts) if not count]
     return Groups(ends, torch.tensor(idle).to(x.device, non_blocking=True) if idle else None)
@@ -268,7 +268,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def into_slots(x: Tensor, slots: Slots) -> Tensor:
-    """Lay rows [rows, ...] out as [slots, ...]. The backward pass drops the gradient of the padding."""
+    """Lays rows [rows, ...] out as [slots, ...]. The backward pass drops the gradient of the padding."""
     out: Tensor = _IntoSlots.apply(x, slots)  # type: ignore[no-untyped-call]
     return out
 
@@ -286,7 +286,7 @@ class _IntoSlots(torch.autograd.Function):
 
 
 def from_slots(x: Tensor, slots: Slots) -> Tensor:
-    """The inverse of ``into_slots``: [slots, ...] -> [rows, ...]."""
+    """Returns the inverse of ``into_slots``: [slots, ...] -> [rows, ...]."""
     out: Tensor = _FromSlots.apply(x, slots)  # type: ignore[no-untyped-call]
     return out
 
@@ -514,7 +514,7 @@ def _groups(
 
 
 def _blocks(query: Tensor) -> Iterator[tuple[slice, int]]:
-    """The positions of each block of [L, R, d], and how many keys it sees."""
+    """Yields the positions of each block of [L, R, d], and how many keys it sees."""
     size = max(1, min(ROWS, SCORES // len(query)) // query.shape[1])
     for start in range(0, len(query), size):
         stop = min(start + size, len(query))
@@ -527,12 +527,12 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _put(into: Tensor, x: Tensor) -> None:
-    """Copy [R * n, e] into [n, R, e]."""
+    """Copies [R * n, e] into [n, R, e]."""
     into.copy_(x.view(into.shape[1], len(into), -1).transpose(0, 1))
 
 
 def _shares(scaled: Tensor, key: Tensor, rows: slice) -> Tensor:
-    """Each query's shares [R * n, keys] of the values that it sees."""
+    """Returns each query's shares [R * n, keys] of the values that it sees."""
     scores, size = matmul_transposed(scaled, key), rows.stop - rows.start
     scores.view(-1, size, len(key))[..., rows] += _later(size)
     return scores.softmax(-1)

@@ -56,7 +56,7 @@ class FrozenIndexer(torch.nn.Module):
         self.linear_weights_proj = _Tensors(config, weight=(heads, shape.hidden_size))
 
     def keep_float32(self) -> None:
-        """Restore float32 where published models have it."""
+        """Restores float32 where published models have it."""
         self.k_norm.float()
         self.linear_weights_proj.float()
 
@@ -157,7 +157,7 @@ class LatentSelfAttention(MegatronModule):
     def _project_up(
         self, packed: PackedAttentionParams, of_queries: Tensor, latent: Tensor, shared: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, as attention takes them."""
+        """Returns queries, keys and values, as attention takes them."""
         m = self.sizes
         query, _ = (self.linear_q_proj if m.query_rank is None else self.linear_q_up_proj)(of_queries)
         if self.config.sequence_parallel:
@@ -183,7 +183,7 @@ class UnnormalizedQueries(MLASelfAttention):
 
 
 def megatron_latent_keywords(shape: ModelShape) -> dict[str, Any]:
-    """Keywords for megatron's own latent attention (MLATransformerConfig), for a shape that it can compute."""
+    """Returns keywords for megatron's own latent attention (MLATransformerConfig), for a shape that it can compute."""
     m, rope = shape.latent, shape.rope
     assert m is not None
     stretched = rope.kind == "yarn"

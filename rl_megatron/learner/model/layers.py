@@ -165,7 +165,7 @@ class LocalDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 def specialize(model: torch.nn.Module) -> None:
-    """Replace linears and dispatchers whose group has one rank by faster ones without communication."""
+    """Replaces linears and dispatchers whose group has one rank by faster ones without communication."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module._forward_impl = partial(_multiply, module._forward_impl)
@@ -233,7 +233,7 @@ def torch_layer_spec(
 
 
 def own_layer_spec(path: str, shape: ModelShape, layer: int) -> ModuleSpec:
-    """Decoder layer ``layer`` from the user's function at ``path``, ``package.module:name``.
+    """Returns decoder layer ``layer`` from the user's function at ``path``, ``package.module:name``.
 
     Raises ConfigError if ``path`` cannot be imported, is not a function or does not return a ModuleSpec.
     """

@@ -30,7 +30,7 @@ LEAST = 2**20
 
 @cache
 def arena() -> PinnedPool:
-    """The pinned memory of all models of this process, which train one after the other."""
+    """Returns the pinned memory of all models of this process, which train one after the other."""
     return PinnedPool(SLAB)
 
 
@@ -43,7 +43,7 @@ class _Piece:
         self.extents: Sequence[Extent] = ()
 
     def __del__(self) -> None:
-        """Give its memory back once nothing needs it, perhaps before anything did."""
+        """Gives its memory back once nothing needs it, perhaps before anything did."""
         if self.extents:
             arena().give(self.extents, self.half.copied)
         elif self.half.loading is not None:  # its memory must not be others' while it is written
@@ -103,7 +103,7 @@ class Activations:
                 last.register_forward_hook(self._leave)
 
     def _halves(self, layer: Any) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-        """First and last module of each half of ``layer`` that is offloaded."""
+        """Yields the first and last module of each half of ``layer`` that is offloaded."""
         if "attention" in self._parts:
             yield layer.input_layernorm, layer.self_attention
         if ("moe" if isinstance(layer.mlp, MoELayer) else "mlp") in self._parts:
@@ -191,7 +191,7 @@ class Activations:
         return empty.set_(saved.piece.storage, saved.offset, saved.size, saved.stride)
 
     def _load(self, half: _Half) -> None:
-        """Begin to copy back what of ``half`` is in the host's memory alone."""
+        """Begins to copy back the part of ``half`` that only the host's memory holds."""
         if not half.gone:
             return
         half.gone, gone = False, half.alive
@@ -211,7 +211,7 @@ class Activations:
 
 
 def _cut(piece: _Piece) -> Iterator[tuple[Extent, Tensor]]:
-    """The piece's extents in the host's memory, and for each the bytes of the GPU's storage."""
+    """Yields the piece's extents in the host's memory, and for each the bytes of the GPU's storage."""
     assert piece.storage is not None
     flat, at = torch.empty(0, dtype=torch.uint8, device=piece.device).set_(piece.storage), 0
     for extent in piece.extents:

@@ -53,7 +53,7 @@ def text_model(raw: Mapping[str, Any], path: Path) -> Fields:
 
 
 def with_defaults(raw: dict[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
-    """The keys with the family's ``defaults`` for those that are missing, or null where that says nothing."""
+    """Returns the keys with the family's ``defaults`` for those that are missing, or null where that says nothing."""
     filled, given = copy(raw), dict(raw)  # the first names keys in its errors
     filled.update(
         (key, value)
@@ -137,7 +137,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def decoder_fields(raw: Mapping[str, Any], path: Path, *, turns_part: bool = False) -> dict[str, Any]:
-    """The fields of `ModelShape` that every family of grouped-query attention spells alike; `read_rope` has
+    """Returns the fields of `ModelShape` that every family of grouped-query attention spells alike; `read_rope` has
     ``turns_part``. Raises ConfigError for a key of another type, also of a plain dict."""
     raw = raw if isinstance(raw, Fields) else Fields(raw, path, ConfigFields)
     heads = raw["num_attention_heads"]
@@ -160,7 +160,7 @@ def decoder_fields(raw: Mapping[str, Any], path: Path, *, turns_part: bool = Fal
 
 
 def dense_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model without experts."""
+    """Returns the fields of a model without experts."""
     return {
         "num_experts": 0,
         "experts_per_token": 0,
@@ -171,7 +171,7 @@ def dense_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_or_default(raw: Mapping[str, Any], key: str, default: float) -> Any:
-    """The value of ``key``, or ``default`` where it is null or missing; 0 and false are values."""
+    """Returns the value of ``key``, or ``default`` where it is null or missing; 0 and false are values."""
     return default if raw.get(key) is None else raw[key]
 
 
@@ -192,7 +192,7 @@ def dense_first(raw: Mapping[str, Any], path: Path, default: int) -> int:
 
 
 def windows(raw: Mapping[str, Any], path: Path, kinds: Sequence[str] | None = None) -> tuple[int, ...]:
-    """Sliding windows by layer, from ``layer_types`` or, without them, ``kinds``, or for all layers."""
+    """Returns sliding windows by layer, from ``layer_types`` or, without them, ``kinds``, or for all layers."""
     window, layers = int(raw.get("sliding_window") or 0), int(raw["num_hidden_layers"])
     if not window:
         return ()

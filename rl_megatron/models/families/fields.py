@@ -151,7 +151,7 @@ class ConfigFields(JsonFields):
 
 
 def read_config(folder: Path) -> Fields:
-    """The keys of a folder's config.json. Raises ConfigError if it is missing or torn."""
+    """Returns the keys of a folder's config.json. Raises ConfigError if it is missing or torn."""
     path = folder / "config.json"
     return Fields(read_json(path, JsonFields).model_extra or {}, path, ConfigFields)
 

@@ -64,7 +64,7 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
 
 
 def read_text_model(raw: dict[str, Any], path: Path) -> ModelShape:
-    """The text model of Qwen3.5-MoE for images and text."""
+    """Returns the text model of Qwen3.5-MoE for images and text."""
     return replace(read(text_model(raw, path), path), beside=("model.visual.",))
 
 
