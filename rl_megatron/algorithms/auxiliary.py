@@ -78,7 +78,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "hinge": hinge, "
 
 @functools.cache
 def resolve_pair_loss(name: str, key: str) -> PairLoss:
-    """A loss of the table, or the user's own at ``package.module:name``. Raises as `load_named`, of ``key``.loss."""
+    """Returns a loss of the table, or the one at ``package.module:name``. Raises as `load_named`, of ``key``.loss."""
     if name in PAIR_LOSSES:
         return PAIR_LOSSES[name]
     own: PairLoss = load_named(name, f"{key}.loss", "function", callable)
@@ -86,7 +86,7 @@ def resolve_pair_loss(name: str, key: str) -> PairLoss:
 
 
 def losses_with_gradients(loss: PairLoss, better: Tensor, worse: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Losses of pairs, [P], and their derivatives to the log pi/ref of the better and the worse answer, [P, 2]."""
+    """Returns losses of pairs, [P], and derivatives to the log pi/ref of the better and the worse answer, [P, 2]."""
     sides = better.detach().clone().requires_grad_(), worse.detach().clone().requires_grad_()
     with torch.enable_grad():
         losses = loss(*sides, beta)
@@ -152,7 +152,7 @@ class PreferenceLoss:
         return LossOutput(loss=loss, metrics=metrics)
 
     def _of_pair(self, better: Tensor, worse: Tensor, beta: float) -> Tensor:
-        """The losses of pairs, [P], as `PairLoss`, with ``row``'s target, over both orders if one may be wrong."""
+        """Returns losses of pairs, [P], as `PairLoss`, with ``row``'s target, over both orders if one may be wrong."""
         loss, target = resolve_pair_loss(self.row.loss, self.row.key), self.row.target_margin / beta
         losses = loss(better - target, worse, beta)
         if wrong := self.row.label_smoothing:

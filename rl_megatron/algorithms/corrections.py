@@ -117,7 +117,7 @@ def second_moment_mask(log_ratios: Tensor, *, threshold: float) -> Tensor:
 
 
 def proximal_share(rollout_version: Tensor, *, proximal_version: int, version: int) -> Tensor:
-    """The old policy's place, in weight versions, between the policy that sampled and the current one, [N] in 0 .. 1.
+    """Returns the old policy's place, in weight versions, between the sampling and the current policy, [N] in 0 .. 1.
 
     ``rollout_version`` [N] is the version that sampled each token, at most ``proximal_version`` <= ``version``.
     """
@@ -126,7 +126,7 @@ def proximal_share(rollout_version: Tensor, *, proximal_version: int, version: i
 
 
 def interpolate_old_logprobs(inputs: LossInputs, share: Tensor) -> LossInputs:
-    """The inputs with old log-probs interpolated: ``share`` [T] of the way from the rollout's to the current ones.
+    """Returns inputs with old log-probs interpolated: ``share`` [T] of the way from the rollout's to the current ones.
 
     They replace a pass of the old policy over stale samples (arXiv:2505.24298's decoupled objective).
     """

@@ -49,7 +49,7 @@ ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": abso
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
-    """Returns an estimate of KL(pi‖ref) at each position, [N]; 0 outside the mask, even if inputs there are not finite."""
+    """Returns an estimate of KL(pi‖ref) at each position, [N]; 0 outside the mask, even if inputs are not finite."""
     return ESTIMATORS[estimator](logprobs.where(mask, 0.0), ref_logprobs.where(mask, 0.0))
 
 

@@ -82,7 +82,7 @@ class PolicyLoss:
     max_new_tokens: int
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """This rank's share of the loss; every rank that shares a sequence calls it (``segment_sum`` may wait)."""
+        """Returns this rank's share of the loss. Every rank that shares a sequence calls it (``segment_sum`` waits)."""
         row, inputs = self.row, masked(inputs)
         if inputs.proximal_share is not None:
             inputs = interpolate_old_logprobs(inputs, inputs.proximal_share)
@@ -219,7 +219,7 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 
 
 def loss_weights(name: str, inputs: LossInputs, lengths: Tensor, max_length: int) -> Tensor:
-    """Weights [T] of the tokens in the global sum, of inputs already ``masked``: the controller's, if it gave some."""
+    """Returns weights [T] of the tokens in the global sum, of ``masked`` inputs: the controller's, if it gave some."""
     return AGGREGATIONS[name](inputs, lengths, max_length) if inputs.token_weight is None else inputs.token_weight
 
 

@@ -57,7 +57,7 @@ _VALUES = (
 
 
 def masked(inputs: LossInputs) -> LossInputs:
-    """The same micro-batch with zeros at every position outside the mask, so that inf or NaN there change nothing.
+    """Returns the micro-batch with zeros at every position outside the mask, so that inf or NaN there change nothing.
 
     ``torch.where`` selects before any arithmetic: a product with 0 would keep NaN, in value and in gradient. Converts
     lower precision to float32, because sums over many tokens follow.
@@ -272,7 +272,7 @@ def balanced_limits(
     most_high: float,
     least_low: float,
 ) -> ClipLimits:
-    """The limits at which positive tokens have the ``share``, of one minibatch's tokens: BAPO (arXiv:2510.18927).
+    """Returns the limits at which positive tokens have the ``share`` of one minibatch's: BAPO (arXiv:2510.18927).
 
     The sums are over pi_old |A| min(rho, 1 + high) where A > 0 and pi_old |A| max(rho, 1 - low) where A < 0 (its eq. 8,
     in absolute values), the latter at most ``dual_clip`` times pi_old |A|, as in the loss. As in its algorithm 1, high

@@ -40,7 +40,7 @@ def segment_mean(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def segment_variance(values: Tensor, ids: Tensor, *, unbiased: bool) -> Tensor:
-    """Returns the variance of each segment, [K], over n - 1 values if ``unbiased`` (NaN for a single one), else over n."""
+    """Returns the variance of each segment, [K], over n - 1 values if ``unbiased`` (NaN for one), else over n."""
     count = segment_sum(torch.ones_like(values), ids)
     return segment_sum((values - segment_mean(values, ids)[ids]).square(), ids) / (count - int(unbiased))
 

@@ -27,7 +27,7 @@ from rl_megatron.observability.intervals import LEVEL, Interval, beta_quantile, 
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """Returns the chance that k of the n samples, drawn without replacement, hold a right one: 1 - C(n - c, k) / C(n, k).
+    """Returns the chance that k of n samples, drawn without replacement, hold a right one: 1 - C(n - c, k) / C(n, k).
 
     Its expectation is that of k new samples, which 1 - (1 - c / n)^k underestimates (arXiv:2107.03374). A product of k
     ratios in [0, 1], since binomials of large n overflow. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -186,7 +186,7 @@ def rate_interval(right: Sequence[int], *, samples: int) -> Interval:
 
 
 def beta_quantiles(right: Sequence[int], *, samples: int) -> tuple[float, float]:
-    """The ends between which the mean of a beta is in `LEVEL` of its posterior; its draws are the rates of problems.
+    """Returns the ends between which a beta's mean is in `LEVEL` of its posterior; its draws are the rates of problems.
 
     A problem's ``right`` are then beta-binomial (Skellam 1948). Beforehand each mean in [0, 1] is as likely as another,
     and so is each logarithm of a + b from 0.1 to 100. Computed on a grid of both, which is made again of those means

@@ -42,13 +42,13 @@ def differing_reward_keys(*two: tuple[Mapping[str, Any], Mapping[str, Any]]) -> 
 
 
 def judging_keys(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by which samples of a set with these keys were judged, by key, those of what the keys name too."""
+    """Returns the values by which samples of a set with these keys were judged, and those of what keys name."""
     found = _judging(config, section)
     return {**found, **_named(config, found)}
 
 
 def _judging(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by which samples of a set with these keys were right, by key; defaults where older files have none."""
+    """Returns the values by which samples of a set with these keys were right; defaults where older files have none."""
     of_run = section.get("data", {}).get("type", "run") == "run"
     sources = config.get("data", {}).get("sources", {}) if of_run else {}
     found = {"eval.success_reward": config.get("eval", {}).get("success_reward", 1.0)}
@@ -261,7 +261,7 @@ def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
 
 
 def differing_sampling_keys(first: Results, second: Results) -> dict[str, list[str]]:
-    """The keys, with both values, by which samples of a set were drawn otherwise, by the name of each such set."""
+    """Returns the keys, with both values, by which samples were drawn otherwise, by the name of each such set."""
     found = dict[str, list[str]]()
     for name in _shared(first, second):
         ways = (drawing_keys(each.config, each.sets[name].section, each.engine) for each in (first, second))

@@ -173,7 +173,7 @@ _SIGNS: Mapping[Over, float] = {"min": -1.0, "max": 1.0}  # others are summed
 
 
 def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float]]:
-    """Global ``loss`` and metrics of a (mini)batch from each rank's micro-batches. Every last-stage rank calls it."""
+    """Returns a (mini)batch's ``loss`` and metrics over all ranks' micro-batches. Every last-stage rank calls it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     kinds = outputs[0].metrics
     adding = [name for name, metric in kinds.items() if metric.over not in _SIGNS]

@@ -35,7 +35,7 @@ class Observer(Protocol):
         ...
 
     def read(self) -> Mapping[str, Metric[float]]:
-        """Metrics since the last call, over all ranks. Names from an installed package begin with ``observer/``."""
+        """Returns all ranks' metrics since the last call. Names from an installed package begin with ``observer/``."""
         ...
 
 

@@ -100,7 +100,7 @@ def wait_for_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
-    """The optimizers of a chained one (dense and expert parameters have their own), else the optimizer alone."""
+    """Returns the optimizers of a chained one (dense and expert parameters have their own), or the optimizer."""
     inside: Sequence[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
     return inside
 
@@ -113,12 +113,12 @@ def stores_master_weights(adam: torch.optim.Optimizer) -> bool:
 def l2_norm(
     chunk: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *_: object
 ) -> tuple[torch.Tensor, None]:
-    """The norm [1] of a list of tensors, as megatron-core asks apex for it. Its own waits for a GPU at each tensor."""
+    """Returns the norm [1] of a list of tensors, in place of apex's. Megatron's own waits for a GPU at each tensor."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*lists[0]]))).reshape(1), None
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """The gradient's norm over the whole model, which `step` takes next. Every rank calls it, and all get the same."""
+    """Returns the gradient's norm over the whole model, for `step`. Every rank calls it, and all get the same."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 

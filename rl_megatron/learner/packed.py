@@ -37,7 +37,7 @@ class LengthClass:
     positions: Tensor  # [count or 1, query_length], of the queries in their sequences
 
     def visible(self, window: int) -> Tensor:
-        """Keys that a query sees, [count or 1, 1, query_length, key_length] bool; a ``window`` of 0 is no limit.
+        """Returns the keys a query sees, [count or 1, 1, query_length, key_length] bool; a ``window`` of 0 is no limit.
 
         For one layer's call: its size is a square, and all micro-batches of a pass are packed together.
         """
@@ -151,8 +151,8 @@ def pack_micro_batch(
 
 
 def _pieces(rest: int, unit: int, longest: int, free: int | None) -> Tensor:
-    """Returns the lengths [pieces] of the sequences of ``rest`` positions of padding, whose attention costs squares:
-    multiples of ``unit``, at most ``longest`` where ``free`` sequences are enough, which there then are."""
+    """Returns lengths [pieces] of sequences for ``rest`` positions of padding, since attention costs squares. They are
+    multiples of ``unit``, at most ``longest`` where ``free`` sequences are enough. With ``free`` there are as many."""
     count = max(1, -(-rest // longest))
     count = count if free is None else min(count, free)
     ends = torch.arange(count + 1) * (rest // unit) // count * unit

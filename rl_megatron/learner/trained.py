@@ -385,8 +385,8 @@ class MegatronLearner(MegatronScorer):
         self._observed()
 
     def _reduced(self) -> list[Added]:
-        """Reduces the gradients since the last step, and ends what the last pass may have begun of that. Returns what was
-        added."""
+        """Reduces the gradients since the last step, and ends the reduction that the last pass may have begun. Returns
+        what was added."""
         if not self._added:
             raise RLMegatronError("there is no gradient to step with; call backward before step")
         self.unpark()

@@ -102,7 +102,7 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> _Parts:
 
 
 def _scan(parts: _Parts, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The state before each chunk [n, K, R, dk, dv], what the chunk writes [n, K, R, C, dv], and the last states."""
+    """Returns the state before each chunk [n, K, R, dk, dv], its writes [n, K, R, C, dv], and the last states."""
     columns = (parts.values, parts.known, parts.writes, parts.keeps)
     steps = zip(*(part.split(list(counts)) for part in columns), strict=True)
     state = parts.values.new_zeros(*parts.known.shape[:3], parts.known.shape[-1], parts.values.shape[-1])[: counts[0]]

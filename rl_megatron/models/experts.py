@@ -159,7 +159,7 @@ def grouped_experts(
 
 
 def _capacity(counts: list[int], flops_per_row: int) -> int:
-    """The cheapest C for experts with ``counts`` tokens: fewer rows for all, or fewer experts with rows beyond C."""
+    """Returns the cheapest C for experts with ``counts`` tokens: fewer rows for all, or fewer experts beyond C."""
     best, lowest = 0, inf
     for count in sorted(counts, reverse=True):
         capacity = -(-count // ROW_MULTIPLE) * ROW_MULTIPLE

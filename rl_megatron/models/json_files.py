@@ -41,8 +41,8 @@ class _Index(JsonFields):
 
 
 def tensor_names(folder: Path) -> Collection[str]:
-    """Returns the names in the folder's safetensors index, or in the header of its only such file; none without either, as
-    for plans. Raises CheckpointError if it is torn."""
+    """Returns the names in the folder's safetensors index, or in the header of its only such file; none without either,
+    as for plans. Raises CheckpointError if it is torn."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         return read_json(index, _Index, CheckpointError).weight_map

@@ -137,7 +137,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, L, V] float32 of whole sequences [B, L] int64, by a plain causal forward without a cache."""
+        """Returns logits [B, L, V] float32 of whole sequences [B, L] int64, by a causal forward without a cache."""
         rows, length = input_ids.shape
         whole = FullAttention([length] * rows, shape=self.shape, device=self.device)
         hidden = self.hidden(input_ids.reshape(-1), whole.positions, whole)

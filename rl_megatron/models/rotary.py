@@ -52,7 +52,7 @@ def _yarn(plain: Tensor, theta: float, dim: int, rope: Rope) -> Tensor:
 
 
 def softmax_scale(head_dim: int, rope: Rope) -> float:
-    """The softmax scale. DeepSeek multiplies it by the square of YaRN's magnitude factor over all dimensions."""
+    """Returns the softmax scale. DeepSeek multiplies it by the squared magnitude factor of YaRN over all dimensions."""
     return rope.grown(rope.mscale_all_dim) ** 2 / math.sqrt(head_dim)
 
 

@@ -505,7 +505,7 @@ class _Long(torch.autograd.Function):
 def _groups(
     query: Tensor, key: Tensor, value: Tensor
 ) -> Iterator[tuple[tuple[int, slice, slice], Tensor, Tensor, Tensor]]:
-    """The query heads that share keys: their place in ``query``, queries [L, R, d], keys [L, d] and values [L, e]."""
+    """Yields query heads that share keys: the place in ``query``, queries [L, R, d], keys [L, d] and values [L, e]."""
     shared = query.shape[2] // key.shape[2]
     for sequence in range(len(query)):
         for head in range(key.shape[2]):

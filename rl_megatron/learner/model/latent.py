@@ -148,7 +148,7 @@ class LatentSelfAttention(MegatronModule):
         return out
 
     def _project_down(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The latents of queries (``hidden`` itself if they have none) and of keys and values, and the shared key."""
+        """Returns the latents of queries (or ``hidden`` itself) and of keys and values, and the shared key."""
         m = self.sizes
         of_queries = hidden if m.query_rank is None else self.linear_q_down_proj(hidden)
         latent, shared = self.linear_kv_down_proj(hidden).split([m.kv_rank, m.rope_dim], -1)

@@ -102,7 +102,7 @@ class GroupedColumnLinear(torch.nn.Module):
             self.register_parameter(f"weight{expert}", weight)
 
     def forward(self) -> list[Tensor]:
-        """The weights, in the order of the experts. Megatron waits for weights on their way when a module is called."""
+        """Returns the weights, in order of experts. Megatron waits for weights on their way when a module is called."""
         return [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
 
     def sharded_state_dict(
@@ -205,7 +205,7 @@ class SharedExperts(SharedExpertMLP):
 def torch_layer_spec(
     shape: ModelShape, layer: int, latent: ModuleSpec | None = None, delta: ModuleSpec | None = None
 ) -> ModuleSpec:
-    """Decoder layer ``layer`` made of the layers above, with the state-dict names of megatron's TransformerEngine spec.
+    """Returns decoder layer ``layer`` of the layers above, with state-dict names of megatron's TransformerEngine spec.
 
     ``latent`` attention, if given, replaces grouped-query attention and follows an input norm of its own, and ``delta``
     replaces either in ``shape.delta_layers``.

@@ -47,7 +47,7 @@ _NULLABLE = {"q_lora_rank", "sliding_window", "num_key_value_heads", "n_group", 
 
 
 def text_model(raw: Mapping[str, Any], path: Path) -> Fields:
-    """The keys of the text model of a model for images and text, whose config.json has them under ``text_config``."""
+    """Returns the keys of the text model of one for images and text, whose config.json has ``text_config``."""
     above = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if raw.get(key) is not None}
     return Fields({**raw["text_config"], **above}, path, ConfigFields, "text_config.")
 

@@ -22,7 +22,7 @@ from rl_megatron.models.shape import ModelShape, Router
 
 
 def _checked(raw: dict[str, Any], path: Path, defaults: Mapping[str, object], **fixed: object) -> dict[str, Any]:
-    """The keys with the ``defaults`` for missing ones. Raises ConfigError for other values than the ``fixed``."""
+    """Returns the keys with ``defaults`` for missing ones. Raises ConfigError for values other than the ``fixed``."""
     raw = with_defaults(raw, defaults)
     require_fixed_values(raw, path, {**SILU, **fixed})
     return raw
