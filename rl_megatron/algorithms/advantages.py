@@ -30,7 +30,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import describe_error, load_named
 
 ROUNDING = 1e-6
-"""Of an advantage that is 0."""
+"""Advantages up to this count as 0."""
 LEVELS: Mapping[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
     "group": lambda group_ids: group_ids,

@@ -74,7 +74,7 @@ class PolicyLoss:
     The maximum ``ratio/max`` is -inf where a micro-batch is empty.
     With demonstrations these means are of the other tokens, and there are three more over all tokens. They are
     ``demonstration/share``, of those demonstrated, ``demonstration/probability``, pi of these, and ``sampled/share``,
-    of the others. `policy_row` divides by the last what is of the others alone.
+    of the others. `policy_row` divides the means of the others by the last.
     """
 
     row: AlgorithmSection

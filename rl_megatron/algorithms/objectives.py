@@ -196,7 +196,7 @@ def gmpo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmS
     """-A times the geometric mean over the sequence of min(rho, 1 + clip_high) if A > 0, else max(rho, 1 - clip_low).
 
     GMPO (arXiv:2507.20673). The value is the sequence's and the gradient that of this token's own log-prob, as in
-    ``ratios.sequence_log_ratio``. With one advantage per sequence, as in the paper, the mean over tokens has the value
+    `sequence_log_ratio`. With one advantage per sequence, as in the paper, the mean over tokens has the value
     and the gradient of the sequence form. Otherwise each token's advantage decides its limit and weighs its gradient.
     """
     advantages = inputs.advantages
@@ -245,7 +245,7 @@ def demonstrated_losses(per_token: Tensor, inputs: LossInputs, row: AlgorithmSec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipLimits:
-    """Limits of a minibatch's clip, and what tokens of ``positive`` advantage and ``all`` tokens then sum to."""
+    """The limits of a minibatch's clip, and the sums of tokens of ``positive`` advantage and of ``all`` with them."""
 
     low: float
     high: float
@@ -314,7 +314,7 @@ OBJECTIVES: Mapping[str, Objective] = {
 
 @functools.cache
 def resolve_objective(name: str) -> Objective:
-    """Returns the objective of the table, or the user's own at ``package.module:name``. Raises as `load_named`."""
+    """Returns the objective of the table, or a custom one at ``package.module:name``. Raises as `load_named`."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
     own: Objective = load_named(name, "algorithm.objective", "function", callable)

@@ -1,4 +1,4 @@
-"""Tries the user's own objective, advantages and pair loss (``package.module:name``) on made inputs before a run.
+"""Tries a custom objective, advantages and pair loss (``package.module:name``) on trial inputs before a run.
 
 Letters as in objectives.py: T positions, S sequences.
 """
@@ -70,10 +70,10 @@ def check_custom_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
 
 
 def check_custom_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None:
-    """Calls the user's function of a group's rewards on some groups of the run's size; of one group's turns, on four.
+    """Calls a custom function of a group's rewards on some groups of the run's size; of one group's turns, on four.
 
-    Raises ConfigError as `advantages.of_each_group` where the rewards are 0 and 1, and if the advantages of all groups
-    are 0, those of other rewards too. Of what the run may not have, other rewards and turns in other numbers, warns.
+    Raises ConfigError as `custom_group_advantages` where the rewards are 0 and 1, and if the advantages of all groups
+    are 0, also for other rewards. Warns of faults for other rewards and numbers of turns, which a run may not have.
     """
     if row.advantage_mean in {*LEVELS, "greedy", "moving", "tracked"}:
         return

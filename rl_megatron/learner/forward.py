@@ -37,7 +37,7 @@ AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
 
 @contextmanager
 def nested(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """Enters all of them around what is within."""
+    """Enters all ``contexts`` around the block."""
     with ExitStack() as stack:
         for one in contexts:
             stack.enter_context(one)
@@ -139,14 +139,14 @@ def _schedule(
 
 
 def _make_viewless(output: Tensor) -> Tensor:
-    """Returns the output, which is no view: megatron frees its memory once it is sent, and layers and losses of the
-    user's own may give views."""
+    """Returns the output as a tensor that is no view: megatron frees its memory once it is sent, and custom layers and
+    losses may give views."""
     whole: Tensor = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
     return whole
 
 
 def _detach_metrics(share: LossOutput, more: Mapping[str, Metric[Tensor]]) -> LossOutput:
-    """Megatron keeps what is said of each micro-batch until the step's last one. The loss holds its graph, whose leaves
+    """Detaches metrics, which megatron keeps until the step's last micro-batch. The loss holds its graph, whose leaves
     are the hidden states that the last stage received and the gradient of them, of every micro-batch so far."""
     metrics = {name: replace(m, value=m.value.detach()) for name, m in {**share.metrics, **more}.items()}
     return LossOutput(loss=share.loss.detach(), metrics=metrics)

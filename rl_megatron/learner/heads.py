@@ -561,7 +561,7 @@ class Float32Head(VocabHead):
 
     model: GPTModel
     announces: bool
-    """Whether the weight's gradient, which autograd does not see, is announced to it by one of zeros: megatron reduces
+    """True if the weight's gradient, which autograd does not see, is announced to it by one of zeros: megatron reduces
     a bucket when autograd has been at all of its parameters, if it does so within the pass."""
 
     @property

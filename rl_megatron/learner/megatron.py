@@ -44,7 +44,7 @@ def make_policy(
     valued: bool = False,
 ) -> MegatronLearner:
     """Returns this rank's part of the learner of a policy, or of a reward model, whose ``shape`` scores; after
-    `world.join`. Every rank calls it. ``top_k`` is that of `VocabHead`; a ``valued`` policy is its own critic."""
+    `init_process_groups`. Every rank calls it. ``top_k`` is `VocabHead`'s; a ``valued`` policy is its own critic."""
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     head: Head = ValueHead()

@@ -73,7 +73,7 @@ def swapped(chunks: Sequence[MegatronModule], held: Mapping[str, Tensor]) -> Ite
 
 
 def overrides(config: OptimizerConfig) -> dict[ParamKey, Any]:
-    """Megatron's own: no decay of biases and of what has one dimension. The biases of all experts may be one tensor."""
+    """Megatron's: no decay of biases and of one-dimensional parameters. All experts' biases may be one tensor."""
     found: dict[ParamKey, Any] = get_standard_config_overrides(config)
     return {**found, ParamKey(name="*_bias"): {"wd_mult": 0.0}}
 
@@ -94,7 +94,7 @@ def by_decay(config: OptimizerConfig, chunks: Sequence[Any], parameters: Sequenc
 
 
 def set_decay(optimizer: MegatronOptimizer, weight_decay: float) -> None:
-    """Gives each group its decay, as megatron's scheduler of learning rates does, which the learner has none of."""
+    """Gives each group its decay, as megatron's scheduler of learning rates does: the learner has no such scheduler."""
     for group in optimizer.param_groups:
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 

@@ -418,7 +418,7 @@ class MegatronLearner(MegatronScorer):
         return metrics
 
     def _warm_up(self) -> None:
-        """Makes, before the first pass, those that features ask for; nothing of them counts."""
+        """Makes the passes that features ask for before the first one; nothing of them counts."""
         if self._warm:
             return
         self._warm = True

@@ -53,7 +53,7 @@ def _leads() -> tuple[bool, bool]:
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 ONEDNN_LEADS, MKL_IS_WIDE = _leads()
-"""Whether oneDNN is faster than torch's own products, and whether these use AVX-512. They are MKL's, which uses that on
+"""True if oneDNN is faster than torch's own products; and true if these use AVX-512. They are MKL's, which uses that on
 Intel's processors alone. A Xeon takes 5 to 15 % less time by MKL, an AMD EPYC without AVX-512 2 to 25 %, and both up to
 a third less where both factors are transposed."""
 

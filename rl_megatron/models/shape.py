@@ -169,7 +169,7 @@ class ModelShape:
     with one of ``beside``, of draft layers without rows or of a tower for images, are never read. A model that
     ``scores`` has one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
 
-    ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a family of the user's own,
+    ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a custom family,
     as ``package.module:name``, so that every process that gets the shape can import it.
     """
 

@@ -56,7 +56,7 @@ def first_line(error: BaseException) -> str:
 
 
 READS_WITHOUT_COMMON = hasattr(serialization, "_legacy_common_state_exists")
-"""Whether the megatron-core here is a newer one, which reads both forms."""
+"""True if the megatron-core here is a newer one, which reads both forms."""
 
 _NAMED = 5  # an error names at most so many tensors
 

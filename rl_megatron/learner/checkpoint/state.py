@@ -126,7 +126,7 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 COMMON = "common.pt"
-"""The file of what belongs to no shard, in checkpoints that megatron-core 0.16 wrote."""
+"""The file of the state that belongs to no shard, in checkpoints that megatron-core 0.16 wrote."""
 Values = Callable[[Tensor], Tensor]
 """Gives the tensor with the values of one that holds none now."""
 Live = tuple[Tensor, Tensor]
@@ -239,7 +239,7 @@ def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
 
 def is_excluded(name: str, without: str | None) -> bool:
     """True if ``name`` is left out: it begins with ``without``, or is TransformerEngine's fp8 state, which no
-    checkpoint holds. Recipes here have no scales of earlier steps (`options.fp8`), and torch's layers have none."""
+    checkpoint holds. Recipes here have no scales of earlier steps (`_of_kernels`), and torch's layers have none."""
     return "_extra_state" in name or bool(without and name.startswith(without))
 
 
@@ -284,7 +284,7 @@ class ExtraState:
         return found
 
     def take(self, models: Sequence[GPTModel], state: Mapping[str, Any], folder: Path) -> None:
-        """Writes what was loaded into `state` into the tensors. Raises CheckpointError if one is missing."""
+        """Writes the loaded values of `state` into the tensors. Raises CheckpointError if one is missing."""
         for name, held in self.tensors.items():
             found = {
                 global_name(model, own): tensor

@@ -36,7 +36,7 @@ class DecoderConfig(TransformerConfig):
 
     shape: ModelShape = None  # type: ignore[assignment]  # megatron's fields before it have defaults
     recompute_up_projections: bool = False
-    """Whether our latent attention discards queries, keys and values, and projects them again in the backward pass."""
+    """True if our latent attention discards queries, keys and values, and projects them again in the backward pass."""
 
 
 @dataclass

@@ -60,7 +60,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
     """Megatron's configuration for one rank, from the model's shape and the options' keywords.
 
-    Raises ConfigError for what `refusals` refuses, and if the machine lacks what an option needs.
+    Raises ConfigError as `refuse`, and if the machine lacks what an option needs.
     """
     fused = uses_transformer_engine(learner, shape)
     refuse(shape, learner)

@@ -1,8 +1,8 @@
 """A decoder layer's gated delta net over packed sequences, with TP and CP.
 
 Packed sequences are cut into chunks, with room before each for a convolution; the gated delta rule takes a chunk at a
-time. Of what the net computes between its linears it keeps nothing but their output and input, and computes it again in
-the backward pass: the chunks' states and products take tens of times as many bytes, and a small part of a layer's
+time. Between its linears the net keeps nothing but their output and input, and computes the rest again in the
+backward pass: the chunks' states and products take tens of times as many bytes, and a small part of a layer's
 products.
 
 TP cuts it between key heads, with their value heads. Under CP ranks exchange positions for heads: each then has the
