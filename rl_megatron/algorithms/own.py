@@ -45,8 +45,8 @@ def check_custom_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
     """Calls a custom objective on some trial micro-batches; one of the table is left alone.
 
     Raises ConfigError if it cannot be imported or called, or returns another shape or dtype, a loss or a gradient that
-    is not finite, or no gradient. Raises it too if a token's loss depends on another sequence, which packing changes,
-    or with ``cp`` above 1 on the part of its own that a rank has. A key that is set must be read.
+    is not finite, or no gradient. Raises it too if a token's loss depends on another sequence, as packing would
+    change it. With ``cp`` above 1 the part that a rank has must not change it. A set key that is not read raises too.
     """
     if row.objective in OBJECTIVES:
         return
