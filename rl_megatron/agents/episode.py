@@ -32,22 +32,22 @@ from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, StopReason, TokenSequence, Turn
 
 T = TypeVar("T")
-_LEAST_SECONDS = 1.0  # of a turn in a server, which aborts it then and gets it again until it has a token
+_LEAST_SECONDS = 1.0  # minimum for a turn in a server, which aborts it then and gets it again until it has a token
 _templates = ThreadPoolExecutor(1, "templates")  # their process renders one at a time
 _OPENING = 16  # tokens at the end of a prompt that have its <think> in them, whatever the tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSettings:
-    """What all trajectories of a call have in common."""
+    """Settings that all trajectories of a call have in common."""
 
     engine: RolloutEngine
     section: EnvironmentSection
-    params: SamplingParams  # whose seed each turn replaces
+    params: SamplingParams  # each turn replaces the seed
     template: Template
     max_prompt_tokens: int
     vocab_size: int  # the model's
-    parser: Parser | None = None  # of replies into reasoning and calls
+    parser: Parser | None = None  # splits replies into reasoning and calls
     ahead: bool = False  # this and the next: of its requests
     exact_logprobs: bool = True
 
@@ -57,19 +57,19 @@ class TrajectoryKey:
     """Which trajectory it is: everything that it depends on besides the weights."""
 
     task: Prompt
-    name: str  # of its group
-    number: int  # in its group
+    name: str  # name of its group
+    number: int  # index in its group
     seed: int
 
 
 class PromptTooLong(Exception):
-    """What the model should read first is longer than ``rollout.max_prompt_tokens``; the text says so."""
+    """The first prompt is longer than ``rollout.max_prompt_tokens``; the text says so."""
 
 
 class Episode(ConversationHandler):
     """Samples the turns of one trajectory. ``stop`` is why it can have no further one.
 
-    Of calls at once, each is answered after the one before.
+    Concurrent calls are answered one after the other.
     """
 
     def __init__(self, setting: EpisodeSettings, place: TrajectoryKey) -> None:
@@ -77,7 +77,7 @@ class Episode(ConversationHandler):
         self.replies: list[Reply] = []
         self.turns: list[Turn] = []  # one for each reply
         self.stop: StopReason | None = None
-        self.failed: Exception | None = None  # why the last request got no turn, where that ends trajectories
+        self.failed: Exception | None = None  # error of the last request that got no turn, if it ends trajectories
         self._loop = asyncio.get_running_loop()
         self.began = self._loop.time()
         self._setting, self._place, self._turn = setting, place, asyncio.Lock()
@@ -198,10 +198,10 @@ class Episode(ConversationHandler):
             ) from error
 
     async def _sample(self, token_ids: TokenIds, max_tokens: int | None) -> Completion:
-        """What follows the tokens, of one token at least and at most what limits leave and the client asks for.
+        """Samples what follows the tokens: at least one token, and at most what limits leave and the client asks for.
 
-        A turn that was cut is the last, but where the client asked for fewer tokens than it may have. Servers end one
-        that is being sampled at the limit of ``environment.seconds``, with the tokens that it has.
+        A turn that was cut is the last, unless the client asked for fewer tokens than it may have. Servers end one that
+        is being sampled at the limit of ``environment.seconds``, with the tokens that it has.
         """
         if self.stop is not None:
             raise LimitReached(self.stop)
@@ -239,7 +239,7 @@ class Episode(ConversationHandler):
 
     @property
     def is_asked(self) -> bool:
-        """Whether a turn is being sampled."""
+        """True if a turn is being sampled."""
         return self._turn.locked()
 
     @property
@@ -306,7 +306,7 @@ async def _off_loop(call: Callable[..., T], *arguments: Any) -> T:
 
 
 def _alike(one: TokenIds, other: TokenIds) -> int:
-    """How many equal tokens both begin with."""
+    """Returns the number of equal tokens that both begin with."""
     shorter = min(len(one), len(other))
     differ = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differ[0]) if len(differ) else shorter
@@ -329,14 +329,14 @@ _OPENING_LIMIT = 60.0  # seconds; a trajectory without time left gets a URL too,
 
 
 class AgentModel(AgentModelClient):
-    """One trajectory's, made in the event loop that serves it and used in the agent's own thread."""
+    """The model of one trajectory, created in the event loop that serves it and used in the agent's own thread."""
 
     def __init__(self, episode: Episode, endpoint: Endpoint) -> None:
         self._episode, self._endpoint = episode, endpoint
         self._loop = asyncio.get_running_loop()
-        self._served: tuple[str, str] | None = None  # once it is asked for
+        self._served: tuple[str, str] | None = None  # None until it is asked for
         self._closed = False
-        self.requests: RequestCounts | None = None  # what clients asked for, once it is closed
+        self.requests: RequestCounts | None = None  # counts of the clients' requests, set by `close`
 
     @override
     async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:

@@ -75,7 +75,7 @@ def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], probl
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether the turn after the prompt's text begins in reasoning."""
+    """True if the turn after the prompt's text begins in reasoning."""
     return prompt.rstrip().endswith(_THINK)
 
 
@@ -154,7 +154,7 @@ def _deepseek_call(written: str) -> tuple[str, str]:
 
 
 _GLM_TAG = re.compile("</?(?:tool_call|arg_value)>")
-_TYPES = {  # of values, as a schema names them
+_TYPES = {  # JSON types of values, as a schema names them
     type(None): {"null"},
     bool: {"boolean"},
     int: {"integer", "number"},
@@ -180,7 +180,7 @@ def glm(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = Fa
 
 
 def _calls(text: str) -> list[str]:
-    """What stands in each call. Tags in a value are its text."""
+    """Returns the text in each call. Tags in a value are its text."""
     calls, begun, in_value = list[str](), -1, False
     for tag in _GLM_TAG.finditer(text):
         if "arg_value" in tag[0]:
@@ -248,7 +248,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 def harmony(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-    """``analysis`` is the reasoning; ``final``, and ``commentary`` to nobody, are content."""
+    """``analysis`` is the reasoning; ``final``, and ``commentary`` without a recipient, are content."""
     reasoning, content, calls = list[str](), list[str](), list[tuple[str, str]]()
     try:
         for one in text.split("<|start|>"):
@@ -273,7 +273,7 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # the las
 
 
 def hermes(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-    """What stands before the first call is content; what stands after it is not shown."""
+    """Text before the first call is content; text after it is not shown."""
     reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, _ = rest.partition("<tool_call>")
     if not found:
@@ -319,4 +319,4 @@ PARSERS: MappingProxyType[str, Parser] = MappingProxyType(
 WRITTEN: MappingProxyType[str, str] = MappingProxyType(
     {"hermes": "<tool_call>", "deepseek": "<｜tool▁calls▁begin｜>", "glm": "<arg_key>", "harmony": "<|channel|>"}
 )
-"""What every call of a format has in it, where it is more than JSON."""
+"""The text that every call of a format has in it, where it is more than JSON."""

@@ -68,9 +68,9 @@ class EpisodeRunner:
     environment: Environment | None = None
     messages: list[OpenAIMessage] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
-    states: list[str | None] = field(default_factory=list)  # that turns began from, where the environment names them
+    states: list[str | None] = field(default_factory=list)  # names of the states before turns; None for an unnamed one
     metrics: dict[str, float] = field(default_factory=dict)
-    requests: RequestCounts | None = None  # of an agent's clients, if it has any
+    requests: RequestCounts | None = None  # counts of an agent's clients, if it has any
 
     async def run(self, made: EnvironmentFactory | Agent) -> TrajectoryEnd:
         """Play to the end, but for `close`. Raises EnvironmentCallError, and what `Episode.reply` raises of the
@@ -90,7 +90,7 @@ class EpisodeRunner:
         if not self.started:
             return None
 
-        async def close() -> None:  # after `start` in its thread, which may have made it only now
+        async def close() -> None:  # runs after `start` in its thread, which may have created it only now
             if self.environment is not None:
                 await self.environment.close()
 
@@ -136,11 +136,11 @@ class EpisodeRunner:
             seen = self._observe(step.observation, "step")
 
     async def _led(self, agent: Agent) -> TrajectoryEnd:
-        """An agent leads by itself; its calls of the model are served on this loop.
+        """Runs an agent that leads by itself; its calls of the model are served on this loop.
 
-        What it raises because its client was refused a turn is what the turn was refused for. What the engine raised
-        for its last request is raised however it ends. One that has sampled and does not end in time is scored as one
-        that raises at the limit.
+        If it raises because its client was refused a turn, the reason of the refusal counts. An error of the engine for
+        its last request is raised however it ends. One that has sampled and does not end in time is scored as one that
+        raises at the limit.
         """
         model = AgentModel(self.episode, self.endpoint)
         section, stop, reward, problem = self.section, "done", 0.0, ""
@@ -177,7 +177,7 @@ class EpisodeRunner:
         return TrajectoryEnd(stop=stop, reward=reward, metrics=self.metrics, problem=problem)  # type: ignore[arg-type]
 
     def _refused(self, error: CallTimeout | UserCodeFailed | None) -> BaseException | None:
-        """Why a function that ended so got no turn, where it ended by that: by the engine's failure in any way."""
+        """Returns why a function that ended so got no turn, if it ended by that. An engine's failure always counts."""
         failed, cause = self.episode.failed, None if error is None else error.__cause__
         if isinstance(failed, EngineError):
             return failed
@@ -248,9 +248,9 @@ class EpisodeRunner:
 
 
 def _is_refusal(error: BaseException | None, status: int, depth: int = 16) -> bool:
-    """Whether it, or what it was raised ``from``, is what a client raises at ``status``; of a group each part.
+    """True if a client raises the error, or one that it was raised ``from``, at ``status``; of a group, each part.
 
-    What was raised while a refusal was handled is another failure.
+    An error that was raised while a refusal was handled is another failure.
     """
     if error is None or not depth:
         return False

@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 SECONDS, CALLS, BAD_CALLS = "seconds", "tool_calls", "bad_calls"
 """In a trajectory's metrics: its seconds, its calls of tools, and its turns with one that cannot be read."""
 BRANCHES, OWN, ENDPOINT = "branches/", "own/", "endpoint/"
-"""There, the beginnings of names: of why rows began, of its environment's own, and of what its clients asked for."""
+"""The beginnings of names there: of why rows began, of its environment's own, and of what its clients asked for."""
 
 
 def request_metrics(requests: RequestCounts) -> dict[str, float]:
-    """Metrics of a trajectory whose clients asked for this."""
+    """Returns the metrics of a trajectory with these requests by its clients."""
     return {f"{ENDPOINT}answered": float(requests.answered), f"{ENDPOINT}refused": float(requests.refused)}
 
 
@@ -81,8 +81,8 @@ _Asked = tuple[str, GenerationRequest, asyncio.Future[Sequence[Completion]]]
 
 
 class RequestBatcher(RolloutEngine):
-    """Sends requests on together: once every trajectory that is under way waits for one, or the others are late, and
-    the engine has answered those before.
+    """Sends requests on together: once every pending trajectory waits for one, or the others are late, and the engine
+    has answered the wave before.
 
     A wave is in the order of its requests' ids, so that equal ones are computed equally.
     """
@@ -122,7 +122,7 @@ class RequestBatcher(RolloutEngine):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._waiting = [one for one in self._waiting if not one[2].done()]  # cancelled ones are
+        self._waiting = [one for one in self._waiting if not one[2].done()]  # canceled ones are done
         if not self._waiting or self._running is not None:
             return
         loop = asyncio.get_running_loop()
@@ -157,7 +157,7 @@ class EpisodeResult:
     reason: Reason | None = None
     problem: str = ""  # also of an environment that failed in a trajectory that is kept
     late: bool = False  # the problem is that it was
-    left_out_tokens: int = 0  # that were sampled, where there is none to train on
+    left_out_tokens: int = 0  # sampled tokens, if there is no trajectory to train on
 
     @property
     def scored(self) -> RewardResult | None:
@@ -169,7 +169,7 @@ class EpisodeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSampler(PolicySampler):
-    """A source over an engine, whose turns have a seed each. Seeds are functions of the run's seed and of what `Draw`
+    """A source over an engine, with a seed for each turn. Seeds are functions of the run's seed and of what `Draw`
     names, so that a group repeats exactly as far as its environment does."""
 
     made: EnvironmentFactory | Agent
@@ -178,7 +178,7 @@ class EnvironmentSampler(PolicySampler):
     section: EnvironmentSection
     vocab_size: int  # the model's
     parser: Parser | None = None
-    key: str = "environment"  # of the section, for messages
+    key: str = "environment"  # config key of the section, for messages
     threads: EpisodeThreads = field(init=False)
     endpoint: Endpoint = field(default_factory=Endpoint)
     closing: set[asyncio.Future[None]] = field(default_factory=set)
@@ -206,7 +206,7 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
-        """Nothing: a trajectory starts over, with the same seed."""
+        """Returns an empty tuple: a trajectory starts over, with the same seed."""
         return ()
 
     @override
@@ -360,7 +360,7 @@ class EnvironmentSampler(PolicySampler):
         """The message, its text cut in the middle to ``max_observation_tokens``."""
         (shown,), most = normalize_messages((message,)), self.section.max_observation_tokens
         content = shown["content"]
-        if len(content) <= most // 4:  # of the shortest tokens, bytes of one character
+        if len(content) <= most // 4:  # the shortest tokens are bytes of one character
             return message
         ids = self.encode(content)
         if len(ids) <= most:
@@ -371,7 +371,7 @@ class EnvironmentSampler(PolicySampler):
 
 
 async def _until_closed(closing: asyncio.Future[None]) -> None:
-    """Wait also where this is cancelled: closing has a limit, and the end of a run cuts off what nobody waits for."""
+    """Waits even if it is canceled: closing has a limit, and the end of a run cuts off tasks that are not awaited."""
     try:
         await asyncio.shield(closing)
     except asyncio.CancelledError:

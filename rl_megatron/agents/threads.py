@@ -1,10 +1,10 @@
-"""Threads with an event loop each, in which the user's code of one trajectory runs: what blocks one blocks no other.
+"""Threads with an event loop each, in which the user's code of one trajectory runs: code that blocks one blocks no
+other.
 
 A call that is not answered in time is given up, whether or not the code heeds its cancellation, and the thread with it:
-a thread cannot be killed, but it is a daemon and keeps nobody waiting. Its processes are ended, with all that they
-started. Linux keeps for each thread the children that it forked, in /proc/self/task/<thread>/children. This process
-adopts those below it whose parents have ended: they become children of its first thread, and their marks say whose
-they are.
+a thread cannot be killed, but it is a daemon and delays no exit. Its processes are ended, with all that they started.
+Linux keeps for each thread the children that it forked, in /proc/self/task/<thread>/children. This process adopts those
+below it when their parents end. They become children of its first thread, and their marks name their owners.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AdoptedProcesses:
     """Processes that trajectories started and that are children of other threads than their own."""
 
     def __init__(self) -> None:
-        """From now on this process adopts what is below it and whose parent ends."""
+        """Makes this process adopt its descendants, from now on, when their parents end."""
         with contextlib.suppress(keeper.FenceRefused):  # then such processes are not found
             keeper.prctl(keeper.SUBREAPER, 1)
         self._seen = dict[int, int]()  # 0 of children and threads without a mark, SHARED of threads that have that
@@ -50,9 +50,9 @@ class AdoptedProcesses:
             match self._mark(thread, "self"):
                 case given if given == mark:
                     found += _children(thread, "self")
-                case marks.SHARED:  # or one that forks or ends: all signals are blocked then, but not its children's
+                case marks.SHARED:  # also one that forks or ends: all signals are blocked then, but not its children's
                     found += [child for child in _children(thread, "self") if marks.mark_of(child) == mark]
-        adopted = _children(first, "self")  # after all others, as a thread that ends leaves its children to the first
+        adopted = _children(first, "self")  # read last: a thread that ends leaves its children to the first
         of = {child: self._mark(child) for child in adopted}
         there = {*adopted, *others}
         self._seen = {task: given for task, given in self._seen.items() if task in there}
@@ -127,7 +127,7 @@ def _threads_of(pid: int | str) -> list[int]:
 
 T = TypeVar("T")
 
-_WAKING = 16  # calls that wake their threads at once
+_WAKING = 16  # calls that wake their threads at a time
 _WAKING_SECONDS = 0.02
 _MARKS = itertools.cycle(range(1, marks.SHARED))
 
@@ -141,8 +141,8 @@ class UserCodeFailed(Exception):
 
 
 class WakeLimiter:
-    """Lets a few calls wake their threads at once: a thousand threads that want the interpreter's lock together keep
-    the caller's event loop waiting for it. A call holds up others for 20 ms at most."""
+    """Limits how many calls wake their threads together: a thousand threads that want the interpreter's lock keep the
+    caller's event loop waiting for it. A call holds up others for 20 ms at most."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(_WAKING)
@@ -158,7 +158,7 @@ class WakeLimiter:
             yield
         finally:
             late.cancel()
-            left.close()  # for the first time, or in vain
+            left.close()  # does nothing if the timer has closed it
 
 
 class LoopThread:
@@ -195,7 +195,7 @@ class LoopThread:
             self._loop.close()
 
     async def call(self, function: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """What ``function`` answers, on this thread's loop. Raises CallTimeout after ``seconds``, and
+        """Returns the result of ``function``, on this thread's loop. Raises CallTimeout after ``seconds``, and
         UserCodeFailed."""
 
         async def outcome() -> tuple[T | None, BaseException | None]:
@@ -240,18 +240,18 @@ class LoopThread:
 
     @property
     def is_clean(self) -> bool:
-        """Whether another trajectory may use it: no call was given up, and no task is left on its loop."""
+        """True if another trajectory may use it: no call was given up, and no task is left on its loop."""
         return not self._given_up and all(task.done() for task in tuple(self._tasks))
 
     def end(self) -> None:
-        """Let the thread end once nothing blocks it."""
+        """Ends the thread once nothing blocks it."""
         self._ended = True
         with contextlib.suppress(RuntimeError):  # its loop is closed
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 class EpisodeThreads:
-    """The threads of a run, ``most`` at once, which clean trajectories hand on. One event loop uses them."""
+    """The threads of a run, at most ``most`` of them, which clean trajectories hand on. One event loop uses them."""
 
     def __init__(self, most: int) -> None:
         self._room, self._waking, self._adopted = asyncio.Semaphore(most), WakeLimiter(), AdoptedProcesses()
@@ -292,7 +292,7 @@ class _Helpers(ThreadPoolExecutor):
     """Runs what the user's code hands to threads in daemon ones, and knows the processes that these started."""
 
     def __init__(self) -> None:
-        super().__init__(max_workers=1)  # whose own threads are never started
+        super().__init__(max_workers=1)  # its own threads are never started
         self._left: dict[int, int | None] = {}  # processes of threads that have ended, and when they began
         self._running: set[int] = set()
 
@@ -314,7 +314,7 @@ class _Helpers(ThreadPoolExecutor):
             finally:
                 self._left |= {
                     pid: start_ticks(pid) for pid in children_of(thread)
-                }  # which become another thread's now
+                }  # these become another thread's now
                 self._running.discard(thread)
 
         _OwnThread(target=work, name="environment's helper", daemon=True).start()

@@ -90,10 +90,10 @@ def fill_bins(
 
 
 def _needed(sizes: NDArray[np.int64], budget: int) -> int:
-    """Bins that no packing can do without.
+    """Returns the number of bins that no packing can do without.
 
-    In sequences longer than i of k + 1 parts of a bin count i: those of one bin have less than k + 1 in all, so k at
-    most. With k = 1 these are the sequences that are longer than half of a bin.
+    A sequence counts i if it is longer than i of k + 1 parts of a bin. The sequences of one bin count less than k + 1
+    in all, so k at most. With k = 1 these are the sequences that are longer than half of a bin.
     """
     return max(-(-int((((k + 1) * sizes - 1) // budget).sum()) // k) for k in range(1, 9))
 
@@ -184,12 +184,12 @@ class Packer:
         ranks: NDArray[np.int64] | None = None,
         with_room: bool = False,
     ) -> Batch:
-        """Pack every sequence, or those in ``part``, once. Deterministic.
+        """Packs every sequence, or those in ``part``, once. Deterministic.
 
         ``ranks`` [S] says which data-parallel rank takes each sequence; ``with_room``: for one more position each. If
         there are fewer sequences than micro-batches, the others get one position with nothing masked in, since every
-        rank must join the collectives, and where ``padding`` has sizes, more after their sequence to pad with. Raises
-        DataError for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
+        rank must join the collectives. Where ``padding`` has sizes, more positions follow to pad with. Raises DataError
+        for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
         """
         part = np.arange(samples.num_sequences) if part is None else part
         lengths = samples.cu_seqlens.diff().numpy()[part] + with_room
@@ -223,10 +223,10 @@ class Packer:
         )
 
     def minibatches(self, samples: Samples, *, most: int, seeds: Iterable[int]) -> Iterator[Batch]:
-        """Split and pack the samples once for each seed, each time in a new order.
+        """Splits and packs the samples once for each seed, each time in a new order.
 
-        Into ``most`` parts, or as many as there are units or whole groups; a trajectory's sequences stay together. All
-        share the columns of the samples: `finish_minibatch`.
+        There are ``most`` parts, or as many as there are units or whole groups; a trajectory's sequences stay together.
+        All share the columns of the samples: `finish_minibatch`.
         """
         for seed in seeds:
             for part in self._parts(samples, most, seed):
@@ -391,7 +391,7 @@ def minibatch_sequences(batch: Batch) -> NDArray[np.int64]:
 
 
 def minibatch_token_mask(samples: Samples, part: NDArray[np.int64]) -> Tensor:
-    """Which tokens [N] of the sequences ``part`` are sampled ones, bool."""
+    """Returns a mask [N] of the sampled tokens of the sequences ``part``, bool."""
     inside = torch.zeros(samples.num_sequences, dtype=torch.bool)
     inside[torch.from_numpy(part)] = True
     return samples.mask & inside.repeat_interleave(samples.cu_seqlens.diff())

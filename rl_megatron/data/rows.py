@@ -28,7 +28,7 @@ from rl_megatron.feature import declared_columns
 from rl_megatron.types import Batch, Samples
 
 Share: TypeAlias = NDArray[np.uint8]
-"""What one data-parallel rank is sent for one pass."""
+"""The columns that one data-parallel rank is sent for one pass."""
 
 Pieces: TypeAlias = tuple[Sequence[NDArray[Any]], np.dtype[Any], tuple[int, ...]]
 """Arrays that are sent as one, its dtype and its shape."""
@@ -67,7 +67,7 @@ OwnLayers = Mapping[str, tuple[int, ...]]
 
 
 def has_layers(share: Share) -> bool:
-    """Whether it brings columns with entries of layers."""
+    """True if it brings columns with entries of layers."""
     head, _ = opened(share)
     return any(name in declared_columns() and declared_columns()[name].layers is not None for name in _names(head))
 
@@ -80,7 +80,7 @@ def select_layers(share: Share, layers: OwnLayers) -> Share:
 
 
 def _names(head: dict[str, Any]) -> list[str]:
-    """What each array is."""
+    """Returns the name of each array."""
 
     def of_blocks() -> Iterator[str]:
         for forms in head["blocks"]:
@@ -236,7 +236,7 @@ _PART = 2**18  # positions
 
 
 class SentRows:
-    """Which rows of which columns each data-parallel rank of a group of processes holds.
+    """The rows of each column that each data-parallel rank of a group of processes holds.
 
     A column is known by its tensor, so that must not change after it was sent. Steps are numbered on from ``after``.
     """
@@ -253,7 +253,7 @@ class SentRows:
         self._tokens, self._columns, self._alike, self._rows = None, {}, set(), [{} for _ in self._rows]
 
     def shares(self, batch: Batch, *, to_score: bool) -> list[Share]:
-        """What each data-parallel rank [D] needs for a pass over its micro-batches; it holds that from now on.
+        """Returns what each data-parallel rank [D] needs for a pass over its micro-batches; it holds that from now on.
 
         Another step begins with other ``batch.samples.input_ids``. A pass that is ``to_score`` has zeros for what a
         loss alone reads.
@@ -365,7 +365,7 @@ class _Column:
         self._runs, self._bounds = _narrowed(of_runs), bounds.tolist()
 
     def sent(self, rows: NDArray[np.int64], *, with_ids: bool) -> tuple[Form, list[Pieces]]:
-        """The form, and what is sent of the ``rows``; ``with_ids``: their inputs are sent beside it."""
+        """Returns the form, and what is sent of the ``rows``; ``with_ids``: their inputs are sent, too."""
         if self.form in ("trained", "spread"):
             return self.form, [_whole(self._numbers[self.rows.some[rows]])]
         if self.form == "last" and with_ids:
@@ -383,7 +383,7 @@ class _Column:
 
 
 def _shifted(ids: NDArray[np.int64], targets: NDArray[np.int64], rows: _Rows) -> bool:
-    """Whether all targets but the last of each row are the next inputs."""
+    """True if all targets but the last of each row are the next inputs."""
     for of_part, places in rows.parts:
         alike = ids[places][1:] == targets[places][:-1]
         alike[rows.bounds[of_part][1:] - 1 - places.start] = True
@@ -410,7 +410,7 @@ def _form(column: NDArray[np.float32], rows: _Rows) -> Form:
 
 
 def _same(one: Tensor | Ragged, other: Tensor | Ragged) -> bool:
-    """Whether they are equal to the bit: -0.0 is not 0.0."""
+    """True if they are equal to the bit: -0.0 is not 0.0."""
     if isinstance(one, Ragged) or isinstance(other, Ragged):
         if not (isinstance(one, Ragged) and isinstance(other, Ragged)):
             return False
@@ -419,7 +419,7 @@ def _same(one: Tensor | Ragged, other: Tensor | Ragged) -> bool:
 
 
 def _equal(one: Tensor, other: NDArray[Any]) -> bool:
-    """Whether two columns of one dtype and shape are equal to the bit."""
+    """True if two columns of one dtype and shape are equal to the bit."""
     theirs = torch.from_numpy(other)
     return (
         torch.equal(one.view(torch.int32), theirs.view(torch.int32))
@@ -436,7 +436,7 @@ def _narrowed(numbers: NDArray[Any]) -> tuple[NDArray[Any], np.dtype[Any]]:
 
 
 def _spare(column: Tensor | Ragged, *, kept: bool, count: int) -> list[Pieces]:
-    """What `MicroBatches` has for a column after no sequence: the first positions, ``kept``, or zeros."""
+    """Returns what `MicroBatches` has for a column after no sequence: the first positions, ``kept``, or zeros."""
     first = column[:count]
     if isinstance(first, Ragged):
         return [_whole(first.counts.numpy()), _whole(first.values.numpy())]

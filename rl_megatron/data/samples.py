@@ -65,7 +65,7 @@ def single_turns(
     parts: Sequence[Mapping[str, tuple[float, float]]] | None = None,
 ) -> RolloutGroup:
     """A group with a trajectory for each completion. Without scores texts are empty and rewards 0, of no parts."""
-    before = np.array(prompt.token_ids, np.int32)  # once: it is a Python loop
+    before = np.array(prompt.token_ids, np.int32)  # made once: it is a Python loop
     count = len(completions)
     each = zip(completions, texts or ("",) * count, rewards or (0.0,) * count, parts or ({},) * count, strict=True)
     of = f"prompt {prompt.id!r}: "
@@ -129,10 +129,10 @@ def _trajectory(
 
 
 def split_into_steps(group: RolloutGroup, scored: Sequence[RewardResult], decode: Decode) -> RolloutGroup:
-    """The group with a turn for each step of its completions, which have one turn.
+    """Returns the group with a turn for each step of its completions, which have one turn.
 
     A step ends with the token that has its last character; several that end within one token are one step, of the sum
-    of their rewards. What is after the last step belongs to it.
+    of their rewards. The text after the last step belongs to it.
     """
     parts = zip(group.trajectories, scored, strict=True)
     return replace(
@@ -175,10 +175,10 @@ def _between(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
 
 
 def char_ends_to_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) -> list[int]:
-    """How many tokens have at least so many characters of the text, for each of the ascending ``ends``; at least 1.
+    """Returns the number of tokens that have at least each of the ascending ``ends`` in characters of the text; at
+    least 1.
 
-    Decodes pieces of about a step's length, not the text again for each.
-    """
+    Decodes pieces of about a step's length, not the text again for each."""
     found, at, chars = [], 0, 0  # `chars` characters in the first `at` tokens
     for end in ends:
         context = max(at - _CONTEXT, 0)
@@ -198,8 +198,8 @@ def char_ends_to_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: D
 
 
 def tokens_after_prompt(one: Trajectory) -> int:
-    """Tokens after the first row's prompt, sampled and observed, which environment.max_tokens counts: of a later row
-    those behind what it begins with in common with one before it."""
+    """Returns the number of tokens after the first row's prompt, sampled and observed, which environment.max_tokens
+    counts. A later row counts after its longest common beginning with one before it."""
     known = _known_beginnings(one)
     prompts = [row.turns[0].start for row in one.chains]
     before = [prompts[0], *map(min, known[1:], prompts[1:])]  # a row may sample again what one before it did
@@ -207,7 +207,7 @@ def tokens_after_prompt(one: Trajectory) -> int:
 
 
 def _known_beginnings(one: Trajectory) -> list[int]:
-    """How many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
+    """Returns how many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
     neighbors have most in common: the last row is compared with its two, and taken out, and so on."""
     rows = [row.token_ids for row in one.chains]
     keys = [*map(cmp_to_key(_compared), rows)]
@@ -223,7 +223,7 @@ def _known_beginnings(one: Trajectory) -> list[int]:
 
 
 def _common(one: TokenIds, other: TokenIds) -> int:
-    """How many tokens both begin with."""
+    """Returns the number of tokens that both begin with."""
     length = min(len(one), len(other))
     differ = np.append(one[:length] != other[:length], True)
     return int(differ.argmax())
@@ -254,13 +254,13 @@ def to_samples(
     turns_of: bool = False,
     demonstrated: bool = False,
 ) -> Samples:
-    """Every row of every trajectory, in the order of ``groups``; only turns are masked in.
+    """Returns every row of every trajectory, in the order of ``groups``; only turns are masked in.
 
     Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. ``trajectory_of`` is there
-    where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``,
-    ``demonstrated``, which says what rows have turns without spans, with its flag; of what engines
-    returned of tokens only ``columns``; None: all that rows have. Raises DataError for a row without a sampled token,
-    and for a column that some rows lack or that does not fit its row.
+    where a trajectory has several rows, ``group_of`` with ``groups_of``, and ``turn_of`` with ``turns_of``.
+    ``demonstrated``, with its flag, marks rows that have turns without spans. Of what engines returned of tokens there
+    are only ``columns``; None: all that rows have. Raises DataError for a row without a sampled token, and for a column
+    that some rows lack or that does not fit its row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
@@ -392,8 +392,8 @@ def warn_if_end_changed(then: EndTokens, now: EndTokens) -> None:
 
 
 def supervised_samples(rows: Sequence[SupervisedRow]) -> Samples:
-    """Rows that nobody sampled: advantages of their turns' tokens are 1, and log-probs 0. Raises DataError for a row
-    without a turn or that begins with one."""
+    """Returns the samples of supervised rows: advantages of their turns' tokens are 1, and log-probs 0. Raises
+    DataError for a row without a turn or that begins with one."""
     turns = [[(start, np.zeros(stop - start, np.float32)) for start, stop in row.turns] for row in rows]
     samples = join_rows([row.id for row in rows], [row.token_ids for row in rows], turns)
     return replace(samples, advantages=samples.mask.float())
@@ -408,7 +408,7 @@ def check_tokens(rows: Iterable[SupervisedRow], vocab_size: int) -> None:
 
 
 def check_ends(rows: Iterable[SupervisedRow], stop_token_ids: Sequence[int]) -> None:
-    """Raises DataError for a row of which a turn goes on after one of ``stop_token_ids``, where no model would."""
+    """Raises DataError for a row with a turn that continues after one of ``stop_token_ids``, where no model would."""
     for row in rows:
         for start, stop in row.turns:
             within = row.token_ids[start : stop - 1]
@@ -433,7 +433,7 @@ def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> NDArray[np.int64]:
     """Masked-in positions of each sequence, [S]."""
     bounds = cu_seqlens.numpy()
     out = np.zeros(len(bounds) - 1, np.int64)
-    some = np.flatnonzero(np.diff(bounds))  # of an empty segment `reduceat` gives the next one's first
+    some = np.flatnonzero(np.diff(bounds))  # `reduceat` gives an empty segment the next one's first
     if len(some):
         out[some] = np.add.reduceat(mask.numpy().view(np.uint8), bounds[:-1][some], dtype=np.int64)
     return out
@@ -566,7 +566,7 @@ def join_rows(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequ
                 "prompt token and one sampled token"
             )
         for start, said in of_row:
-            begin = first + start - 1  # of the position whose target is the turn's first token
+            begin = first + start - 1  # position that has the turn's first token as target
             mask[begin : begin + len(said)] = True
             logprobs[begin : begin + len(said)] = said
     return Samples(
@@ -657,8 +657,8 @@ Pair = tuple[SupervisedRow, SupervisedRow]
 
 
 def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, ends: EndTokens) -> list[Pair]:
-    """Each prompt with either answer, of which the tokens and the one of ``ends`` after them are learned. Raises as
-    `supervised_rows`."""
+    """Returns each prompt with either answer. The tokens of the answer are learned, and the one of ``ends`` after them.
+    Raises as `supervised_rows`."""
     better, worse = (
         supervised_rows(prompts, [(text,) for text in texts], tokenizer, ends)
         for texts in ([one.answer for one in prompts], [one.rejected[0] for one in prompts])
@@ -696,8 +696,8 @@ def scored_row(name: str, ids: Sequence[int]) -> SupervisedRow:
 
 
 def set_margins(rows: Sequence[SupervisedRow]) -> Samples:
-    """`supervised_samples` whose ``returns`` are a row's margin where its first learned token is predicted, which is
-    the only one of a row that is scored, and 0 elsewhere."""
+    """Returns `supervised_samples` with a row's margin in ``returns`` where its first learned token is predicted, which
+    is the only one of a row that is scored, and 0 elsewhere."""
     samples = supervised_samples(rows)
     returns = torch.zeros(len(samples.targets))
     returns[_first_learned(samples)] = torch.tensor([row.margin for row in rows])
@@ -705,8 +705,8 @@ def set_margins(rows: Sequence[SupervisedRow]) -> Samples:
 
 
 def mismatched(samples: Samples, most: int) -> Samples:
-    """Each sequence's prompt with the answer of the sequence before it, the first with the last one's, as TRL estimates
-    KTO's KL. An answer begins with the first learned token. What is after ``most`` positions is left out."""
+    """Returns each sequence's prompt with the answer of the sequence before it, the first with the last one's, as TRL
+    estimates KTO's KL. An answer begins with the first learned token. Positions from ``most`` on are left out."""
     starts, first, stops = samples.cu_seqlens[:-1], _first_learned(samples), samples.cu_seqlens[1:]
     heads, begins = first - starts, first.roll(1)
     lengths = (heads + stops.roll(1) - begins).clamp(max=most)

@@ -48,13 +48,13 @@ class TrainerState:
 
     step: int  # finished RL steps; 0 is right after the warm start
     prompts: dict[str, int] | MixtureState  # PromptStream.state()
-    stream: StreamState | None  # of the prompts drawn; None where nothing is drawn ahead
+    stream: StreamState | None  # state of the prompts drawn; None where nothing is drawn ahead
     left_out: tuple[int, ...] = ()  # PromptStream.left_out, ascending
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
-    table: TableState | None = None  # of data.curriculum
+    table: TableState | None = None  # table of data.curriculum
     ends: dict[str, int | None] = field(default_factory=dict)  # EndTokens of what was learned; empty where unknown
     skipped: dict[str, int] = field(default_factory=dict)  # optimizer steps in a row until now, by model
-    row: Row | None = None  # of this step's metrics, where a stop put off its evaluation
+    row: Row | None = None  # metrics of this step, where a stop put off its evaluation
     warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its
 
 
@@ -75,7 +75,7 @@ _MANIFEST = TypeAdapter(_Manifest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedShards:
-    """What ranks wrote into a checkpoint's folder; seconds of the slowest, those of one model after the other."""
+    """The files of ranks in a checkpoint's folder; seconds of the slowest rank, added up over the models."""
 
     folder: Path
     num_bytes: int
@@ -95,9 +95,9 @@ class CheckpointStore:
         measured_by: str = "",
         claimed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``config``: see Checkpoint. ``measured_by``: a digest of how accuracies are measured, of which those that
-        differ in it are not compared; those of older versions, which have none, count as measured alike. ``claimed``
-        raises CheckpointError where the run's folder is another by now; it is called before anything is written."""
+        """``config``: see Checkpoint. ``measured_by``: a digest of how accuracies are measured. Those that differ in it
+        are not compared; those of older versions, which have none, count as measured alike. ``claimed`` raises
+        CheckpointError where the run's folder is another by now; it is called before anything is written."""
         self.claimed = claimed
         self._folder, self._config, self._measured_by = folder, dict(config), measured_by
         self._keep, self._keep_best = keep, keep_best
@@ -105,10 +105,10 @@ class CheckpointStore:
     async def save(
         self, state: TrainerState, learners: Mapping[str, Learner], accuracy: float | None = None
     ) -> PendingCheckpoint:
-        """Begin a checkpoint of this moment, with a folder for each of ``learners``; the one before must be finished.
+        """Begins a checkpoint of this moment, with a folder for each of ``learners``; the one before must be finished.
 
-        ``accuracy``: of these weights, held-out, where it was measured. Returns once training may go on. A kill at any
-        moment leaves the previous checkpoint whole. Files are written in threads, so the event loop is not blocked.
+        ``accuracy``: of these weights, held-out, where it was measured. Returns once training may continue. A kill at
+        any moment leaves the previous checkpoint whole. Files are written in threads, so the event loop is not blocked.
         Raises CheckpointError.
         """
         warm = state.warm_start_step
@@ -142,7 +142,7 @@ class CheckpointStore:
         accuracy: float | None,
         files: dict[str, Digest],
     ) -> None:
-        """Check the ranks' files, add the controller's, rename the folder, and remove old checkpoints."""
+        """Checks the ranks' files, adds the controller's, renames the folder, and removes old checkpoints."""
         problems = mismatches(temporary, files, read=False)
         there = {path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file()}
         problems += [
@@ -170,15 +170,15 @@ class CheckpointStore:
                 remove_folder(old)
 
     def note_accuracy(self, folder: Path, accuracy: float) -> None:
-        """Note the held-out accuracy of a checkpoint's weights, measured after it was written; warn if that fails."""
+        """Notes the held-out accuracy of a checkpoint's weights, measured after it was written; warns if that fails."""
         try:
             manifest = replace(_manifest(folder), accuracy=accuracy, measured_by=self._measured_by)
             write_atomically(folder / _MANIFEST_FILE, _MANIFEST.dump_json(manifest, indent=1))
-        except (CheckpointError, OSError) as error:  # somebody may have removed it, and no step needs it
+        except (CheckpointError, OSError) as error:  # it may have been removed, and no step needs it
             logger.warning("checkpoint.keep_best does not learn the accuracy of %s: %s", folder, error)
 
     def _superseded(self, found: Sequence[Path]) -> list[Path]:
-        """The folders of ``found``, oldest first, that no rule keeps."""
+        """Returns the folders of ``found``, oldest first, that no rule keeps."""
         kept = set(found[-self._keep :])
         if self._keep_best:
             scored: dict[str, list[tuple[float, int, Path]]] = {}
@@ -198,7 +198,7 @@ class CheckpointStore:
 
 
 class PendingCheckpoint:
-    """A checkpoint that is written and gets its name while training goes on, in a task of its own."""
+    """A checkpoint that is written and gets its name while training continues, in a task of its own."""
 
     def __init__(
         self, folder: Path, savings: Mapping[str, SaveHandle], publish: Callable[[dict[str, Digest]], None], began: int
@@ -212,29 +212,29 @@ class PendingCheckpoint:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is still written; a second Ctrl-C cancels that, as every task."""
+        """True while it is being written; a second Ctrl-C cancels that, like every task."""
         return not self._saved.done() and not self._saved.cancelling()
 
     @property
     def saved(self) -> SavedShards | None:
-        """What ranks wrote, once the checkpoint has its final name; else None.
+        """The files of ranks, once the checkpoint has its final name; else None.
 
         Raises WorkerFailure, CheckpointError or OSError if it cannot have it.
         """
         return self._saved.result() if self._saved.done() else None
 
     async def finish(self) -> SavedShards:
-        """Wait until the checkpoint has its final name. Raises as ``saved``."""
+        """Waits until the checkpoint has its final name. Raises as ``saved``."""
         self._hurry.set()
         return await asyncio.shield(self._saved)
 
     async def settled(self) -> None:
-        """Wait for no rank any more, and until no thread works on the folder. Raises nothing of the save's."""
+        """Stops waiting for ranks, and waits until no thread works on the folder. Raises nothing of the save's."""
         self._saved.cancel()
         await asyncio.wait({self._saved, self._thread or self._saved})
 
     async def _complete(self) -> SavedShards:
-        """Publish in a thread what ranks wrote, which takes long, or remove it there: a full disk would stay full.
+        """Publishes the ranks' files in a thread, which takes long, or removes them there: a full disk would stay full.
 
         No rank enters a collective while another still writes any model: its time limit may be shorter than a write.
         """
@@ -257,7 +257,7 @@ class PendingCheckpoint:
         return SavedShards(folder=self.folder, num_bytes=num_bytes, write_seconds=seconds)
 
     async def _until_written(self) -> None:
-        """Ranks answer between their passes; each is asked again after a quarter of the time that it writes already."""
+        """Polls ranks, which answer between their passes, each after a quarter of the time that it writes already."""
         began = timeline.now()
         while not self._hurry.is_set() and not all([await saving.written() for saving in self._savings.values()]):
             with contextlib.suppress(TimeoutError):
@@ -267,7 +267,7 @@ class PendingCheckpoint:
             await saving.written(wait=True)
 
     def _seen(self, task: asyncio.Task[SavedShards]) -> None:
-        """Record the ended save, and take its error: of a run that failed before, asyncio would warn of it."""
+        """Records the ended save, and takes its error: of a run that failed before, asyncio would warn of it."""
         timeline.keep(timeline.SAVES, self.folder.name, self._began, timeline.now())
         if not task.cancelled():
             task.exception()
@@ -279,11 +279,11 @@ class Checkpoint:
 
     folder: Path
     state: TrainerState
-    files: Mapping[str, Digest]  # by name in ``folder``
+    files: Mapping[str, Digest]  # name in ``folder`` -> digest
     config: Mapping[str, JsonValue]  # the keys that a resume must give again (config_resume)
 
     async def load(self, learners: Mapping[str, Learner]) -> None:
-        """Load each of ``learners`` from its folder. Raises CheckpointError that names files that have changed."""
+        """Loads each of ``learners`` from its folder. Raises CheckpointError that names files that have changed."""
         for name, learner in learners.items():
             await learner.load(self.folder / name, _inside(name, self.files))
 
@@ -298,19 +298,19 @@ def _warning(folder: Path) -> Iterator[None]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in a run's ``checkpoints`` folder."""
+    """Returns the newest complete checkpoint in a run's ``checkpoints`` folder."""
     return next(reversed(_all(folder)), None)
 
 
 def _all(folder: Path) -> list[Path]:
-    """Oldest first; a warm start comes before the steps."""
+    """Returns the checkpoints, oldest first; a warm start comes before the steps."""
     found = folder.iterdir() if folder.is_dir() else ()
     named = [(match[1] == "step", int(match[2]), p) for p in found if (match := CHECKPOINT.fullmatch(p.name))]
     return [path for _, _, path in sorted(named)]
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read ``trainer.json`` and the manifest, and compare the size of every file with that of the manifest. Raises
+    """Reads ``trainer.json`` and the manifest, and compares the size of every file with that of the manifest. Raises
     CheckpointError that names each missing or torn file."""
     files = (manifest := _manifest(folder)).files
     if _STATE_FILE not in files or not _inside("learner", files):
@@ -325,7 +325,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _state(folder: Path, columns: Iterable[str]) -> TrainerState:
-    """The controller's state, with the files of its columns by name."""
+    """Returns the controller's state, with the files of its columns by name."""
     try:
         reader = ColumnReader(folder / _COLUMNS, columns)
         state = _STATE.validate_json((folder / _STATE_FILE).read_bytes(), context=reader)
@@ -341,13 +341,13 @@ def _state(folder: Path, columns: Iterable[str]) -> TrainerState:
 
 
 def files_of(shards: Path) -> Mapping[str, Digest]:
-    """Digests of the files in ``shards``, from the checkpoint that it is part of; empty if it is part of none. Raises
-    CheckpointError if the manifest is torn."""
+    """Returns digests of the files in ``shards``, from the checkpoint that it is part of; empty if it is part of none.
+    Raises CheckpointError if the manifest is torn."""
     return _inside(shards.name, _manifest(shards.parent).files) if (shards.parent / _MANIFEST_FILE).exists() else {}
 
 
 def unsound(folder: Path, problems: Sequence[str]) -> CheckpointError:
-    """The error for a checkpoint whose files have changed since they were written."""
+    """Returns the error for a checkpoint with files that have changed since they were written."""
     return CheckpointError(f"{_listed(problems)}\n{_advice(folder)}")
 
 
@@ -373,12 +373,12 @@ def _manifest(folder: Path) -> _Manifest:
 
 @lru_cache(4096)  # each names all files of a checkpoint, and each save asks for those of all that are kept
 def _scored(folder: Path, version: tuple[int, int]) -> tuple[str, float | None]:
-    """How the accuracy was measured, and it; ``version``: of the manifest's file. Raises as `_manifest`."""
+    """Returns how the accuracy was measured, and it; ``version``: of the manifest's file. Raises as `_manifest`."""
     return (manifest := _manifest(folder)).measured_by, manifest.accuracy
 
 
 def _said(error: ValidationError) -> str:
-    """The first of pydantic's problems, without the value."""
+    """Returns the first of pydantic's problems, without the value."""
     first = error.errors(include_input=False, include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg'][:200]}".removeprefix(": ")
 

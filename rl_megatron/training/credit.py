@@ -65,13 +65,13 @@ def describe_kl(samples: Samples, section: AlgorithmSection, row: Row) -> None:
 
 
 def reference_kl(samples: Samples, section: AlgorithmSection) -> Tensor:
-    """Estimate of KL(old‖ref) at each position, [N]; 0 outside the mask."""
+    """Returns an estimate of KL(old‖ref) at each position, [N]; 0 outside the mask."""
     assert samples.ref_logprobs is not None
     return kl_per_token(samples.old_logprobs, samples.ref_logprobs, samples.mask, estimator=section.kl.estimator)
 
 
 def mean_over_completions(values: Tensor, samples: Samples) -> float:
-    """Mean over completions of the mean over each one's trained tokens; NaN if there is none."""
+    """Returns the mean over completions of the mean over each one's trained tokens; NaN if there is none."""
     ids, of = sequence_ids(samples.cu_seqlens), samples.trajectory_of
     ids, num = ids if of is None else of[ids], samples.num_trajectories
     count = segment_sum(samples.mask.double(), ids, num)
@@ -80,7 +80,7 @@ def mean_over_completions(values: Tensor, samples: Samples) -> float:
 
 
 def parts_advantages(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
-    """The weighted sum [K] float32 of what `row_advantages` gives for each part; ``ids`` and ``lengths`` [K].
+    """Returns the weighted sum [K] float32 of `row_advantages` of each part; ``ids`` and ``lengths`` [K].
 
     The mean and the std of a batch are over the trajectories that have the part. Raises DataError for a trajectory
     without parts.
@@ -89,9 +89,9 @@ def parts_advantages(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tenso
 
 
 def parts_differ(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
-    """Whether the parts of each group [groups] bool give it an advantage, whose sum is not 0 but for rounding.
+    """Marks groups [groups] bool that their parts give an advantage: a sum that is not 0, but for rounding.
 
-    Of the group alone: where the std is of the batch, advantages of two parts are taken not to cancel.
+    It looks at the group alone: where the std is of the batch, advantages of two parts are taken not to cancel.
     """
     mean = "group" if section.advantage_mean in LEVELS else None
     scaled = section.advantage_std == "group"
@@ -109,7 +109,7 @@ def _summed(
     mean: str | None = None,
     std: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of parts' advantages, and the largest of its terms, [K] float64 each.
+    """Returns the weighted sum of parts' advantages, and the largest of its terms, [K] float64 each.
 
     Terms that cancel leave exactly 0: whitening divides a batch's sums by their std, and would make rounding large.
     """
@@ -129,7 +129,7 @@ class _Part:
 
 
 def _parts_of(groups: Sequence[RolloutGroup]) -> Iterator[_Part]:
-    """Each part, by name: sources have their own. One of weight 0 is recorded alone, and may be beyond float32."""
+    """Yields each part by name: sources have their own. One of weight 0 is left out, and may be beyond float32."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     trajectories = ((group.prompt.id, one) for group in groups for one in group.trajectories)
     for place, (prompt, one) in enumerate(trajectories):
@@ -167,7 +167,7 @@ def shape_rewards(
 
 
 def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_tokens: int) -> Tensor:
-    """Rewards [K] after the rules that look at one completion alone."""
+    """Returns rewards [K] after the rules that look at one completion alone."""
     rewards = torch.tensor([r for g in groups for r in g.rewards])
     if section.unfinished_reward is not None:
         rewards = set_unfinished_rewards(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
@@ -182,11 +182,11 @@ def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_t
 def groups_with_gradient(
     groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int
 ) -> list[bool]:
-    """Whether each group has two different shaped rewards, or bests of ``best_of`` of them, and so a gradient.
+    """Marks groups that have two different shaped rewards, or bests of ``best_of`` of them, and so a gradient.
 
-    With credit=turn, whether two of its turns that have one baseline differ, or with a ``turn_weight`` two of its
-    trajectories. Where advantages are a function of the user's own, whether that gives any. With
-    advantage_of=parts, `parts_differ`. Demonstrations are compared, too.
+    With credit=turn, two of its turns that have one baseline must differ, or with a ``turn_weight`` two of its
+    trajectories. Custom advantages decide by giving a group any. With advantage_of=parts, it is `parts_differ`.
+    Demonstrations are compared, too.
     """
     if not groups:
         return []
@@ -207,7 +207,7 @@ def groups_with_gradient(
 
 
 def trainable_groups(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
-    """Which groups dynamic sampling keeps (DAPO): `groups_with_gradient`, before the overlong penalty too."""
+    """Marks groups that dynamic sampling keeps (DAPO): `groups_with_gradient`, before the overlong penalty too."""
     found = groups_with_gradient(groups, section, max_new_tokens=max_new_tokens)
     if not section.overlong_buffer:
         return found
@@ -217,7 +217,7 @@ def trainable_groups(groups: Sequence[RolloutGroup], section: AlgorithmSection, 
 
 
 def _teaching(rewards: Tensor, ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
-    """Which rewards differ from others with their baseline, and so give a gradient, [K] bool."""
+    """Marks rewards that differ from others with their baseline, and so give a gradient, [K] bool."""
     if section.best_of > 1:
         return best_subsets_differ(rewards, ids, section.best_of, leave_one_out=section.leave_one_out)
     if not section.own_decides:
@@ -239,7 +239,7 @@ class RewardedTurns:
 
 
 def rewarded_turns(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> RewardedTurns:
-    """The last turn of a trajectory has what earlier turns leave of its reward, and of what shaping made of that.
+    """Returns all turns. The last one of a trajectory has the rest of its reward, and the change that shaping made.
 
     Sums are in float64, so that equal rewards and returns stay equal in float32; ``judged`` [K] is taken where shaping
     acted, and where it is that of a single turn.
@@ -270,8 +270,8 @@ def rewarded_turns(groups: Sequence[RolloutGroup], judged: Tensor, section: Algo
 
 
 def turn_states(groups: Sequence[RolloutGroup]) -> Tensor:
-    """The number of the state that each turn began from, [n] int64: turns of a group with an equal one are compared by
-    ``turn_baseline=state``, and turns of two groups have none in common."""
+    """Returns the number of the state that each turn began from, [n] int64. Turns of a group with an equal one are
+    compared by ``turn_baseline=state``; turns of two groups have none in common."""
     numbers: dict[tuple[int, str | bytes], int] = {}
     states = ((place, state) for place, g in enumerate(groups) for one in g.trajectories for state in _states(one))
     return torch.tensor([numbers.setdefault(state, len(numbers)) for state in states])
@@ -281,15 +281,15 @@ _known: WeakKeyDictionary[Trajectory, list[str | bytes]] = WeakKeyDictionary()
 
 
 def _states(one: Trajectory) -> list[str | bytes]:
-    """The result of `_hashed`, which is computed once: a step asks which groups teach, and for advantages."""
+    """Returns the result of `_hashed`, computed once: a step needs it for groups with gradient and for advantages."""
     if (found := _known.get(one)) is None:
         found = _known[one] = _hashed(one)
     return found
 
 
 def _hashed(one: Trajectory) -> list[str | bytes]:
-    """The state of each turn: the name that its environment gave, or 128 bits of BLAKE2b of the tokens that were read
-    since the last sampled one before it, or of its whole context where that continues no turn."""
+    """Returns the state of each turn: the name that its environment gave, or 128 bits of BLAKE2b. They are of the
+    tokens that were read since the last sampled one before it, or of its whole context where that continues no turn."""
     ends = sorted({turn.stop for row in one.chains for turn in row.turns})
     before = [_digests(row.token_ids, ends) for row in one.chains]
     sampled = {until[turn.stop] for row, until in zip(one.chains, before, strict=True) for turn in row.turns}
@@ -303,7 +303,7 @@ def _hashed(one: Trajectory) -> list[str | bytes]:
 
 
 def _digests(tokens: TokenIds, ends: Sequence[int]) -> dict[int, bytes]:
-    """The digests of the first tokens up to each of the ascending ``ends`` that the row reaches."""
+    """Returns the digests of the first tokens up to each of the ascending ``ends`` that the row reaches."""
     found, start, sum_so_far = {}, 0, hashlib.blake2b(digest_size=16)
     for end in ends:
         if end <= len(tokens):
@@ -329,17 +329,17 @@ _BASELINES: Mapping[str, Callable[[Sequence[RolloutGroup], Tensor], Tensor]] = {
 
 
 def group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
-    """The group of each trajectory, [K]."""
+    """Returns the group of each trajectory, [K]."""
     return torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.rewards) for g in groups]))
 
 
 def sampled_counts(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Sampled tokens of each trajectory, [K]."""
+    """Returns the number of sampled tokens of each trajectory, [K]."""
     return torch.tensor([one.num_sampled for g in groups for one in g.trajectories])
 
 
 def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Which trajectories did not end by themselves, [K] bool."""
+    """Marks trajectories that did not end by themselves, [K] bool."""
     return torch.tensor([one.stop != "done" for g in groups for one in g.trajectories])
 
 
@@ -353,7 +353,7 @@ def assign_credit(
     next_values: Tensor | None = None,
     logit_norms: Tensor | None = None,
 ) -> tuple[Samples, AlgorithmState]:
-    """Add advantages [N] (and returns, and NLL marks) to ``samples`` of ``groups``; also returns the next state.
+    """Adds advantages [N] (and returns, and NLL marks) to ``samples`` of ``groups``; also returns the next state.
 
     ``next_values`` [S] are the critic's values after each completion's last token; ``logit_norms`` [N] are
     `types.Want`'s, of the policy at the start of the update. Raises DataError for a credit over tokens where a
@@ -380,7 +380,7 @@ def assign_credit(
         if section.whiten and section.whiten_of == "completions":
             advantages = whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
         state = _with_baseline(state, values, section)
-        goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
+        goes_on = truncated(groups) & (section.unfinished_reward is None)  # it sets the reward of an end
         credit = _Credit(advantages, penalty, goes_on, next_values, logit_norms, group_ids(groups))
         samples = _CREDITS[section.credit](samples, credit, section)
     if section.whiten and section.whiten_of == "tokens":
@@ -433,7 +433,7 @@ def _discounted(samples: Samples, credit: _Credit, section: AlgorithmSection) ->
 
 
 def _less_optimal(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    """Returns less the baseline of the group's tokens at the same place of least variance of the gradient."""
+    """Subtracts from returns the group's baseline at the same place that has the least variance of the gradient."""
     returns, norms = _discounted(samples, credit, section).advantages, credit.logit_norms
     assert norms is not None
     advantages = less_optimal_baseline(returns, norms, samples.mask, samples.cu_seqlens, group_of=credit.group_of)
@@ -441,7 +441,7 @@ def _less_optimal(samples: Samples, credit: _Credit, section: AlgorithmSection) 
 
 
 def _generalized(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    """GAE twice: with the policy's lambda for advantages, with the critic's for returns (VAPO decouples them)."""
+    """Computes GAE twice: with the policy's lambda for advantages, the critic's for returns (VAPO decouples them)."""
     values, after = samples.old_values, credit.next_values
     assert values is not None
     assert after is not None
@@ -468,7 +468,7 @@ def _generalized(samples: Samples, credit: _Credit, section: AlgorithmSection) -
 
 
 def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
-    """The tokens of a turn, which are masked in one turn after another, have its advantage, beside the ``whole``
+    """Gives the tokens of a turn, which are masked in one turn after another, its advantage, added to the ``whole``
     completion's [K] under ``turn_weight``."""
     of_turns = row_advantages(turns.compared, turns.baseline_of, turns.lengths, section)
     if section.turn_compared == "rewards":

@@ -25,18 +25,18 @@ class Evaluator:
     """Measures ``sets`` with the weights that were pushed last, one after the other. The first gives eval/accuracy."""
 
     sampler: PolicySampler
-    own: Mapping[str, PolicySampler] = field(default_factory=dict)  # of the sets that have one, by name
+    own: Mapping[str, PolicySampler] = field(default_factory=dict)  # set's name -> its own sampler, if it has one
     sets: Sequence[EvalSet]
     section: EvalSection
-    last_step: int  # after which all sets are due that have no steps of their own
+    last_step: int  # all sets without steps of their own are due after it
 
     def due(self, step: int) -> bool:
-        """Whether a set is evaluated after ``step``."""
+        """True if a set is evaluated after ``step``."""
         return bool(self._due(step))
 
     async def row(self, step: int | None = None, *, pushed: int | None = None) -> Row:
-        """Metrics of the sets that are due after ``step``; without one, of the first set. With the version ``pushed``
-        for it also the share of sampled tokens that are of that version."""
+        """Returns metrics of the sets that are due after ``step``; without one, of the first set. With the version
+        ``pushed`` for it, they include the share of sampled tokens that are of that version."""
         row: Row = {}
         own = sampled = 0
         for one in self.sets[:1] if step is None else self._due(step):
@@ -53,7 +53,7 @@ class Evaluator:
         return row
 
     async def closed(self) -> None:
-        """Wait for what its samplers still release, of training's groups too where these are from ``sampler``."""
+        """Waits for what its samplers still release, of training's groups too where these are from ``sampler``."""
         for one in (self.sampler, *self.own.values()):
             await one.closed()
 
@@ -71,8 +71,8 @@ class BackgroundEvaluator:
 
     evaluation: Evaluator
     recorder: Recorder
-    at_once: int | None = None  # the most requests that servers have at once; None: all
-    step: int = 0  # of the last one that began
+    at_once: int | None = None  # the most requests that servers have at a time; None: all
+    step: int = 0  # step of the last evaluation that began
     _measures: Evaluator = field(init=False)
     _running: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -83,7 +83,7 @@ class BackgroundEvaluator:
         self._measures = replace(given, sampler=given.sampler.over(engine), own=own)
 
     def begin(self, step: int) -> None:
-        """Evaluate the weights that were just pushed after ``step``, unless an earlier evaluation is under way.
+        """Evaluates the weights that were just pushed after ``step``, unless an earlier evaluation is still running.
 
         Does nothing if the evaluation of ``step`` has begun, or a resumed run has its row. Raises the error of an
         earlier evaluation.
@@ -100,15 +100,15 @@ class BackgroundEvaluator:
         self._running = asyncio.create_task(self._evaluate(step), name=f"evaluation of step {step}")
 
     def check(self) -> None:
-        """Raise what the evaluation raised, if it has ended so."""
+        """Raises the error of the evaluation, if it has failed."""
         if self._running is not None and self._running.done():
             ended, self._running = self._running, None
             ended.result()
 
     async def finish(self, before: int, stop: asyncio.Event | None = None) -> None:
-        """Wait for an evaluation of a step before this one, or give it up once ``stop`` is set.
+        """Waits for an evaluation of a step before this one, or gives it up once ``stop`` is set.
 
-        Raises what it raised.
+        Raises the evaluation's error.
         """
         if self._running is not None and self.step < before:
             try:
@@ -119,7 +119,7 @@ class BackgroundEvaluator:
         self.check()
 
     async def close(self) -> None:
-        """Cancel what is under way: a resume from its step's checkpoint begins it again."""
+        """Cancels a running evaluation: a resume from its step's checkpoint begins it again."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})

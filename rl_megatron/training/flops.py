@@ -78,12 +78,12 @@ def seconds_at_peak(
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], learner: LearnerSection = WHOLE) -> float:
-    """FLOPs of forward and backward over sequences of so many positions, attended to causally, without recomputation.
+    """Returns FLOPs of forward and backward over sequences of these ``lengths``, causally attended to, without
+    recomputation.
 
-    Weights that stand still beside adapters have no gradients, whatever the learner computes on the way to the
-    adapters' (docs/sft.md), nor have frozen routers; attention's products and the adapters' own have all passes. Draft
-    layers are counted if ``shape`` has them trained.
-    """
+    Frozen weights under adapters have no gradients, whatever the learner computes on the way to the adapters'
+    (docs/sft.md), nor have frozen routers. Attention's products and the adapters' own have all passes. Draft layers are
+    counted if ``shape`` has them trained."""
     batch = _Batch.of(shape, lengths)
     weights, pairs = batch.tokens * _weights(shape), _between_positions(shape, batch)
     if (adapters := adapter_layouts(learner)) is not None:
@@ -137,9 +137,9 @@ def _draft(shape: ModelShape, batch: _Batch) -> float:
 
 
 def _between_positions(shape: ModelShape, batch: _Batch) -> float:
-    """Forward FLOPs without weights: of queries, keys and values; and of each value head's state in a delta net, a
-    position at a time, what it knows of a key, what is written there, and what a query reads. Chunks compute more,
-    which is no more of use than recomputation."""
+    """Returns forward FLOPs without weights: of queries, keys and values; and of each value head's state in a delta
+    net, a position at a time. These are what it knows of a key, what is written there, and what a query reads. Chunks
+    compute more, which is no more of use than recomputation."""
     states = 0.0
     if m := shape.delta:
         states = 6.0 * m.value_heads * m.key_dim * m.value_dim * len(shape.delta_layers)
@@ -191,5 +191,5 @@ def _latent(shape: ModelShape, m: LatentAttention) -> float:
 
 
 def _has(words: Sequence[str], part: Sequence[str]) -> bool:
-    """Whether ``part`` stands among the words, one after the other."""
+    """True if the words have ``part`` among them, one after the other."""
     return any(list(words[i : i + len(part)]) == list(part) for i in range(len(words)))

@@ -27,10 +27,10 @@ class Intervals:
     """
 
     steps: int
-    rows: int  # of metrics
+    rows: int  # steps between rows of metrics
     evaluations: int
     checkpoints: int | None  # None: only when a stop is requested
-    sets_due: Callable[[int], bool] | None = None  # whether a set of problems with steps of its own is due after a step
+    sets_due: Callable[[int], bool] | None = None  # true if a set of problems with steps of its own is due after a step
 
 
 class Job(Protocol):
@@ -43,45 +43,45 @@ class Job(Protocol):
 
     @property
     def first_step_is_saved(self) -> bool:
-        """Whether no checkpoint yet holds the weights at ``start``, so that the loop writes one after it."""
+        """True if no checkpoint yet holds the weights at ``start``, so that the loop writes one after it."""
         ...
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Prepare the first step. Called after ``restore`` unless the start is ``fresh``. Returns the row of step 0,
+        """Prepares the first step. Called after ``restore`` unless the start is ``fresh``. Returns the row of step 0,
         which gets the figures of ``evaluate``."""
         ...
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
-        """Make step ``number``. Returns its metrics."""
+        """Makes step ``number``. Returns its metrics."""
         ...
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Metrics of the present weights on held-out data. A stop cancels it."""
+        """Returns metrics of the present weights on held-out data. A stop cancels it."""
         ...
 
     def enough(self, row: Row) -> bool:
-        """Whether the job ends early, with the step of this row."""
+        """True if the job ends early, with the step of this row."""
         ...
 
     async def before_save(self, stop: asyncio.Event) -> None:
-        """Have ``state`` know all work that is under way. Called right before it. Waits for no evaluation once ``stop``
-        is set."""
+        """Makes ``state`` include all pending work. Called right before it. Waits for no evaluation once ``stop`` is
+        set."""
         ...
 
     def state(self) -> TrainerState:
-        """The controller's state that a checkpoint holds beside the learners' shards."""
+        """Returns the controller's state that a checkpoint holds with the learners' shards."""
         ...
 
     def learners(self) -> Mapping[str, Learner]:
-        """The learners whose shards a checkpoint holds, keyed by subfolder."""
+        """Returns the learners with shards in a checkpoint, keyed by subfolder."""
         ...
 
     async def restore(self, state: TrainerState) -> None:
-        """Continue from ``state``. Called after the learners have loaded their shards."""
+        """Continues from ``state``. Called after the learners have loaded their shards."""
         ...
 
     async def close(self) -> None:
-        """End work that goes on between steps. Called once, however the loop ends."""
+        """Ends work that continues between steps. Called once, however the loop ends."""
         ...
 
 
@@ -102,7 +102,7 @@ class Loop:
     recorder: Recorder
     stop: asyncio.Event
     profiled: Callable[[int], AbstractAsyncContextManager[None]] = _not_profiled  # while a step's work is done
-    async_save: bool = True  # steps go on while a checkpoint is written
+    async_save: bool = True  # steps continue while a checkpoint is written
     done: int = 0  # steps
     saved: int | None = None  # the step of the newest checkpoint, which may be in hand; None before the first
     in_hand: PendingCheckpoint | None = None
@@ -110,7 +110,7 @@ class Loop:
     resumed: Path | None = None  # the checkpoint
 
     async def run(self) -> bool:
-        """Make all steps. Returns False if a stop ended the job early; a checkpoint is then written.
+        """Makes all steps. Returns False if a stop ended the job early; a checkpoint is then written.
 
         Raises StopRequested if a stop is requested before the first step. An error that is not the ranks' own leaves
         the checkpoint in hand too, whole, as does a cancellation of this task alone."""
@@ -180,7 +180,7 @@ class Loop:
         return self.job.enough(row)
 
     async def _make_up(self) -> bool:
-        """Begin a resume, with the evaluation that the stop put off. Returns whether the job ends with that step."""
+        """Begins a resume, with the evaluation that the stop put off. Returns whether the job ends with that step."""
         await self.job.start(fresh=False)
         row, self.put_off = self.put_off, None
         if row is None:
@@ -189,14 +189,14 @@ class Loop:
         row |= await self.job.evaluate(watch)
         if isinstance(before := row.get("seconds/step"), float):  # else the row of step 0, which has no times
             row |= (times := watch.row()) | {"seconds/step": before + times["seconds/step"]}
-        await self.recorder.write(row, again=True)  # until now without it, as this resume too may be stopped before
+        await self.recorder.write(row, again=True)  # only now with it, as this resume too may be stopped before
         accuracy = row.get("eval/accuracy")
         if isinstance(accuracy, float) and self.resumed is not None and self.pace.checkpoints is not None:
             await asyncio.to_thread(self.checkpoints.note_accuracy, self.resumed, accuracy)
         return self.job.enough(row)
 
     async def _evaluated(self, watch: Stopwatch) -> Row | None:
-        """Figures of the present weights. None if a stop puts them off; those of the last step it does not."""
+        """Returns figures of the present weights; None if a stop puts them off, never for the last step."""
         if self.done == self.pace.steps:
             return await self.job.evaluate(watch)
         if self.stop.is_set():
@@ -210,7 +210,7 @@ class Loop:
         return self.done == self.pace.steps or (every > 0 and self.done % every == 0)
 
     async def save(self, watch: Stopwatch, accuracy: JsonValue = None) -> None:
-        """Begin a checkpoint of the present state, after the one in hand; without ``async_save`` write it.
+        """Begins a checkpoint of the present state, after the one in hand; without ``async_save`` also finishes it.
 
         ``accuracy``: the held-out one, where this step measured it.
         """
@@ -226,12 +226,12 @@ class Loop:
             await self._finish_save(watch)
 
     async def export(self, weights: WeightSync, folder: Path) -> None:
-        """Write the version pushed last into ``folder`` of the run's. Raises CheckpointError where that is another."""
+        """Writes the version pushed last into ``folder`` of the run's. Raises CheckpointError where that is another."""
         await asyncio.to_thread(self.checkpoints.claimed)
         await weights.export(folder)
 
     def _look_at_save(self, watch: Stopwatch) -> None:
-        """Note the checkpoint in hand if it has its name. Raises what its ranks or threads raised."""
+        """Notes the checkpoint in hand if it has its name. Raises what its ranks or threads raised."""
         if self.in_hand is not None and (saved := self.in_hand.saved) is not None:
             self._note(watch, saved)
 
@@ -248,7 +248,7 @@ class Loop:
         self.in_hand = None
 
     async def _keep_in_hand(self, error: BaseException) -> None:
-        """Finish the checkpoint in hand, although ``error`` ends the run, unless it is of the ranks that write it."""
+        """Finishes the checkpoint in hand, although ``error`` ends the run, unless a rank that writes it failed."""
         if self.in_hand is None or isinstance(error, WorkerFailure):
             return
         if self.in_hand.goes_on:
@@ -264,7 +264,7 @@ class Loop:
                 logger.error(said, first, self.in_hand.folder, what, second, exc_info=ours)
 
     async def restore(self, checkpoint: Checkpoint, done: int) -> None:
-        """Continue after step ``done``, from its checkpoint."""
+        """Continues after step ``done``, from its checkpoint."""
         await checkpoint.load(self.job.learners())
         await self.job.restore(checkpoint.state)
         self.done = self.saved = done

@@ -38,7 +38,7 @@ class CompletedStep:
 
 
 def policy_row(steps: Sequence[CompletedStep]) -> Row:
-    """Metrics over the policy's optimizer steps: loss, gradient norm, metrics of the loss and of the observers."""
+    """Returns metrics over the policy's optimizer steps: of the loss, gradient norm and observers."""
     if not steps:
         return {}
     row = _merged([made.of_loss for made in steps]) | {"grad_norm": _grad_norm(steps)}
@@ -55,8 +55,8 @@ def policy_row(steps: Sequence[CompletedStep]) -> Row:
 
 
 def _of_either(row: Row) -> Row:
-    """The row with means over sampled tokens, and over demonstrated ones, in place of their sums over both; a mean over
-    no token is left out."""
+    """Returns the row with means over sampled tokens, and over demonstrated ones, in place of their sums over both. A
+    mean over no token is left out."""
     sampled, shown = float(row.pop("sampled/share") or 0), float(row["demonstration/share"] or 0)
     means = {**dict.fromkeys(("entropy", "kl/old_policy"), sampled), "demonstration/probability": shown}
     kept = {name: x for name, x in row.items() if sampled or not name.startswith(("ratio", "clip_fraction"))}
@@ -65,7 +65,7 @@ def _of_either(row: Row) -> Row:
 
 
 def critic_row(steps: Sequence[CompletedStep]) -> Row:
-    """Metrics over the critic's optimizer steps, without observers, as these would overwrite the policy's."""
+    """Returns metrics over the critic's optimizer steps, without observers, as these would overwrite the policy's."""
     if not steps:
         return {}
     row = _merged([made.of_loss for made in steps])
@@ -77,7 +77,7 @@ def _grad_norm(steps: Sequence[CompletedStep]) -> float:
 
 
 def _merged(steps: Sequence[Mapping[str, Metric[float]]]) -> Row:
-    """Merge each metric of the optimizer steps that have it."""
+    """Merges each metric of the optimizer steps that have it."""
     found: dict[str, list[Metric[float]]] = {}
     for step in steps:
         for name, metric in step.items():
@@ -113,8 +113,8 @@ _MOST = 3  # steps skipped in a row; more end the run
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerSteps:
-    """The optimizer steps of the model ``name``. One whose gradient has NaN or infinity is skipped, so that a strange
-    batch costs a step; no bit of weights or of the optimizer's state changes by it."""
+    """The optimizer steps of the model ``name``. A step with NaN or infinity in its gradient is skipped, so that a
+    strange batch costs a step. It changes no bit of weights or of the optimizer's state."""
 
     name: str
     in_a_row: int = 0
@@ -122,7 +122,7 @@ class OptimizerSteps:
     async def step(
         self, learner: Learner, batch: Batch, loss: Loss, learning_rate: float, prompts: Iterable[Prompt]
     ) -> CompletedStep | None:
-        """Make one optimizer step of ``learner`` on the whole batch; ``prompts`` name sequences in messages.
+        """Makes one optimizer step of ``learner`` on the whole batch; ``prompts`` name sequences in messages.
 
         Logs a skipped step and returns None. Raises RLMegatronError if more than three in a row were.
         """
@@ -139,8 +139,8 @@ class OptimizerSteps:
         *,
         most_kl: float | None,
     ) -> CompletedStep | KLLimitReached | None:
-        """Make a step as `step` does, or drop the gradients if ``kl/old_policy`` of the batch, of the model before the
-        step, is above ``most_kl``."""
+        """Makes a step as `step` does, or drops the gradients if ``kl/old_policy`` of the batch, of the model before
+        the step, is above ``most_kl``."""
         said = await learner.backward(batch, loss)
         if most_kl is not None:
             kl = said["kl/old_policy"].value
@@ -157,7 +157,7 @@ class OptimizerSteps:
         micro_batches: Sequence[Sequence[Samples]],
         prompts: Iterable[Prompt],
     ) -> CompletedStep | None:
-        """What `step` returns, logs and raises of the ``result`` of a step on all ``micro_batches`` [D][M]."""
+        """Returns, logs and raises for `step` by the ``result`` of a step on all ``micro_batches`` [D][M]."""
         if isinstance(result, StepResult):
             self.in_a_row = 0
             return CompletedStep(of_loss, result)
@@ -191,7 +191,7 @@ def _cause(result: SkippedStep, micro_batches: Sequence[Sequence[Samples]], prom
 
 
 def _prompts_of(samples: Samples, known: dict[tuple[int, ...], str]) -> list[str]:
-    """The ids of the prompts that the sequences begin with, each once; the longest prompt that matches counts."""
+    """Returns the ids of the prompts that the sequences begin with, each once; the longest that matches counts."""
     found: dict[str, None] = {}
     for first, end in zip(samples.cu_seqlens[:-1].tolist(), samples.cu_seqlens[1:].tolist(), strict=True):
         tokens = tuple(samples.input_ids[first:end].tolist())
@@ -207,9 +207,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def schedule(config: RunConfig, step: int, *, after: int = 0) -> float:
-    """The factor of the learning rate at RL step ``step`` (from 1) of a model that is trained ``after`` a number of
-    steps, in which it is 0: linear warm-up, then the configured decay to
-    the share ``train.lr_min`` of ``train.learning_rate``."""
+    """Returns the factor of the learning rate at RL step ``step`` (from 1): linear warm-up, then the configured decay,
+    to ``train.lr_min`` over ``train.learning_rate``. A model that is trained ``after`` a number of steps has 0 in
+    these."""
     if step <= after:
         return 0.0
     train = config.train
@@ -221,14 +221,14 @@ def schedule(config: RunConfig, step: int, *, after: int = 0) -> float:
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """The policy's learning rate at ``step``; its schedule begins once the critic no longer trains alone."""
+    """Returns the policy's learning rate at ``step``. Its schedule begins once the critic no longer trains alone."""
     section = config.algorithm
     after = section.critic.only_steps if section.needs_critic else 0
     return config.train.learning_rate * schedule(config, step, after=after)
 
 
 def critic_learning_rate(config: RunConfig, step: int) -> float:
-    """The critic's learning rate at ``step``, on the same schedule from the first step on."""
+    """Returns the critic's learning rate at ``step``, on the same schedule from the first step on."""
     rate = config.algorithm.critic.learning_rate
     return (config.train.learning_rate if rate is None else rate) * schedule(config, step)
 

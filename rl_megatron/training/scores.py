@@ -41,8 +41,8 @@ LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
 def policy_score_kinds(config: RunConfig) -> frozenset[Want]:
-    """Nothing, or log-probs; what features need; the entropy if it chooses tokens; the norms that weigh an optimal
-    baseline."""
+    """Returns the scores that the policy must give: none, or log-probs; others that features need; the entropy if it
+    chooses tokens; the norms that weigh an optimal baseline."""
     wanted = feature.wanted(config)
     if not config.algorithm.scores_policy and not wanted:
         return wanted
@@ -67,10 +67,10 @@ class ScoredSamples:
 
 
 class RankTasks:
-    """Asks several models concurrently; models that share processes answer one after the other, in the order asked.
+    """Runs calls to several models concurrently. Calls to models that share processes run one after the other, in
+    order.
 
-    A phase counts only the seconds spent waiting for it, so that phases add up to the time that passed.
-    """
+    A phase counts only the seconds spent waiting for it, so that phases add up to the time that passed."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
@@ -80,25 +80,25 @@ class RankTasks:
         return self
 
     def begin(self, phase: str, question: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start ``question`` after the questions already begun."""
+        """Starts ``question`` after the questions already begun."""
         task = asyncio.create_task(question, name=phase)
         self._tasks.append(task)
         return task
 
     async def end(self, task: asyncio.Task[T]) -> T:
-        """Wait for the answer, and count the wait for its phase."""
+        """Waits for the answer, and counts the wait for its phase."""
         with self._watch(task.get_name()):
             return await task
 
     async def end_shared(self, task: asyncio.Task[T], seconds: Callable[[T], Mapping[str, float]]) -> T:
-        """Wait for the answer, and count the wait for the phases of which it tells the ``seconds``, in proportion."""
+        """Waits for the answer, and counts the wait for phases in proportion to the ``seconds`` of the answer."""
         began = timeline.now()
         said = await task
         self._watch.share(began, seconds(said))
         return said
 
     async def __aexit__(self, *_: object) -> None:
-        """Cancel what is not finished; errors of other models would have the same cause."""
+        """Cancels what is not finished; errors of other models would have the same cause."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -129,8 +129,8 @@ class Packers:
         with_room: bool = False,
         part: NDArray[np.int64] | None = None,
     ) -> Batch:
-        """All sequences, or ``part``. Those of a role that is trained are where it is trained on them first, so that
-        their columns are there once they were scored. ``with_room`` is that of `Packer.pack`."""
+        """Packs all sequences, or ``part``. Those of a role that is trained are where it is trained on them first, so
+        that their columns are there once they were scored. ``with_room`` is that of `Packer.pack`."""
         packer = self.others.get(role, self.own)
         if part is not None and len(part) < samples.num_sequences:
             return packer.pack(samples, part=part, with_room=with_room)
@@ -140,20 +140,20 @@ class Packers:
         return packer.pack(samples, ranks=ranks, with_room=with_room)
 
     def apart(self, samples: Samples, role: str, longest: int) -> Batch:
-        """All sequences of samples that nobody trains on; what a server reads may be longer than a micro-batch here."""
+        """Packs all sequences of samples that are not trained on; a server may read longer ones than a micro-batch."""
         packer = self.others.get(role, self.own)
         return replace(packer, max_tokens=max(packer.max_tokens, longest)).pack(samples)
 
     def again(self, role: str, batch: Batch) -> Batch:
-        """The batch for the ranks of ``role``, packed again if they have a layout of their own."""
+        """Returns the batch for the ranks of ``role``, packed again if they have a layout of their own."""
         other = self.others.get(role)
         return batch if other is None else other.again(batch)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """Passes over one batch, with the phase that each is counted for, and who says it; ``ranks`` make them all. The
-    first is of ``judge``, if it is of one."""
+    """Passes over one batch, with the phase that each is counted for, and the role that answers; ``ranks`` make them
+    all. The first is of ``judge``, if it is of one."""
 
     ranks: SharedRanks | None
     judge: Judge | None = None
@@ -168,7 +168,7 @@ class _Request:
         return None if self.judge is None else self.judge.read
 
     def seconds(self, said: Sequence[PassResult]) -> dict[str, float]:
-        """Seconds that the answered passes took, added up by phase."""
+        """Returns the seconds that the answered passes took, added up by phase."""
         found = dict.fromkeys(self.phases, 0.0)
         for phase, one in zip(self.phases, said, strict=True):
             found[phase] += one.seconds
@@ -184,7 +184,7 @@ async def score_batch(
     watch: Stopwatch,
     judges: Judges | None = None,
 ) -> ScoredSamples:
-    """The samples with all scores that the algorithm needs, and no others; the reference's are those of ``judges``."""
+    """Returns the samples with the scores that the algorithm needs alone; the reference's are those of ``judges``."""
     requests = _requests(config, roles, samples, judges)
     with_room = any(one.last_tokens for request in requests for one in request.passes)
     longer, is_last = await to_thread(append_last_targets, samples) if with_room else (samples, None)
@@ -220,8 +220,8 @@ async def score_batch(
 
 
 def _requests(config: RunConfig, roles: RunComponents, samples: Samples, judges: Judges | None) -> list[_Request]:
-    """One for each group of ranks, and one for each model that is in none, in the order of their first phases. Before
-    them those for other sequences: what ranks hold of the step's they keep until they are trained."""
+    """Returns a request for each group of ranks or model in none, in the order of their first phases. Before them are
+    those for other sequences: ranks keep what they hold of the step's until they are trained."""
     found: list[_Request] = []
     for phase, judge, one in _passes(config, roles, samples, judges):
         ranks = next((group for group in roles.together if one.role in group.roles), None)
@@ -238,10 +238,10 @@ def _requests(config: RunConfig, roles: RunComponents, samples: Samples, judges:
 def _passes(
     config: RunConfig, roles: RunComponents, samples: Samples, judges: Judges | None
 ) -> Iterator[tuple[str, Judge | None, ForwardPass]]:
-    """What each model is asked, as which judge, and the phase that it is counted for."""
+    """Yields the pass of each model, with the phase that it is counted for, and its judge."""
     section = config.algorithm
     wanted = policy_score_kinds(config)
-    alone = section.is_own_critic and bool(samples.extra)  # which the last targets do not have
+    alone = section.is_own_critic and bool(samples.extra)  # the last targets have no extra columns
     both = section.is_own_critic and not alone
     of_reference: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
     asked = [(one, ForwardPass(role=one.model, want=of_reference)) for one in (() if judges is None else judges.asked)]
@@ -295,8 +295,8 @@ def _with_columns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedScores:
-    """Asks ``model``, whose ranks ``packer`` packs for, one call after the other: texts of one call alone share
-    micro-batches, so their scores do not depend on what else is scored."""
+    """Scores texts by ``model``. ``packer`` packs for its ranks. Calls run one after the other: texts of one call alone
+    share micro-batches, so their scores do not depend on what else is scored."""
 
     model: Scorer
     packer: Packer

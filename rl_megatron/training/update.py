@@ -1,7 +1,7 @@
 """Trains on one rollout batch: scores it with the models, assigns credit, splits it into minibatches, packs, trains.
 
-Runs in the controller process; every tensor here is on the CPU. Randomness is a function of (seed, step, epoch). What
-visits every token runs in a thread, beside the event loop, which serves ranks and engines.
+Runs in the controller process; every tensor here is on the CPU. Randomness is a function of (seed, step, epoch). Work
+on every token runs in a thread, so that the event loop can serve ranks and engines.
 
 Selects the completions and the tokens of a batch that an update trains on, and how many sequences are packed as a
 unit.
@@ -69,33 +69,33 @@ def preference_pairs(
 
 
 def top_entropy(entropy: Tensor, share: float) -> Tensor:
-    """The tokens of the ``share`` of greatest entropy, rounded up, [n] bool; with those that equal the least of them
-    (arXiv:2506.01939, eq. 6)."""
+    """Marks the tokens of the ``share`` of greatest entropy, rounded up, [n] bool; with those that equal the least of
+    them (arXiv:2506.01939, eq. 6)."""
     num = math.ceil(share * len(entropy))
     return entropy >= entropy.topk(num).values[-1]
 
 
 def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Each token's term of the covariance of log-prob and advantage, [n] float64 (arXiv:2505.22617, eq. 10)."""
+    """Returns each token's term of the covariance of log-prob and advantage, [n] float64 (arXiv:2505.22617, eq. 10)."""
     logprobs, advantages = logprobs.double(), advantages.double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 def random_in_range(values: Tensor, share: float, low: float, high: float, generator: torch.Generator) -> Tensor:
-    """``share`` of all tokens, drawn from those whose value is in low .. high, [n] bool: Clip-Cov."""
+    """Marks ``share`` of all tokens, drawn from those with a value in low .. high, [n] bool: Clip-Cov."""
     (candidates,) = torch.where((values >= low) & (values <= high))
     order = torch.randperm(len(candidates), generator=generator)
     return _at(candidates[order[: _num(share, len(values))]], len(values))
 
 
 def top_share(values: Tensor, share: float) -> Tensor:
-    """Exactly ``share`` of the tokens, those of greatest value, the first of equal ones, [n] bool: KL-Cov."""
+    """Marks exactly ``share`` of the tokens, those of greatest value, the first of equal ones, [n] bool: KL-Cov."""
     order = values.argsort(descending=True, stable=True)
     return _at(order[: _num(share, len(values))], len(values))
 
 
 def _num(share: float, count: int) -> int:
-    """Rounded down, but one at least, as in the code of the paper of both."""
+    """Rounds down, but to one at least, as in the code of the paper of both."""
     return max(int(share * count), 1)
 
 
@@ -117,8 +117,8 @@ class TokenChoice:
     shares: list[float] = field(default_factory=list)  # share of chosen tokens of each minibatch
 
     def __call__(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
-        """The samples for a minibatch of the sequences ``part``: without advantages where no loss shall be, or with
-        weights of the KL to the old policy."""
+        """Returns the samples for a minibatch of the sequences ``part``: without advantages where no loss shall be, or
+        with weights of the KL to the old policy."""
         (places,) = torch.where(minibatch_token_mask(samples, part))
         if not len(places):
             return samples
@@ -147,12 +147,12 @@ class TokenChoice:
         return random_in_range(values, section.share, *between, self.generator)
 
     def row(self) -> Row:
-        """The share of tokens that were chosen, the mean over minibatches."""
+        """Returns the share of tokens that were chosen, the mean over minibatches."""
         return {"tokens/chosen_fraction": sum(self.shares) / max(len(self.shares), 1)}
 
 
 def token_choice(row: AlgorithmSection, found: ScoredSamples, seed: int) -> TokenChoice | None:
-    """The choice of ``row.tokens``, with the scores that were ``found``; None for all tokens."""
+    """Returns the choice of ``row.tokens``, with the scores that were ``found``; None for all tokens."""
     if row.tokens.choose == "all":
         return None
     assert found.current is not None
@@ -196,8 +196,8 @@ class PolicyUpdate:
         return self.policy_steps, self.critic_steps
 
     async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
-        """Train on a rollout batch. Returns its metrics. Makes no optimizer step if no token is left to train on: there
-        is no group, no completion beats another, or all are left out."""
+        """Trains on a rollout batch. Returns its metrics. Makes no optimizer step if no token is left to train on:
+        there is no group, no completion beats another, or all are left out."""
         row = await self._row(groups, step, watch)
         await self.forget()
         return row
@@ -225,14 +225,14 @@ class PolicyUpdate:
         return row
 
     async def forget(self) -> None:
-        """Free what ranks hold of the step's batch. Reward models hold none, and may be at work on later ones."""
+        """Frees the step's batch on ranks. Reward models hold none, and may be at work on later ones."""
         for model in (*self.roles.learners.values(), *self.roles.frozen.values()):
             await model.forget()
 
     async def _scored(
         self, groups: Sequence[RolloutGroup], rewards: ShapedRewards, step: int, watch: Stopwatch
     ) -> tuple[ScoredSamples, Samples, AlgorithmState]:
-        """All scores of the groups, the samples to train on, and the algorithm's next state."""
+        """Returns all scores of the groups, the samples to train on, and the algorithm's next state."""
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
         judges = await to_thread(self._judges, sampled, groups)
@@ -265,15 +265,15 @@ class PolicyUpdate:
         return self._gaps(found) | advantage_row(samples) | self.packers.own.metrics(batches)
 
     def _gaps(self, found: ScoredSamples) -> Row:
-        """Metrics of the gap between engine and learner, and of features."""
+        """Returns metrics of the gap between engine and learner, and of features."""
         row = mismatch_row(found)
         for hooks in self.hooks:
             row |= hooks.described(found)
         return row
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
-        """Samples of the groups, with the columns that models read. Raises DataError if a row lacks one that engines
-        must return."""
+        """Returns samples of the groups, with the columns that models read. Raises DataError if a row lacks one that
+        engines must return."""
         section, asked = self.config.algorithm, self.config.asked_columns
         rows = [row for group in groups for one in group.trajectories for row in one.chains]
         for name, key in asked.items():
@@ -296,21 +296,22 @@ class PolicyUpdate:
         return samples
 
     def _judges(self, samples: Samples, groups: Sequence[RolloutGroup]) -> Judges | None:
-        """What stands in for the reference, by the first feature that has some."""
+        """Returns the judges that stand in for the reference, by the first feature that has some."""
         found = (hooks.judges(samples, groups) for hooks in self.hooks)
         return next((judges for judges in found if judges is not None), None)
 
     async def _asked(
         self, samples: Samples, step: int, watch: Stopwatch, want: frozenset[Want]
     ) -> Mapping[Want, Tensor]:
-        """The policy's scores of the samples by now, [N, ...] each, by one more pass."""
+        """Returns the policy's scores of the samples by now, [N, ...] each, by one more pass."""
         batch = await to_thread(self.packers.packed, samples, step)
         with watch("logprobs"):
             said = await self.roles.policy.score(batch, want)
         return {what: await to_thread(unpack, batch, scores, samples) for what, scores in said.items()}
 
     def _weighted(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
-        """The samples with ``token_weight`` for a batch of the sequences ``part``, where the algorithm needs it."""
+        """Returns the samples with ``token_weight`` for a batch of the sequences ``part``, if the algorithm needs
+        it."""
         section = self.config.algorithm
         weight = token_weight(
             samples,
@@ -328,7 +329,7 @@ class PolicyUpdate:
         return replace(samples, proximal_share=proximal_share(versions, proximal_version=step - 1, version=step))
 
     def _loss(self, limits: ClipLimits | None = None) -> Loss:
-        """The policy's loss under a minibatch's ``limits``."""
+        """Returns the policy's loss under a minibatch's ``limits``."""
         own = {} if limits is None else {"clip_low": limits.low, "clip_high": limits.high}
         row = self.config.algorithm.model_copy(update=own)
         return policy_loss(row, kl_coefficient=row.kl.coefficient, max_new_tokens=self.config.most_sampled)
@@ -336,8 +337,8 @@ class PolicyUpdate:
     async def _train(
         self, found: ScoredSamples, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]
     ) -> Row:
-        """Make ``train.epochs`` passes over the batch, each in minibatches of a new order. The metrics of the batch are
-        computed beside the first: ranks do not wait for them."""
+        """Makes ``train.epochs`` passes over the batch, each in minibatches of a new order. The metrics of the batch
+        are computed during these: ranks do not wait for them."""
         c = self.config
         choice = token_choice(c.algorithm, found, seed_of(c.seed, step, c.train.epochs))
         batches, own_columns = await to_thread(self._minibatches, samples, choice, step)
@@ -360,7 +361,7 @@ class PolicyUpdate:
         return row
 
     async def _limits(self, batch: Batch, watch: Stopwatch) -> ClipLimits | None:
-        """A minibatch's limits of ratios, by the first feature that has some."""
+        """Returns a minibatch's limits of ratios, by the first feature that has some."""
         for hooks in self.hooks:
             if (limits := await hooks.limits(batch, watch)) is not None:
                 return limits
@@ -369,8 +370,8 @@ class PolicyUpdate:
     def _minibatches(
         self, samples: Samples, choice: TokenChoice | None, step: int
     ) -> tuple[list[Batch], Callable[[Batch], Batch]]:
-        """All minibatches of a step that have a token to train on: of others, momentum would move the weights. They
-        share their columns; the function gives one its own, in their order, so that those of one are held at a time."""
+        """Returns the minibatches of a step that have a token to train on: of others, momentum would move the weights.
+        They share columns. The function gives one its own, in their order, so that those of one are held at a time."""
         train = self.config.train
         seeds = [seed_of(self.config.seed, step, epoch) for epoch in range(train.epochs)]
 
@@ -389,7 +390,7 @@ class PolicyUpdate:
         prompts: Sequence[Prompt],
         row: Row,
     ) -> tuple[list[CompletedStep | None], list[CompletedStep | None]]:
-        """Make the optimizer steps of policy and critic; of each, None if it was skipped.
+        """Makes the optimizer steps of policy and critic; of each, None if it was skipped.
 
         The policy makes none from the minibatch on at which it is further from the old one than
         ``algorithm.old_kl_limit``; a critic that is a second model makes all. Writes work that was done, and where the
@@ -432,7 +433,7 @@ class PolicyUpdate:
         return policy_steps, critic_steps
 
     def _count_work(self, batch: Batch, row: Row, watch: Stopwatch) -> None:
-        """Add what training on the batch takes to flops/train and to the phase's seconds at the GPUs' peak."""
+        """Adds the work of training on the batch to flops/train and to the phase's seconds at the GPUs' peak."""
         if self.training_flops is not None:
             row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(_positions(batch))
         if self.seconds_at_peak is not None:
@@ -440,12 +441,12 @@ class PolicyUpdate:
 
 
 def _positions(batch: Batch) -> list[int]:
-    """Positions of every sequence that ranks compute."""
+    """Returns the positions of every sequence that ranks compute."""
     return [n for row in computed_lengths(batch) for lengths in row for n in lengths.tolist()]
 
 
 def mismatch_row(found: ScoredSamples) -> Row:
-    """Metrics of the gap between engine and learner; empty if the algorithm needs no log-probs before training."""
+    """Returns metrics of the gap between engine and learner; empty if no log-probs are needed before training."""
     samples, current = found.samples, found.current
     if current is None:
         return {}
@@ -454,7 +455,7 @@ def mismatch_row(found: ScoredSamples) -> Row:
 
 
 def advantage_row(samples: Samples) -> Row:
-    """Mean and standard deviation over the trained tokens."""
+    """Returns mean and standard deviation over the trained tokens."""
     trained = samples.advantages.numpy()[samples.mask.numpy()]
     return {
         "advantage/mean": float(trained.mean(dtype=np.float64)),
@@ -473,13 +474,13 @@ def explained_variance(samples: Samples) -> float:
 
 
 def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
-    """The version that sampled each target, [N] int64, by its turn's spans; for others, that of the first."""
+    """Returns the version that sampled each target, [N] int64, by its turn's spans; for others, that of the first."""
     rows = [row for group in groups for one in group.trajectories for row in one.chains]
     versions = torch.empty(len(samples.targets), dtype=torch.int64)
     for row, (first, stop) in zip(rows, pairwise(samples.cu_seqlens.tolist()), strict=True):
         versions[first:stop] = row.turns[0].spans[0].version
         for turn in row.turns:
-            begin, end = first + turn.start - 1, first + turn.stop - 1  # of positions: their targets are one further
+            begin, end = first + turn.start - 1, first + turn.stop - 1  # positions; their targets are one further
             for span in turn.spans:  # a later one covers what is after its start
                 versions[begin + span.start : end] = span.version
     return versions

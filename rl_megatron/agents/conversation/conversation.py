@@ -34,13 +34,13 @@ class _Row:
 
 
 class TokenRows:
-    """A prompt that begins with a whole row goes on from it; another begins a row."""
+    """Rows by exact prefix: a prompt that begins with a whole row extends that row; any other begins a new one."""
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []
 
     def add(self, prompt: TokenIds, completion: Completion, text: str) -> Turn | None:
-        """Take what was sampled after the ``prompt``, [L] int32. The turn at its place; None if nothing was sampled."""
+        """Adds the tokens sampled after the ``prompt``, [L] int32. Returns the turn at its place; None without any."""
         if not len(completion.token_ids):
             return None
         turn = make_turn(len(prompt), completion, text)
@@ -71,9 +71,9 @@ class TurnPrompt:
     """The prompt of one turn, to send to an engine and to give back with its answer."""
 
     token_ids: TokenIds  # [L] int32
-    branch: Branch | None  # None: it goes on from a turn's row, or is the conversation's first
+    branch: Branch | None  # None: it extends a turn's row, or is the conversation's first
     rendered: RenderedPrompt = field(repr=False)
-    after: SampledTurn | None = field(repr=False)  # the turn whose row it goes on from
+    after: SampledTurn | None = field(repr=False)  # the turn with the row that it extends
     node: Node = field(repr=False)  # the last of its messages that is in the tree
     new: Sequence[ChatMessage] = field(repr=False)  # those after it
 
@@ -83,13 +83,13 @@ class TurnPrompt:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SampledTurn:
-    """A turn with its place. Its row goes on from that of the turn ``after``, whose tokens it does not hold again."""
+    """A turn with its place. Its row extends the row of the turn ``after``, whose tokens it does not hold again."""
 
     branch: Branch | None
-    rendered: RenderedPrompt  # its prompt; without its text once a row has gone on from the turn
+    rendered: RenderedPrompt  # its prompt; without its text once another row has extended the turn's
     after: SampledTurn | None
     completion: Completion
-    added: TokenIds  # [n] int32, of its prompt and its completion after the row of ``after``
+    added: TokenIds  # [n] int32, tokens of its prompt and completion after the row of ``after``
     length: int  # tokens of its row
     turn: Turn | None  # None if no token was sampled
 
@@ -114,7 +114,7 @@ class Node:
 
 
 class Conversation:
-    """The messages of one agent's run, as a tree. What was sampled has its tokens there."""
+    """The messages of one agent's run, as a tree. Sampled messages have their tokens there."""
 
     def __init__(self, template: Template, stop_token_ids: Collection[int] | None = None) -> None:
         self._template, self._stop_token_ids = template, stop_token_ids
@@ -122,10 +122,10 @@ class Conversation:
         self._sampled: list[SampledTurn] = []
 
     def prompt_for(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> TurnPrompt:
-        """The prompt for the turn that answers ``messages``. It changes nothing, and prompts may be asked at once.
+        """Returns the prompt for the turn that answers ``messages``. It changes nothing, and calls may be concurrent.
 
-        It goes on from the row of the last assistant message, if that was sampled after the messages before it and the
-        template allows (of equal turns, from the newest one's). Raises UnsupportedMessages, also for calls of messages
+        It extends the row of the last assistant message, if that was sampled after the messages before it and the
+        template allows (of equal turns, the newest one's row). Raises UnsupportedMessages, also for calls of messages
         that were not sampled, if the template leaves them out."""
         given = normalize_messages(messages)
         last = _last_turn(given)
@@ -156,7 +156,7 @@ class Conversation:
         )
 
     def cannot_show_turn(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> bool:
-        """Whether the template refuses the last assistant message, which was sampled, and not those before it."""
+        """True if the template refuses the last assistant message, which was sampled, and not those before it."""
         given = normalize_messages(messages)
         last = _last_turn(given)
         path = self._path(given, last, same_for_client)
@@ -174,10 +174,10 @@ class Conversation:
         return False
 
     def add(self, asked: TurnPrompt, completion: Completion, message: ChatMessage) -> Turn | None:
-        """Take what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
+        """Adds what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
 
-        The turn, at its place in its row; None if nothing was sampled. Raises UnsupportedMessages for another role's.
-        """
+        Returns the turn at its place in its row; None if no token was sampled. Raises UnsupportedMessages for another
+        role."""
         (answer,) = normalize_messages((message,))
         if answer["role"] != "assistant":
             raise UnsupportedMessages(f"a sampled message has the role {answer['role']!r}; it must be 'assistant'")
@@ -209,7 +209,7 @@ class Conversation:
         return sampled.turn
 
     def branches(self) -> Mapping[Branch, int]:
-        """How many turns began a row after the first, by the reason."""
+        """Returns the number of turns that began a row after the first, by reason."""
         return Counter(one.branch for one in self._sampled if one.branch is not None)
 
     def rows(self) -> Iterator[TokenIds]:
@@ -217,7 +217,7 @@ class Conversation:
         return (one.row for one in self._ends())
 
     def chains(self) -> tuple[TokenSequence, ...]:
-        """The rows to train on: each turn is in one of them, and is context in others that go on from it.
+        """Returns the rows to train on: each turn is in one of them, and is context in others that extend it.
 
         Raises DataError for a column that does not fit.
         """
@@ -235,13 +235,13 @@ class Conversation:
         return tuple(rows)
 
     def _ends(self) -> list[SampledTurn]:
-        """The turns from which none goes on."""
+        """Returns the turns that no other turn extends."""
         gone_on = {id(one.after) for one in self._sampled}
         return [one for one in self._sampled if id(one) not in gone_on]
 
     def _check_calls(self, messages: Sequence[ChatMessage], tools: Tools, sampled: Collection[int]) -> None:
-        """Raises UnsupportedMessages for what was not sampled and is lost, but for thinking, which templates drop by
-        intent, and content beside calls, which some models have no place for."""
+        """Raises UnsupportedMessages for parts of unsampled messages that the template drops. Thinking is exempt
+        (dropped by intent), and so is content next to calls (some models have no place for it)."""
         places = [place for place in messages_losing_content(messages) if place not in sampled]
         for place, part in self._template.lost(messages, tools, places) if places else ():
             if part not in ("reasoning", "content"):
@@ -251,9 +251,9 @@ class Conversation:
                 )
 
     def _known(self, given: Sequence[ChatMessage], last: int, tools: Tools) -> list[Node]:
-        """The nodes of the messages that are known, up to the message ``last``.
+        """Returns the nodes of the known messages, up to the message ``last``.
 
-        Clients add keys to messages that they send back (``name``, ``provider_specific_fields``): these make another
+        Clients add keys to messages that they send back (``name``, ``provider_specific_fields``). These make another
         message only where they change the template's text.
         """
         path = self._path(given, last, same_for_client)

@@ -1,4 +1,4 @@
-"""Conversations that somebody wrote, and pairs of them: what of each is learned or scored, and whether it has the form.
+"""Conversations of supervised data, and pairs of them: which messages are learned or scored, and checks of their form.
 
 It needs no tokenizer and no torch.
 """
@@ -38,7 +38,7 @@ Sides = tuple["TrainingConversation", "TrainingConversation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConversation:
-    """The conversation of the prompt ``id``, of which what is before message ``first`` is context alone."""
+    """The conversation of the prompt ``id``. The messages before ``first`` are context alone."""
 
     id: str
     messages: Sequence[Mapping[str, Any]]
@@ -46,13 +46,13 @@ class TrainingConversation:
     first: int = 0
 
     def tidied(self) -> tuple[ChatMessage, ...]:
-        """The messages in one form, without what says which are learned. Raises UnsupportedMessages."""
+        """Returns the messages in normal form, without the marks of learned ones. Raises UnsupportedMessages."""
         return normalize_messages(
             [{key: value for key, value in one.items() if key not in _MARKS} for one in self.messages]
         )
 
     def learned(self) -> tuple[tuple[ChatMessage, ...], list[int]]:
-        """The messages in one form, and which of them are turns to learn. Raises UnsupportedMessages."""
+        """Returns the messages in normal form, and the places of turns to learn. Raises UnsupportedMessages."""
         known = self.tidied()
         said = [place for place, one in enumerate(known) if one["role"] == "assistant" and place >= self.first]
         turns = [place for place in said if _weight(place, self.messages[place])]
@@ -67,7 +67,7 @@ class TrainingConversation:
         return known, turns
 
     def scored(self) -> tuple[ChatMessage, ...]:
-        """The messages in one form, of a conversation that is scored as a whole. Raises UnsupportedMessages."""
+        """Returns the messages in normal form, of a conversation to score as a whole. Raises UnsupportedMessages."""
         known = self.tidied()
         if known[0]["role"] == "assistant" and _weight(0, self.messages[0]):
             raise UnsupportedMessages(_ANSWERS_NOBODY)
@@ -80,7 +80,7 @@ class TrainingConversation:
 
 
 def written_conversation(prompt: Prompt) -> TrainingConversation:
-    """The conversation of which ``prompt.text`` is the JSON."""
+    """Returns the conversation in the JSON of ``prompt.text``."""
     said = json.loads(prompt.text)
     return TrainingConversation(
         id=prompt.id, messages=said["messages"], tools=said["tools"], first=said.get("first", 0)
@@ -98,17 +98,17 @@ def written_sides(prompt: Prompt) -> Sides:
 
 
 def check_turns(prompts: Iterable[Prompt]) -> None:
-    """Raises DataError that names each of the conversations of which no template makes rows."""
+    """Raises DataError that names each conversation that no template makes rows from."""
     check_each(prompts, lambda prompt: written_conversation(prompt).learned())
 
 
 def check_answers(prompts: Iterable[Prompt]) -> None:
-    """Raises DataError that names each of the conversations of whose two sides `paired_answers` makes no pair."""
+    """Raises DataError that names each pair of conversations that `split_answer_pair` cannot use."""
     check_each(prompts, behind_common)
 
 
 def check_texts(prompts: Iterable[Prompt]) -> None:
-    """Raises DataError that names each pair with a conversation of which `paired_texts` makes no text."""
+    """Raises DataError that names each pair with a conversation that `split_text_pair` cannot use."""
     check_each(prompts, lambda prompt: [side.scored() for side in written_sides(prompt)])
 
 
@@ -120,12 +120,12 @@ _FORMS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
 
 
 def check_of(config: RunConfig) -> Callable[[Iterable[Prompt]], None] | None:
-    """What looks at the form of the job's conversations; None for a job that samples."""
+    """Returns the check of the form of the job's conversations; None for a job that samples."""
     return check_turns if config.kind.rows == "labels" else _FORMS.get(config.job)
 
 
 def behind_common(prompt: Prompt) -> Sides:
-    """Both from the first message on in which they differ. Raises DataError that names the prompt."""
+    """Returns both from the first message on in which they differ. Raises DataError that names the prompt."""
     try:
         return _answers(*written_sides(prompt))
     except UnsupportedMessages as error:
@@ -147,7 +147,7 @@ def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], object]) -> 
 
 
 def _answers(better: TrainingConversation, worse: TrainingConversation) -> Sides:
-    """Both from the first message on in which they differ. Raises UnsupportedMessages."""
+    """Returns both from the first message on in which they differ. Raises UnsupportedMessages."""
     alike = zip(better.tidied(), worse.tidied(), strict=False)
     first = next((place for place, (one, other) in enumerate(alike) if one != other), None)
     if first is None:
@@ -173,7 +173,7 @@ def _from(side: TrainingConversation, first: int) -> TrainingConversation:
 
 
 def _weight(place: int, message: Mapping[str, Any]) -> int:
-    """Whether to train on a message, as its marks say; 1 without any."""
+    """Returns 1 if a message has no marks or they say to train on it, else 0. Raises UnsupportedMessages."""
     marks = {key: value for key in _MARKS if (value := message.get(key)) is not None}
     for key, value in marks.items():
         if key in _DETAILS:

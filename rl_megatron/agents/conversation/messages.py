@@ -20,7 +20,7 @@ LOSABLE = ("tool_calls", "function_call", "refusal")
 """Keys of an assistant's message that say something, and that some templates do not read; with the first some leave out
 the content."""
 _PLAIN = {"role", "content"}
-_SAYING = ("user", "system", "developer")  # the roles whose messages are nothing but their content
+_SAYING = ("user", "system", "developer")  # roles of messages that are nothing but their content
 _OF_RESULT = {"role", "content", "name", "tool_call_id", "id"}  # a tool that returned nothing has no others
 _TEXT_PARTS = (None, "text", "input_text", "output_text")  # the last two in OpenAI's Responses
 _UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
@@ -31,24 +31,24 @@ class UnsupportedMessages(RLMegatronError, ValueError):
 
 
 def normalize_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The messages without null keys. Content is a text, reasoning is ``reasoning_content``, arguments are parsed.
+    """Returns the messages without null keys. Content is text, reasoning is ``reasoning_content``, arguments are
+    parsed.
 
-    Arguments that are not JSON stay the text that they are. Raises UnsupportedMessages that names the message.
-    """
+    Arguments that are not JSON stay the text that they are. Raises UnsupportedMessages that names the message."""
     if not messages:
         raise UnsupportedMessages("messages is empty; send at least one")
     return tuple(_tidied(place, message) for place, message in enumerate(messages, 1))
 
 
 def same(known: ChatMessage, given: ChatMessage) -> bool:
-    """Whether two tidied messages are `same_for_client`, with equal other keys."""
+    """True if two normalized messages are `same_for_client`, with equal other keys."""
     return same_for_client(known, given) and merge_keys(known, given) is known
 
 
 def same_for_client(known: ChatMessage, given: ChatMessage) -> bool:
-    """Whether two tidied messages say the same to their client: ids of calls do not count, nor does reasoning that
-    ``given`` lacks, nor keys that are neither content nor reasoning nor calls."""
-    if known == given:  # of most messages of a long history, in a tenth of the time
+    """True if two normalized messages say the same to their client. Ids of calls do not count, nor does reasoning that
+    ``given`` lacks, nor keys other than content, reasoning and calls."""
+    if known == given:  # the usual case in a long history, in a tenth of the time
         return True
     if known["role"] != given["role"] or known["content"] != given["content"]:
         return False
@@ -81,14 +81,14 @@ def content_parts(messages: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[
 
 
 def messages_losing_content(messages: Sequence[ChatMessage]) -> list[int]:
-    """The places of the assistant's messages of which templates leave out more than thinking."""
+    """Returns the places of assistant messages that templates may strip of more than thinking."""
     return [
         place for place, one in enumerate(messages) if one["role"] == "assistant" and not one.keys().isdisjoint(LOSABLE)
     ]
 
 
 def arguments_json(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A tidied message whose calls have their arguments as JSON text."""
+    """Returns a normalized message with the arguments of its calls as JSON text."""
     if "tool_calls" not in message:
         return dict(message)
     functions = [(call, call["function"]) for call in message["tool_calls"]]
@@ -138,7 +138,7 @@ def _content(place: int, content: object) -> str:
 
 
 def _is_text_part(part: object) -> bool:
-    """Whether a part of a content is of text alone: an image may have a text of its own, which may be empty."""
+    """True if a part of a content is text alone: an image may have a text of its own, which may be empty."""
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
         return False
     return part.get("type") in _TEXT_PARTS

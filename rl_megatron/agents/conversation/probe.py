@@ -1,4 +1,4 @@
-"""What a model's chat template does to rows, found at a run's start by scripted conversations."""
+"""The effects of a model's chat template on rows, found at a run's start by scripted conversations."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _CUT = "an answer that was cut"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateReport:
-    """What a template did in the scripts that it did not refuse, which are played without tools if it shows none."""
+    """The effects of a template in the scripts that it accepts, which are played without tools if it shows none."""
 
     habit: Habit
     shows_tools: bool
     with_system: bool  # the scripts begin with a system's message, without which it shows none
-    rows: float  # a trajectory, on average over the scripts; 1 is the least
-    begun: Mapping[str, tuple[Rewritten, ...]]  # by script, why each row after its first began
-    refused: Mapping[str, str]  # by script, the reason
+    rows: float  # rows per trajectory, on average over the scripts; at least 1
+    begun: Mapping[str, tuple[Rewritten, ...]]  # script -> why each row after its first began
+    refused: Mapping[str, str]  # script -> the reason
 
     def describe(self) -> str:
-        """A line on what it does and costs, and one for each script that it refuses."""
+        """Returns a line on its effects and costs, and one for each script that it refuses."""
         lines = [
             f"the chat template {self.habit}: {self.rows:.2f} rows a trajectory in {len(self.begun)} conversations"
         ]
@@ -67,7 +67,7 @@ class TemplateReport:
 
 
 def probe_template(template: Template, stop_token_ids: Sequence[int]) -> TemplateReport:
-    """Play the scripts, in each turn with the stop token of ``stop_token_ids`` after which the template goes on."""
+    """Plays the scripts, each turn with the stop token of ``stop_token_ids`` that the template can continue after."""
     begun: dict[str, tuple[Rewritten, ...]] = {}
     refused: dict[str, str] = {}
     in_calls, (asked, tools) = False, _beginning(template)

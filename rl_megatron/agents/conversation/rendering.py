@@ -1,4 +1,4 @@
-"""A model's chat template as it shows messages and tools, and what of them it passes over.
+"""A model's chat template: how it shows messages and tools, and which parts of them it passes over.
 
 To find whether it shows something, that is rendered with a mark in it. No model has code of its own here.
 """
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THOUGHT = "</think>"
-"""What templates look for in a content, to drop what is before it."""
+"""A text that templates look for in a content, to drop the text before it."""
 _SYSTEM = ("system", "developer")
-_SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
+_SHOWN = "Rl0Megatron0Shown0Here"  # unchanged by any form of quoting
 
 
 class _Jinja:
-    """A template, and what of messages it reads. Raises ConfigError for one that is no Jinja."""
+    """A template, and the parts of messages that it reads. Raises ConfigError for one that is not Jinja."""
 
     def __init__(self, source: str) -> None:
         try:
@@ -39,7 +39,7 @@ class _Jinja:
         self.source = source
         self.reasoning = [name for name in REASONING if name in source]
         self.asks_for_none = "content'] is none" in source or "content is none" in source
-        self.roles = {("assistant", first): "assistant" for first in (True, False)}  # as what each is rendered
+        self.roles = {("assistant", first): "assistant" for first in (True, False)}  # (role, is first) -> shown role
 
 
 class ChatRenderer:
@@ -51,7 +51,7 @@ class ChatRenderer:
         self._without_tools = _Jinja(alone)
         self._with_tools = self._without_tools if beside == alone else _Jinja(beside)
         self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}
-        self._shows_tools = set[str]()  # in messages of which the first has one of these roles
+        self._shows_tools = set[str]()  # roles of first messages with which the template shows tools
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
         """The template's text, with the generation prompt if ``opened``. Raises UnsupportedMessages with its reason.
@@ -69,8 +69,8 @@ class ChatRenderer:
         return self._rendered(messages, tools, opened)
 
     def lost(self, messages: Sequence[ChatMessage], tools: Tools, places: Collection[int]) -> list[tuple[int, str]]:
-        """What of the assistant's messages at ``places`` is not in the text of all messages, which nothing follows: the
-        place and the name of each part. Raises UnsupportedMessages."""
+        """Returns place and name of each part of the assistant's messages at ``places`` that the text of all messages
+        lacks. Nothing follows these messages. Raises UnsupportedMessages."""
         marks = dict[str, tuple[int, str]]()
 
         def mark_texts(place: int, message: ChatMessage) -> ChatMessage:
@@ -84,8 +84,7 @@ class ChatRenderer:
         return [part for mark, part in marks.items() if mark not in text]
 
     def joins(self, messages: Sequence[ChatMessage], parts: Mapping[int, object], tools: Tools) -> bool:
-        """Whether the template itself makes of the ``parts`` of contents, by their place, what it makes of the contents
-        as texts."""
+        """True if the template itself renders the ``parts`` of contents, by their place, like the contents as texts."""
         given = [{**one, "content": parts[place]} if place in parts else one for place, one in enumerate(messages)]
         try:
             return self._rendered(given, tools, opened=False) == self._rendered(messages, tools, opened=False)
@@ -93,7 +92,7 @@ class ChatRenderer:
             return False
 
     def _know_role(self, messages: Sequence[ChatMessage], place: int, tools: Tools) -> None:
-        """Find as what the message's role is rendered there: in the first message, or in a later one."""
+        """Finds the role that the message's role is rendered as there: in the first message, or in a later one."""
         message = messages[place]
         role, reason = message["role"], None
         for shown_as in (role, "system") if role == "developer" else (role,):
@@ -110,7 +109,7 @@ class ChatRenderer:
         )
 
     def _know_tools(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
-        """Find whether tools are shown in messages that begin so."""
+        """Finds whether messages that begin so show tools. Raises UnsupportedMessages if not."""
         first = tools[0]
         function = first.get("function", first) if isinstance(first, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
@@ -177,8 +176,8 @@ def _shown(message: ChatMessage, jinja: _Jinja) -> ChatMessage:
 
 
 def get_chat_template(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool) -> str:
-    """The Jinja of the chat template that transformers and engines apply: of several by name ``tool_use`` beside tools,
-    if it is there, else ``default``. Raises ConfigError that names those that are there, and for none."""
+    """Returns the Jinja of the chat template that transformers and engines apply. Of several it is ``tool_use`` with
+    tools, if that exists, else ``default``. Raises ConfigError that names those that exist, and for none."""
     given = tokenizer.chat_template
     known = given if isinstance(given, dict) else {} if given is None else {"default": given}
     name = "tool_use" if with_tools and "tool_use" in known else "default"
@@ -214,7 +213,7 @@ def strip_thinking(message: ChatMessage) -> ChatMessage:
 
 
 def _with_marks(message: ChatMessage, mark: Callable[[str], str]) -> ChatMessage:
-    """An assistant's message with a mark behind each of its texts and in each call."""
+    """Returns an assistant's message with a mark after each of its texts and in each call."""
     marked, content = dict(message), message["content"]
     thought, end, said = content.rpartition(THOUGHT)
     if REASONING[0] in message:

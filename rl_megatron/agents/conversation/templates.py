@@ -30,13 +30,13 @@ than before; it writes another ``closing`` token than was sampled; or it ``refus
 class RenderedPrompt:
     """A prompt as its template shows it. The next one is compared with it."""
 
-    text: str | None  # with the generation prompt; None: it is rendered again where it is needed
+    text: str | None  # includes the generation prompt; None: it is rendered again where it is needed
     messages: Sequence[ChatMessage]
     tools: Tools
 
 
 class Template(Protocol):
-    """Makes tokens of messages, which are tidied (`messages.tidied`)."""
+    """Makes tokens of normalized messages (`normalize_messages`)."""
 
     def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, RenderedPrompt]:
         """The whole prompt. Raises UnsupportedMessages, as for tools that it does not show."""
@@ -52,12 +52,12 @@ class Template(Protocol):
         ...
 
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
-        """Whether the prompts of both have the same text. Raises UnsupportedMessages."""
+        """True if the prompts of both have the same text. Raises UnsupportedMessages."""
         ...
 
     def lost(self, messages: Sequence[ChatMessage], tools: Tools, places: Collection[int]) -> list[tuple[int, str]]:
-        """What of the assistant's messages at ``places`` is not in the text of all messages, which nothing follows: the
-        place and the name of each part. Raises UnsupportedMessages."""
+        """Returns place and name of each part of the assistant's messages at ``places`` that the text of all messages
+        lacks. Nothing follows these messages. Raises UnsupportedMessages."""
         ...
 
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:

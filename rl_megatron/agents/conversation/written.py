@@ -1,4 +1,4 @@
-"""Conversations that somebody wrote, as rows of tokens: each turn of the assistant after the prompt that it answers.
+"""Conversations of supervised data, as rows of tokens: each turn of the assistant after the prompt that it answers.
 
 A turn is trained on after the very prompt for which the model would sample it, as the chat template writes that. Where
 a template shows a turn otherwise later on (Qwen3 drops its thinking), the turns after it begin a new row. The
@@ -183,7 +183,7 @@ class ChatTemplate(ChatRenderer, Template):
         return (parts.behind, has_calls, None) if self._thinking == "keep" else "thinking"
 
     def _extends(self, now: _Parts, before: RenderedPrompt) -> bool:
-        """Whether the text begins with the prompt before, whose opening of a turn need not be what a history shows."""
+        """True if the text begins with the prompt before. A history may not show the prompt's opening of a turn."""
         text = self.render(before.messages, before.tools) if before.text is None else before.text
         return now.begins_with(text) or now.begins_with(self.render(before.messages, before.tools, opened=False))
 
@@ -192,12 +192,12 @@ class ChatTemplate(ChatRenderer, Template):
 class _Parts:
     """A text that had a turn's marks in it."""
 
-    whole: str  # without them
-    first: int  # the place in it of the first of them
-    behind: str  # what follows the last of them
+    whole: str  # the text without the marks
+    first: int  # place of the first mark in ``whole``
+    behind: str  # text after the last mark
 
     def begins_with(self, text: str) -> bool:
-        """Whether this text is before all marks."""
+        """True if the text begins with this one, before all marks."""
         return len(text) <= self.first and self.whole.startswith(text)
 
 
@@ -224,10 +224,10 @@ def _marked(turn: ChatMessage, has_calls: bool) -> ChatMessage:
 
 
 def _parted(text: str, marked: ChatMessage) -> _Parts | None:
-    """The text's parts; None unless it has each mark of the turn once.
+    """Returns the text's parts; None unless it has each mark of the turn once.
 
-    A mark is looked for from the end, which it is near, and then in what is before it, where a text of ASCII or Latin 1
-    has none, whatever its length.
+    A mark is looked for from the end, which it is near, and then in the text before it. The second search takes no time
+    in a text of ASCII or Latin 1, whatever its length.
     """
     put, first, last = marked.get(REASONING[0], "") + marked["content"], len(text), len(text)
     for mark in (_FRONT, _BACK):
@@ -241,8 +241,8 @@ def _parted(text: str, marked: ChatMessage) -> _Parts | None:
 
 
 def end_of_turns(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
-    """The token with which turns of conversations are learned to end; None for a tokenizer without a chat template, and
-    for one that ends no turn or does not show it after its own prompt."""
+    """Returns the token with which turns of conversations are learned to end. None for a tokenizer without a chat
+    template, and for one that ends no turn or does not show it after its own prompt."""
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     made_up = Prompt(id="", text=json.dumps({"messages": messages, "tools": []}), token_ids=(), answer="")
     try:
@@ -265,15 +265,15 @@ class ConversationRows:
         self._endings = tuple(self._template.decode(one, special=True) for one in each)
 
     def rows(self, prompts: Sequence[Prompt]) -> list[SupervisedRow]:
-        """The rows of the prompts, of each one or several, in their order. Raises as ``rows_of``."""
+        """Returns the rows of the prompts, one or several for each, in their order. Raises as ``rows_of``."""
         found = self.rows_of([written_conversation(one) for one in prompts])
         return [row for rows in found for row in rows]
 
     def rows_of(self, conversations: Sequence[TrainingConversation]) -> list[list[SupervisedRow]]:
-        """The rows of each conversation.
+        """Returns the rows of each conversation.
 
-        Raises DataError that names its prompt: the template refuses its messages, does not show a turn after its own
-        prompt, or writes no token before it, or none there that ends sampling.
+        Raises DataError that names its prompt if the template refuses its messages, or does not show a turn after its
+        own prompt. Also if it writes no token before the turn, or none there that ends sampling.
         """
         made = [self.texts(one) for one in conversations]
         texts = [text for rows in made for row in rows for text, _ in row.parts]
@@ -341,7 +341,7 @@ class ConversationRows:
             )
 
     def _prompt_and_turn(self, known: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
-        """The texts before the last message and of it."""
+        """Returns the texts before the last message and of it."""
         place = len(known) - 1
         prompt = self._template.render(known[:place], tools)
         whole = self._template.render(known, tools, opened=False)
@@ -361,7 +361,7 @@ class ConversationRows:
         return prompt, turn
 
     def _lost(self, known: Sequence[ChatMessage], tools: Tools, turn: str) -> str:
-        """What of the last message is not in its turn's text; empty if nothing."""
+        """Returns the name of a part of the last message that is not in its turn's text; empty if there is none."""
         message = known[-1]
         for call in message.get("tool_calls", ()):
             if (name := call["function"]["name"]) not in turn:
@@ -390,12 +390,12 @@ class ConversationRows:
         )
 
     def _ending(self, whole: str, known: Sequence[ChatMessage], place: int, tools: Tools) -> str:
-        """What ends the sampling of a message and is written with the one after it: GLM's models stop by its role."""
+        """Returns the text that ends a message's sampling but is in the next message: GLM's models stop by its role."""
         if not self._endings or whole.rstrip().endswith(self._endings):
             return ""
         bare = [strip_thinking(one) for one in known[: place + 1]]
         behind = known[place + 1] if place + 1 < len(known) else {"role": "user", "content": "."}
-        whole = self._template.render(bare, tools, opened=False)  # without thinking, which is dropped before users
+        whole = self._template.render(bare, tools, opened=False)  # thinking is dropped before users, so it is stripped
         more = self._template.render([*bare, behind], tools, opened=False)
         found = more[len(whole) :] if more.startswith(whole) else ""
         return next((ending for ending in self._endings if found.startswith(ending)), "")
@@ -428,11 +428,11 @@ class ConversationRows:
 
 
 def split_answer_pair(prompts: Sequence[Prompt], conversations: ConversationRows) -> list[Pair]:
-    """The rows of either conversation's turns after their common beginning.
+    """Returns the rows of either conversation's turns after their common beginning.
 
-    Raises DataError that names the prompt: as `ConversationRows.rows_of`; the conversations first differ in what
-    the assistant did not say; one has no turn to learn there; a template shows one of these turns otherwise later on,
-    so that they are in several rows; or it shows both alike, as it trims white space.
+    Raises DataError that names the prompt, as `ConversationRows.rows_of` does. Also if they first differ in a message
+    that is not the assistant's, or one has no turn to learn there. Also if a template shows one of these turns
+    otherwise later on, so that they are in several rows, or shows both alike, as it trims white space.
     """
     found = conversations.rows_of([side for prompt in prompts for side in behind_common(prompt)])
     pairs = []

@@ -98,7 +98,7 @@ def method_of(scope: Mapping[str, Any], methods: Mapping[str, str]) -> str:
 
 
 async def respond(send: SendPart, status: int, headers: Mapping[bytes, bytes], parts: Iterable[bytes]) -> None:
-    """SendPart an answer as one body."""
+    """Sends an answer as one body."""
     body = b"".join(parts)
     length = {b"content-length": str(len(body)).encode()}
     await send({"type": "http.response.start", "status": status, "headers": [*{**headers, **length}.items()]})
@@ -110,7 +110,7 @@ _MOST_ENDED = 65_536  # keys that are remembered, to say that their conversation
 
 @dataclass(slots=True, kw_only=True)
 class RequestCounts:
-    """What clients asked for in a conversation."""
+    """Counts of a conversation's requests."""
 
     answered: int = 0  # turns that were sampled
     retried: int = 0  # requests that got a turn that was sampled for an earlier one
@@ -125,24 +125,24 @@ class OpenConversation:
     requests: RequestCounts = field(default_factory=RequestCounts)
     answers: dict[bytes, asyncio.Task[Any]] = field(default_factory=dict)
     sampling: set[asyncio.Task[Any]] = field(default_factory=set)
-    left: dict[bytes, list[asyncio.Task[Any]]] = field(default_factory=dict)  # by what was asked: their clients went
+    left: dict[bytes, list[asyncio.Task[Any]]] = field(default_factory=dict)  # request digest -> turns without a client
 
     def left_turn(self, digest: bytes, *, done: bool) -> asyncio.Task[Any] | None:
-        """The first turn whose client has gone, for a request that asks the same: also if sampled, where ``done``."""
+        """Returns the first turn without a client for an equal request; ``done``: also if it is sampled."""
         turns = [task for task in self.left.pop(digest, ()) if done or not task.done()]
         if len(turns) > 1:
             self.left[digest] = turns[1:]
         return turns[0] if turns else None
 
     def forget(self, digest: bytes, failed: asyncio.Task[Any]) -> None:
-        """Answer nobody with a turn that failed."""
+        """Forgets a turn that failed, so that no request is answered with it."""
         if self.answers.get(digest) is failed:
             del self.answers[digest]
         if turns := [task for task in self.left.pop(digest, ()) if task is not failed]:
             self.left[digest] = turns
 
     def end(self) -> None:
-        """Give up what is being sampled."""
+        """Cancels the turns that are being sampled."""
         for task in self.sampling:
             task.cancel()
 
@@ -201,7 +201,7 @@ class _Asked:
     path: str
     headers: Mapping[bytes, bytes]
     body: bytes
-    receive: ReceivePart  # what comes after the body
+    receive: ReceivePart  # returns the parts after the body
     line: OpenConversation
 
 
@@ -268,11 +268,11 @@ class Application:
         return b"application/json", [msgspec.json.encode(token_answer(answer, name))]
 
     async def _once(self, asked: _Asked, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, str]:
-        """The turn and its id.
+        """Returns the turn and its id.
 
-        One that comes again gets the turn that was sampled for it, or is being sampled. It says so itself (`_RETRY`),
-        or says nothing, and the client of an equal one under way has gone. Of equal turns it gets one whose client has
-        gone, each another, else the newest. A client that goes away ends nothing.
+        A repeated request gets the turn that was sampled for it, or is being sampled. It says so itself (`_RETRY`), or
+        it says nothing and the client of an equal pending turn has gone. Of equal turns it gets one without a client,
+        each request another, else the newest. A client that goes away ends nothing.
         """
         digest = hashlib.sha256(asked.path.encode() + b"\n" + asked.body).digest()
         task: asyncio.Task[T] | None
@@ -331,7 +331,7 @@ _ASKED = ("/v1/chat/completions", "/inference/v1/generate")
 
 _CLOSING_SECONDS = 2
 _BACKLOG = 1024
-_HEAD_SECONDS = 30.0  # from a connection's beginning, or a head's, until that head is there
+_HEAD_SECONDS = 30.0  # limit for a head to arrive, from the beginning of its connection or its own
 
 
 class Endpoint:
@@ -353,11 +353,11 @@ class Endpoint:
         return self._base_url, self._keys.open(conversation)
 
     def requests(self, api_key: str) -> RequestCounts:
-        """What clients asked for so far in the key's conversation, which is open."""
+        """Returns the counts of requests so far in the key's conversation, which is open."""
         return self._keys.requests(api_key)
 
     def close(self, api_key: str) -> None:
-        """End a key's conversation. What is being sampled for it is given up."""
+        """Ends a key's conversation and gives up its turns that are being sampled."""
         self._keys.close(api_key)
 
     def _listen(self) -> None:
@@ -398,7 +398,7 @@ async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
     with listening:
         try:
             await server.serve(sockets=[listening])
-        except Exception:  # its clients find nobody there
+        except Exception:  # its clients find no server there
             logger.exception("the endpoint ends")
 
 
@@ -434,7 +434,7 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         if not self._is_waiting():
             self._in_time()
-        elif self._late is None:  # for the rest of this head; between requests uvicorn itself counts
+        elif self._late is None:  # a limit for the rest of this head; between requests uvicorn itself counts
             self._late = self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
 
     @override
@@ -443,7 +443,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _is_waiting(self) -> bool:
-        """Whether no request is being answered."""
+        """True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete  # uvicorn's, of the last request
 
     def _make_room(self) -> None:

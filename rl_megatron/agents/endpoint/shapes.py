@@ -26,7 +26,7 @@ class ServedTurn:
 
 
 class ConversationHandler(Protocol):
-    """One conversation. Calls may come at once."""
+    """One conversation. Calls may be concurrent."""
 
     @property
     def max_length(self) -> int:
@@ -35,7 +35,7 @@ class ConversationHandler(Protocol):
 
     @property
     def params(self) -> SamplingParams:
-        """What its turns are sampled with, whatever a client asks for."""
+        """The sampling parameters of its turns, whatever a client asks for."""
         ...
 
     async def answer(
@@ -150,7 +150,7 @@ def chat_answer(answer: ServedTurn, name: str, model: str) -> dict[str, Any]:
 
 
 def chat_stream(answer: ServedTurn, name: str, model: str, *, usage: bool) -> Iterable[bytes]:
-    """The answer as events: all of the message at once, its end, and the usage if it was asked for."""
+    """Yields the answer as events: the whole message, its end, and the usage if it was asked for."""
     delta = {"content": None, **answer.message}
     if calls := answer.message.get("tool_calls"):
         delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]

@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 20  # rows that are looked up in one call
 
 
 class ProblemKey(NamedTuple):
-    """What equal problems have in common besides what the policy is asked."""
+    """The parts that equal problems have in common, besides what the policy is asked."""
 
     answers: bool = True
     fields: tuple[str, ...] | None = ()  # other fields of their rows; None: all of them
@@ -43,7 +43,7 @@ class ProblemTexts:
     """Texts of problems by their row, without a difference of white space."""
 
     size: int
-    place: Callable[[int], str]  # where the problem is, for errors
+    place: Callable[[int], str]  # returns the problem's place, for errors
     hashes: Callable[[], NDArray[np.int64]]  # 64 bits of each text, or of a part of it; others in another process
     digests: Callable[[NDArray[np.int64]], NDArray[np.uint64]]  # 128 bits of the texts of ascending rows: [R, 2]
 
@@ -65,7 +65,7 @@ def digests_of(texts: Iterable[str]) -> NDArray[np.uint64]:
 
 
 def find_duplicates(texts: ProblemTexts, hashes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows whose text an earlier row has, ascending, and the first row that has it."""
+    """Returns the rows with a text that an earlier row has, ascending, and the first row that has it."""
     suspects = _of_equal_hash(hashes)
     digests = texts.digests(suspects)
     order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal ones stay ascending
@@ -79,7 +79,7 @@ def find_duplicates(texts: ProblemTexts, hashes: NDArray[np.int64]) -> tuple[NDA
 
 
 def _of_equal_hash(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows whose hash another row has too, ascending."""
+    """Returns the rows with a hash that another row has too, ascending."""
     order = np.argsort(hashes)
     ordered = hashes[order]
     same = ordered[1:] == ordered[:-1]
@@ -92,7 +92,7 @@ def _of_equal_hash(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
 def find_leaks(
     texts: ProblemTexts, hashes: NDArray[np.int64], held_out: Mapping[str, ProblemTexts]
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """The rows whose text is held out, ascending, and where each is. Warns of those with the 64 bits of one alone."""
+    """Returns the rows with a held-out text, ascending, and where. Warns of rows that share only its 64 bits."""
     there: dict[bytes, str] = {}
     for key, theirs in held_out.items():
         for row, digest in enumerate(theirs.digests(np.arange(theirs.size))):
@@ -117,8 +117,8 @@ def find_leaks(
 def rows_to_keep(
     texts: ProblemTexts, wholes: ProblemTexts, held_out: Mapping[str, ProblemTexts], on_leak: OnLeak
 ) -> NDArray[np.bool_]:
-    """Which rows to train on: of those with equal ``wholes`` the first, and as ``on_leak`` says of those whose text is
-    held out (by the key of its section).
+    """Returns a mask of the rows to train on: the first of those with equal ``wholes``. ``on_leak`` decides about rows
+    with a text that is held out (by the key of its section).
 
     Warns with counts of what is dropped or kept. Raises DataError that names each leak by file and line.
     """

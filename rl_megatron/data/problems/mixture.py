@@ -26,9 +26,9 @@ class SourceState:
     """A source between two draws, for checkpoints."""
 
     epoch: int
-    position: int  # in the epoch
+    position: int  # prompts drawn in the epoch
     size: int  # prompts
-    digest: str  # of them
+    digest: str  # checksum of the prompts
     weight: float
     taken: int  # prompts drawn since the weights were set
 
@@ -52,12 +52,12 @@ class Proportions:
     def __init__(self, weights: Mapping[str, float], taken: Mapping[str, int] | None = None) -> None:
         exact = {name: Fraction(weight) for name, weight in weights.items()}
         scale = math.lcm(*(weight.denominator for weight in exact.values()))
-        self._weights = {name: int(weight * scale) for name, weight in exact.items()}  # in the same ratios, and exact
+        self._weights = {name: int(weight * scale) for name, weight in exact.items()}  # exact, in the same ratios
         self._sum = sum(self._weights.values())
         self.taken = dict(taken) if taken is not None else dict.fromkeys(weights, 0)
         self._drawn = sum(self.taken.values())
-        self._eligible: list[tuple[Fraction, int, str]] = []  # by when their next prompts are due, and their places
-        self._later: list[tuple[int, int, str]] = []  # the others, by the draw from which on they are eligible
+        self._eligible: list[tuple[Fraction, int, str]] = []  # heap of (when the next prompt is due, place, name)
+        self._later: list[tuple[int, int, str]] = []  # heap of (first draw at which it is eligible, place, name)
         self._places = {name: place for place, name in enumerate(weights)}
         for name in weights:
             self._wait(name)
@@ -128,10 +128,10 @@ class Epochs:
 
 
 def digest_of_prompts(prompts: Sequence[Prompt], of: DigestOf = "rows") -> str:
-    """A digest of their ids, questions and answers, of pairs both and the margin, in their order; also of all other
-    fields of problems, which teachers, rewards and environments may read, and of a conversation's label. Checkpoints of
-    older versions have it without these (margins), without margins (questions), and with texts for questions, which
-    differ by day where a chat template writes the date (texts)."""
+    """Returns a digest of ids, questions and answers in their order, of pairs both answers and the margin. It covers
+    all other fields of problems, which teachers, rewards and environments may read, and a conversation's label.
+    Checkpoints of older versions have it without these (margins), or also without margins (questions). The oldest have
+    texts for questions, which differ by day where a chat template writes the date (texts)."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         question = prompt.text if of == "texts" or not prompt.question else prompt.question

@@ -53,7 +53,7 @@ def column_at(batch: Any, name: str) -> Any:
 
 
 def unread_rows(batch: Any, names: Sequence[str], key: str) -> Iterator[tuple[int, str]]:
-    """The rows of a batch, by their numbers in it, of which a field is null or no UTF-8, and what is wrong; ``key``:
+    """Yields the rows of a batch, by their numbers in it, with a null field or bad UTF-8, and what is wrong. ``key`` is
     the config key that has a teacher read the fields."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -91,11 +91,11 @@ def is_text(kind: Any) -> bool:
     return bool(is_bytes or of.is_string(kind) or of.is_large_string(kind) or of.is_string_view(kind))
 
 
-_BATCH_BYTES = 16 << 20  # of decoded rows
-_BUFFER_BYTES = 1 << 20  # of a column's file that are read at once
+_BATCH_BYTES = 16 << 20  # bytes of decoded rows in a batch
+_BUFFER_BYTES = 1 << 20  # bytes of a column's file in one read
 _MOST_ROWS = 1 << 16
-_RECORDS_AT_ONCE = 1024  # rows that are Python objects at once
-_MEASURED_GROUPS, _MEASURED_ROWS = 16, 64  # of the files, and of each of these groups
+_RECORDS_AT_ONCE = 1024  # rows that are Python objects at a time
+_MEASURED_GROUPS, _MEASURED_ROWS = 16, 64  # number of groups that are measured, and of rows of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class _Group:
 class ParquetRows:
     """The rows of ``paths``, numbered from 0 through all of them. In memory are their footers alone.
 
-    ``fields`` are those of texts, of which the first must be a column of text, or with ``lists`` of them; ``others``
-    must be there, too. Raises DataError that names file, row group and row.
+    ``fields`` are the fields of texts. The first must be a column of text, or with ``lists`` of lists. ``others`` must
+    be there, too. Raises DataError that names file, row group and row.
     """
 
     def __init__(
@@ -148,15 +148,15 @@ class ParquetRows:
         if not self._size:
             raise DataError(f"{key}={paths[0]}: the file is empty; give at least one row")
         self._groups, self._starts = groups, [group.start for group in groups]
-        self._decoded: dict[int, tuple[int, int]] = {}  # by a group's start: its rows read whole, and their bytes
-        self._known_rows, self._known_bytes = 0, 0.0  # of all rows of these groups
+        self._decoded: dict[int, tuple[int, int]] = {}  # group's start -> rows of it read whole, and their bytes
+        self._known_rows, self._known_bytes = 0, 0.0  # all rows of these groups, and the bytes that they would have
         full = [group for group in groups if group.size]
         for group in full[:: -(-len(full) // _MEASURED_GROUPS)]:
             next(self._batches(group, None, _MEASURED_ROWS))
 
     def check_read(self, names: Sequence[str], rows: NDArray[np.int64], key: str) -> None:
-        """Raises DataError for the first of the ``names``, which the config ``key`` has a teacher read beside the
-        texts, that no column has, and one that names those of these ascending rows where one is null or no UTF-8."""
+        """Raises DataError for the first of the ``names`` that no column has. The config ``key`` has a teacher read
+        these besides the texts. Also raises one that names these ascending rows where one is null or bad UTF-8."""
         for path, footer in self._metadata.items():
             schema = footer.schema.to_arrow_schema()
             others = kinds_of(one for one in schema if one.name not in self._fields or not is_text(one.type))
@@ -206,7 +206,7 @@ class ParquetRows:
         return digest.hexdigest()
 
     def are_texts(self, first: int | None = None) -> bool:
-        """Whether every field of texts, or the ``first`` so many, is a column of text in all files."""
+        """True if every field of texts, or each of the ``first`` ones, is a column of text in all files."""
         kinds = [kinds_of(footer.schema.to_arrow_schema()) for footer in self._metadata.values()]
         return all(is_text(value_at(one, name)) for one in kinds for name in self._fields[:first])
 
@@ -269,7 +269,7 @@ class ParquetRows:
         return record
 
     def records(self, rows: NDArray[np.int64], columns: list[str] | None) -> Iterator[tuple[int, Record | str]]:
-        """These ascending rows, of which these columns (None: all) are read, or what is wrong with one."""
+        """Yields these ascending rows, with these columns alone (None: all), or what is wrong with one."""
         numbers = iter(rows.tolist())
         for batch in self.selected(rows, columns):
             for record in self._records_in_parts(batch):
@@ -297,7 +297,7 @@ class ParquetRows:
             yield whole if isinstance(whole, str) else record_of(whole, self._fields, lists=self._lists)
 
     def _spaced(self, batch: Any, texts: int, form: str) -> list[str]:
-        """Joins each row's first ``texts`` fields, columns of text, by `leaks.spaced`. The first is in its ``form``."""
+        """Joins each row's first ``texts`` fields like `leaks.normalize_whitespace`. The first is in its ``form``."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -315,8 +315,8 @@ class ParquetRows:
         return pq.ParquetFile(path, metadata=self._metadata.get(path), buffer_size=_BUFFER_BYTES)
 
     def _batches(self, group: _Group, columns: list[str] | None, most: int = _MOST_ROWS) -> Iterator[tuple[int, Any]]:
-        """Record batches of a row group, each with the number of its first row; ``most`` rows, or as many as the
-        group's or all groups' rows let it have, those that are larger."""
+        """Yields record batches of a row group, each with the number of its first row. A batch has ``most`` rows, or as
+        many as fit by the mean row of the group or of all groups, whichever is larger."""
         read, size = self._decoded.get(group.start, (0, 0))
         own = size // read if read else group.encoded
         count = max(1, min(most, _BATCH_BYTES // max(self.row_bytes, own)))
@@ -346,7 +346,7 @@ class ParquetRows:
         self._decoded[group.start] = read, size
 
     def _problems(self, group: _Group, start: int, batch: Any) -> list[str]:
-        """What is wrong with rows of a batch, whose columns are looked at as a whole first."""
+        """Returns what is wrong with rows of a batch. Its columns are checked as a whole first."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -364,7 +364,7 @@ class ParquetRows:
                     if "binary" in str(column.type):
                         empty = pc.or_(empty, pc.match_substring(text, "\0"))
                 bad |= pc.fill_null(empty, True).to_numpy(zero_copy_only=False)
-        except pa.ArrowInvalid:  # bad UTF-8, of which each row is asked
+        except pa.ArrowInvalid:  # bad UTF-8: each row is checked
             bad[:] = True
         rows = np.flatnonzero(bad)
         records = zip(rows.tolist(), self._records_in_parts(batch.take(pa.array(rows))), strict=True)
@@ -405,7 +405,7 @@ def _plain(column: Any) -> Any:
 
 
 def _spaced(column: Any) -> Any:
-    """The texts as `leaks.spaced` has them: pyarrow and Python have the same white space."""
+    """Returns the texts as `leaks.normalize_whitespace` does: pyarrow and Python have the same white space."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -433,7 +433,7 @@ def _told(path: Path, part: str = "") -> Iterator[None]:
 
 
 class FileRows(ParquetRows):
-    """Problems, pairs of answers, or conversations of parquet files, none of which is in memory."""
+    """Problems, pairs of answers, or conversations of parquet files, which are read as they are needed."""
 
     def __init__(self, paths: Sequence[Path], data: FileKeys, key: str, *, lists: bool) -> None:
         """``key``: the config key that gave the files; ``lists``: prompts may be ones. Raises as `ParquetRows`."""
@@ -442,7 +442,7 @@ class FileRows(ParquetRows):
 
     @property
     def columns(self) -> list[str]:
-        """The columns of which a row's texts are made."""
+        """The columns that a row's texts are made from."""
         return [*fields_of(self.data), *_others(self.data)]
 
     def compared(self, *by: ProblemKey) -> list[ProblemTexts]:
@@ -482,7 +482,7 @@ def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = Non
                 raise DataError(f"{shown}: no such file")
             lines = islice(parsed_lines(path), most)
             found = [one if isinstance(one, str) else record_of(one, fields_of(data), lists=lists) for one in lines]
-        except OSError as error:  # for example a name of more than 255 characters
+        except OSError as error:  # such as a name of more than 255 characters
             raise DataError(f"{shown}: cannot be read: {error.strerror or error}") from error
         if not found:
             raise DataError(f"{key}={path}: the file is empty; give at least one row")

@@ -1,4 +1,4 @@
-"""What prompts are drawn from, and how: pools in memory or of rows of files, shuffled epochs, and pass rates."""
+"""Pools of prompts, in memory or of rows of files, and how they are drawn: shuffled epochs, and pass rates."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 _WINDOW_BYTES = 64 << 20  # the rows that one read takes
-_LARGE_WINDOW_BYTES = 256 << 20  # the same, where an epoch has many windows, each of which reads every row group
-_MOST_WINDOWS = 16  # in an epoch: windows grow, up to the size above, so that it has no more
+_LARGE_WINDOW_BYTES = 256 << 20  # the same for an epoch of many windows, since each reads every row group
+_MOST_WINDOWS = 16  # windows of an epoch: they grow, up to the size above, so that it has no more
 _MOST_ROWS = 1 << 17
 
 
@@ -68,13 +68,13 @@ class PromptPool(Sequence[Prompt]):
         """The prompt of the draw ``upcoming.number``, which this row is; None if it is too long."""
 
     def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
-        """Read what `at` needs for this row and some that follow, and render the row; whether it is short enough. May
-        take minutes. Raises as `at`."""
+        """Reads what `at` needs for this row and some that follow, and renders the row. Returns whether it is short
+        enough. May take minutes. Raises as `at`."""
         return True
 
     @property
     def reads(self) -> bool:
-        """Whether `at` reads or renders, unless `read_ahead` did."""
+        """True if `at` reads or renders, unless `read_ahead` did."""
         return False
 
     @abstractmethod
@@ -165,7 +165,7 @@ class ListPool(PromptPool):
 
 
 class FilePool(PromptPool):
-    """Rows of files, of which those that are drawn next are held: once a window of them is in use, a thread reads the
+    """Rows of files. The rows that are drawn next are held: once a window of them is in use, a thread reads the
     following one. The order of draws does not depend on windows."""
 
     def __init__(self, files: FileRows, kept: NDArray[np.bool_] | None, form: RowForm, *, source: str) -> None:
@@ -219,7 +219,7 @@ class FilePool(PromptPool):
     @override
     def row_of(self, name: str) -> int:
         stem, line = name.removeprefix(f"{self._source}/").rsplit(":", 1)
-        row = self._kept.dtype.type(self._files.row(stem, int(line)))  # of another type, numpy would copy all rows
+        row = self._kept.dtype.type(self._files.row(stem, int(line)))  # numpy would copy all rows for another type
         return int(np.searchsorted(self._kept, row))
 
     @override
@@ -233,7 +233,7 @@ class FilePool(PromptPool):
 
     @override
     def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
-        """A checksum of the files' bytes, and of which rows are in the pool."""
+        """Returns a checksum of the files' bytes, and of the rows that are in the pool."""
         return self._digest
 
     @cached_property
@@ -401,7 +401,7 @@ class PromptTable:
         self.values, self.counts = np.full(len(prompts), value), np.full(len(prompts), count)
 
     def draws(self, row: int, epoch: int) -> bool:
-        """Whether this epoch draws the prompt. Any thread may ask."""
+        """True if this epoch draws the prompt. Any thread may ask."""
         s, rate = self._section, self.rates[row]
         drawn = self.retired[row] < 0
         known = self.visits[row] >= s.min_seen
@@ -426,10 +426,10 @@ class PromptTable:
         self.keep_enough(left_out)
 
     def track(self, seen: Iterable[tuple[str, Sequence[float]]]) -> None:
-        """Add the rewards of completions of each prompt, by its id and in the order drawn, to its value.
+        """Adds the rewards of completions of each prompt, by its id and in the order drawn, to its value.
 
-        The mean of the posterior of SPO's value tracker (arXiv:2509.13232): alpha' = decay alpha + sum of r and
-        beta' = decay beta + sum of 1 - r, with alpha / (alpha + beta) the value and alpha + beta the count.
+        The value is the posterior mean of SPO's value tracker (arXiv:2509.13232), alpha / (alpha + beta), and the count
+        is alpha + beta. Then alpha' = decay alpha + sum of r, and beta' = decay beta + sum of 1 - r.
         """
         if self._track_decay is None:
             return
@@ -444,9 +444,9 @@ class PromptTable:
         return float(self.values[self._prompts.row_of(name)])
 
     def keep_enough(self, left_out: Set[int]) -> None:
-        """Draw retired prompts of a source again while less than a tenth of it is drawn, those first that retired
-        first; each must be seen ``min_seen`` times before it can retire again. A warning says so whenever twice as many
-        were: of a policy that solves nearly all it happens at each step."""
+        """Draws retired prompts of a source again while less than a tenth of it is drawn, in the order in which they
+        retired. Each must be seen ``min_seen`` times before it can retire again. A warning says so whenever their
+        number has doubled: with a policy that solves nearly all, it happens at each step."""
         gone = np.zeros(len(self.retired), np.bool_)
         gone[list(left_out)] = True
         for name, rows in self._sources.items():
@@ -473,7 +473,7 @@ class PromptTable:
         return {"curriculum/retired": int((self.retired >= 0).sum()), **mean}
 
     def state(self) -> TableState:
-        """What ``restore`` continues from."""
+        """Returns the state that ``restore`` continues from."""
         columns = {"visits": self.visits.copy(), "rates": self.rates.copy(), "retired": self.retired.copy()}
         if self._track_decay is not None:
             columns |= {"values": self.values.copy(), "counts": self.counts.copy()}
@@ -536,10 +536,10 @@ class PromptStream:
         return [self._next(self._shares.next()) for _ in range(n)]
 
     def read_ahead(self) -> None:
-        """Read what the next prompts, `state` and `leave_out` need: large files, for minutes. In a thread; nobody else
-        uses the stream meanwhile."""
+        """Reads what the next prompts, `state` and `leave_out` need: large files, for minutes. Runs in a thread, while
+        no other code uses the stream."""
         self.digest()
-        self._pool.row_of(self._pool.name_of(0))  # which may make a table of all names
+        self._pool.row_of(self._pool.name_of(0))  # may make a table of all names
         for epochs in self._epochs.values():
             number = epochs.drawn
             (row,) = epochs.draws(number, number + 1).tolist()
@@ -547,12 +547,12 @@ class PromptStream:
 
     @property
     def reads(self) -> bool:
-        """Whether `take` reads or renders rows of files, unless `make_next` did."""
+        """True if `take` reads or renders rows of files, unless `make_next` did."""
         return self._pool.reads
 
     def make_next(self, n: int) -> None:
-        """Read and render the prompts that `take` is to give next, for seconds if the chat template is slow. In a
-        thread; nobody else takes from the stream meanwhile. What is wrong with a row `take` raises."""
+        """Reads and renders the prompts that `take` is to give next, for seconds if the chat template is slow. Runs in
+        a thread, while no other code takes from the stream. `take` raises the error of a bad row."""
         shares = Proportions(self._weights or {"": 1.0}, self._shares.taken)
         for name, count in Counter(shares.next() for _ in range(n)).items():
             epochs, left = self._epochs[name], count
@@ -632,9 +632,9 @@ class PromptStream:
         self.left_out = set(left_out)
 
     def _next(self, name: str) -> Prompt:
-        """The next prompt of this source that is not left out or too long, and that the curriculum draws.
+        """Returns the next prompt of this source that is not left out or too long, and that the curriculum draws.
 
-        With a table, rows that are too long are left out: they are none of those that must be left.
+        With a table, rows that are too long are left out: they do not count among those that must be left.
         """
         epochs, table, tried = self._epochs[name], self.table, 0
         while True:
@@ -648,7 +648,7 @@ class PromptStream:
                     self.left_out.add(row)
             if tried % len(epochs.rows):
                 continue
-            if table is not None:  # which knows what was left out since the last step, at the cost of all rows
+            if table is not None:  # it learns what was left out since the last step, at the cost of all rows
                 table.keep_enough(self.left_out)
             if self.left_out.issuperset(epochs.rows.tolist()) or (table is None and tried > len(epochs.rows)):
                 raise DataError("every prompt has too many tokens; the warnings before name the key to raise")

@@ -111,20 +111,20 @@ def load_prompts(
     begun_by_messages: Collection[str] = (),
     teachers: Mapping[str, TeacherSection] | None = None,
 ) -> tuple[PromptPool, list[Prompt]]:
-    """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
-    follow each other, and their ids begin with its name.
+    """Returns (train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone. The prompts of a
+    mixture follow each other by source, and their ids begin with its name.
 
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
-    With ``rows`` of pairs generated problems have a wrong answer, too, as files have with ``fields.rejected``. A
-    prompt that is too long for ``form`` raises or is dropped, with a warning that counts these. Where nothing
-    ``samples``, the long ones of parquet files stay: who draws one drops its row, so that an epoch has each row once.
+    With ``rows`` of pairs generated problems have a wrong answer, too, as files have with ``fields.rejected``. A prompt
+    that is too long for ``form`` raises or is dropped, with a warning that counts these. Where nothing ``samples``, the
+    long ones of parquet files stay: the caller that draws one drops its row, so that an epoch has each row once.
     ``on_leak`` says what to do with a problem to train on that is held out here or in ``sets`` (by the key of their
-    section), and of equal ones the first alone is trained on then; None: nobody trains on them. Problems are equal if
-    what the policy is asked is, and what their judges read: the answer, and the fields of ``environments`` and
-    ``rewards`` (by the source's key). Those of other judges are never equal; where nothing ``samples``, nor are those
-    with different answers or, of labels, different ones, for training alone. ``begun_by_messages``: as of the function
-    of this name. What is trained on has the prompts that its ``teachers`` (by name) read in their place. Raises
-    DataError that names files and lines.
+    section). Of equal problems the first alone is trained on then; None: they are not for training. Problems are equal
+    if what the policy is asked is, and what their judges read: the answer, and the fields of ``environments`` and
+    ``rewards`` (by the source's key). Problems of other judges are never equal. Where nothing ``samples``, nor are
+    those with different answers or labels, for training alone. ``begun_by_messages``: as of the function of this name.
+    Training prompts have the prompts that their ``teachers`` (by name) read in their place. Raises DataError that names
+    files and lines.
     """
     sources = data_sources(data)
     given = {key: (key, source, form.tokenizer, seed) for key, source in {**sources, **(sets or {})}.items()}
@@ -208,9 +208,9 @@ def without_leaks(
     *,
     written: ProblemKey | None,
 ) -> dict[str, NDArray[np.bool_]]:
-    """Returns which problems of each source to train on: each once for each of the ``environments`` or ``rewards`` (by
-    source), or as ``written`` compares those that nobody samples; and no leaks where they are dropped. Raises like
-    `rows_to_keep`, and for a source that has no problem left."""
+    """Returns a mask of each source's problems to train on: each once for each of the ``environments`` or ``rewards``
+    (by source). ``written`` compares rows that are not sampled instead. Leaks are left out where they are dropped.
+    Raises like `rows_to_keep`, and for a source that has no problem left."""
     judges = {key: (environments.get(key), rewards.get(key)) for key in train}
     wholes = {key: written or _compared_by(*of) for key, of in judges.items()}
     # an environment of the user's may ask what any field of a row has

@@ -1,6 +1,6 @@
 """Prompts of rows: their messages or conversations, rendered by templates, and tokenized with a bound on their length.
 
-A conversation, with its tools, is one text in JSON, which whoever trains on it reads.
+A conversation, with its tools, is one text in JSON, which the job that trains on it reads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
-_MOST_MARGIN = 10_000  # beside it a score of float32 still has three digits after the point
+_MOST_MARGIN = 10_000  # next to it, a score of float32 still has three digits after the point
 _MESSAGE = {"role", "content"}  # objects with a role alone may be an answer: who does what
 _SHAREGPT = {"from", "value"}
 _RENAMED = "; from and value, of ShareGPT's form, are called role and content, human is user, and gpt assistant"
@@ -57,8 +57,8 @@ _ROLES = (*_OF_SYSTEM, "user", "assistant", "tool", "function", "ipython", "obse
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
-    """Raises DataError for a pair of equals, for one whose answers are no texts, and as `margin_of`, `system_of` and
-    `demonstration_in`; also for a lone answer that is a message, or a list of them."""
+    """Raises DataError for a pair of equals, for one with an answer that is not text, and as `margin_of`, `system_of`
+    and `demonstration_in` do. Also for a lone answer that is a message, or a list of them."""
     margin_of(record, place, data)
     system_of(record, place, data)
     if data.fields["demonstration"] is not None:
@@ -88,9 +88,9 @@ def refuse_bad_answers(prompts: Iterable[Prompt]) -> None:
 
 
 def bad_answer(row: Mapping[str, Any], answer: str) -> str | None:
-    """Why the answer of a row, or its conversation, which has none, is not learned; None if it is. ``row``: its other
-    fields."""
-    if row.get(LABEL) is not False or answer == "false":  # where it is the answer itself
+    """Returns why the answer of a row, or its conversation, which has none, is not learned; None if it is. ``row``: its
+    other fields."""
+    if row.get(LABEL) is not False or answer == "false":  # there the label is the answer itself
         return None
     return (
         "field 'label' is false, which says of KTO's rows that the answer is bad, and a model would learn it; train on "
@@ -172,12 +172,11 @@ def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool)
 
 
 def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:
-    """Messages and tools in JSON, and the number of the ``first`` message behind context alone, if there is any;
-    ``in_structs``: lists come from Arrow's structs, where each row has the keys of all, null where it lacks them, and
-    are left without these.
+    """Returns messages and tools in JSON, and the number of the ``first`` message after context alone, if there is any.
 
-    Raises DataError that names the ``place`` for a row without messages of which one is the assistant's, for two
-    messages of the system, for messages that begin with those of the context, and as `check_pair` does.
+    ``in_structs``: lists come from Arrow's structs, where each row has the keys of all, null where it lacks them. These
+    are left out. Raises DataError that names the ``place`` for a row without a message of the assistant, and for two
+    messages of the system. Also for messages that begin with those of the context, and as `check_pair` does.
     """
     assert data.fields["messages"] is not None
     check_pair(record, place, data)
@@ -209,7 +208,7 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
         raise DataError(f"{place}: {equal_fields(data.fields['messages'], data.fields['rejected'])}")
     if before:
         whole["first"] = len(before)
-    text = _to_json({"messages": whole.pop("messages"), **whole})  # in the order of which checkpoints have digests
+    text = _to_json({"messages": whole.pop("messages"), **whole})  # checkpoints have digests of this order
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -293,13 +292,13 @@ def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 _AT_ONCE = 1000  # prompts that a tokenizer gets in one call
 _RENDERED_TOGETHER = 100  # rows that a process with templates gets in one call
-_MOST_CHARACTERS = 100  # per token, on average over a prompt
+_MOST_CHARACTERS = 100  # characters per token, on average over a prompt
 _to_sorted_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 _OF_PROBLEM = ("prompt", "answer")  # whatever the fields are called
 _CHANGED = ("assistant", "tool")  # templates leave out thinking, and quote results
 _ASKS = {"role": "user"}
 _PLACE = (
-    f"\ue000{OTHER_COMPLETION_FIELD}\ue000"  # in a teacher's prompt: no text has these characters, of a private use
+    f"\ue000{OTHER_COMPLETION_FIELD}\ue000"  # placeholder in a teacher's prompt, of a private use: it is in no text
 )
 
 OnLongPrompt = Literal["fail", "drop"]
@@ -339,10 +338,10 @@ class Example:
     place: str
     text: str
     answer: str
-    raw: str  # as the data has it, without templates; messages as JSON
+    raw: str  # text in the data, without templates; messages as JSON
     rejected: Sequence[str] = ()  # a worse answer, in data of pairs
-    margin: float = 0.0  # of a pair
-    messages: tuple[Mapping[str, Any], ...] = ()  # of a row of a file: what is asked is the text of the last one
+    margin: float = 0.0  # margin of a pair
+    messages: tuple[Mapping[str, Any], ...] = ()  # messages of a file's row; what is asked is the text of the last one
     meta: Mapping[str, Any] = field(default_factory=dict)
     form: str = "{prompt}"  # the template that `form_of` returns
 
@@ -469,7 +468,7 @@ def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Examp
 
 
 def unrendered(conversations: Sequence[Example]) -> list[Prompt]:
-    """The conversations as prompts without tokens, which whoever trains on them makes of ``text``."""
+    """Returns the conversations as prompts without tokens, which the job that trains on them makes of ``text``."""
     return [
         Prompt(id=one.id, text=one.text, token_ids=(), answer="", question=one.raw, margin=one.margin, meta=one.meta)
         for one in conversations
@@ -642,7 +641,7 @@ def _of_teacher(
 
 
 def _split_template(text: str, problem: Example) -> tuple[str, str]:
-    """What is before and behind the place of another completion. Raises DataError for a chat template without it."""
+    """Returns the texts around the place of another completion. Raises DataError for a chat template without it."""
     if text.count(_PLACE) != 1:
         raise DataError(
             f"{problem.place}: a teacher's prompt has {{{OTHER_COMPLETION_FIELD}}} once, and behind the chat template "
@@ -667,8 +666,8 @@ def _split_around(
 def _encoded(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, begins: bool, most: int, key: str
 ) -> Iterator[tuple[int, ...] | PromptExcess]:
-    """The tokens of each text. One of too many characters to fit is not encoded; of the others few are at a time,
-    because a tokenizer's own records take 100 bytes a token while they exist."""
+    """Yields the tokens of each text. One of too many characters to fit is not encoded. Few of the others are encoded
+    at a time, because a tokenizer's own records take 100 bytes a token while they exist."""
     left, most_characters = iter(texts), most * _MOST_CHARACTERS
     while part := list(islice(left, _AT_ONCE)):
         fit = [text for text in part if len(text) <= most_characters]

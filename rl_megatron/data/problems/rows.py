@@ -47,7 +47,7 @@ class Record:
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Bad rows as lines, of which the first are shown."""
+    """Returns bad rows as lines. Only the first are shown."""
     more = len(problems) - _MAX_PROBLEMS_SHOWN
     return "\n".join([*problems[:_MAX_PROBLEMS_SHOWN], *([f"... and {more} more bad rows"] if more > 0 else [])])
 
@@ -90,7 +90,7 @@ def values_of(column: Any) -> list[Any]:
 
 
 def _json_of(column: Any) -> list[Any]:
-    """What `as_json` gives for each value of ``to_pylist``, which makes an object of pyarrow for each part of each."""
+    """Returns `as_json` of each value without ``to_pylist``, which makes a pyarrow object for each part of each."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -102,7 +102,7 @@ def _json_of(column: Any) -> list[Any]:
             for there, row in zip(column.is_valid().to_pylist(), rows, strict=True)
         ]
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        values = iter(_json_of(column.flatten()))  # without those of null lists
+        values = iter(_json_of(column.flatten()))  # items of null lists are left out
         counts = pc.list_value_length(column).to_pylist()
         return [None if count is None else list(islice(values, count)) for count in counts]
     if pa.types.is_map(kind):
@@ -150,7 +150,7 @@ def _dates(column: Any) -> list[Any]:
 
 
 def decoded_row(row: dict[str, Any]) -> Mapping[str, object] | str:
-    """The row with its texts decoded_row, or what is wrong with one."""
+    """Returns the row with its texts decoded, or what is wrong with one."""
     for name, value in row.items():
         if isinstance(value, bytes):
             try:
@@ -225,7 +225,7 @@ def bytes_field(name: str) -> str:
 
 
 def unread_field(name: str, row: Mapping[str, Any], key: str) -> str:
-    """Says as `missing_field` that a field is missing that the config ``key`` has a teacher read beside the problem."""
+    """Says as `missing_field` that a field is missing that the config ``key`` has a teacher read with the problem."""
     return (
         f"{missing_field(name, row)}, for {key}; {{prompt}} and {{answer}} are the problem and its answer, whatever "
         "their fields are called"
@@ -266,7 +266,7 @@ def truncate_text(text: str) -> str:
     return truncate(text, _MAX_SHOWN)
 
 
-_MOST_LEVELS = 128  # of lists and objects in a row; checkpoints are read with at most 200, of which some are around it
+_MOST_LEVELS = 128  # lists and objects in a row; checkpoints are read with at most 200, and some are around it
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -285,7 +285,7 @@ def local_files(data: FileKeys, key: str, names: Iterable[str]) -> FileKeys:
         path: Path = getattr(data, name)
         try:
             found = hf_hub_download(data.repo, path.as_posix(), repo_type="dataset", revision=data.revision)
-        except Exception as error:  # of many libraries
+        except Exception as error:  # many libraries raise it
             raise DataError(
                 f"{key}.{name}={truncate_text(str(path))}: not in the hub's cache here, and not to be had from "
                 f"{data.repo} at {data.revision}: {truncate_text(str(error).strip())}; on a machine with a connection, "
@@ -349,7 +349,7 @@ def _is_too_deep(row: Mapping[str, object]) -> bool:
 
 
 def _broken_text(row: Mapping[str, object]) -> str | None:
-    """The field whose name or value has half of a surrogate pair: no checkpoint could hold a prompt with it."""
+    """Returns a field with half of a surrogate pair in its name or value: no checkpoint could hold a prompt with it."""
     for name, value in row.items():
         try:
             json.dumps([name, value], ensure_ascii=False).encode()

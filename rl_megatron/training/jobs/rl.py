@@ -50,7 +50,7 @@ _LEFT_OUT: Mapping[Reason, str] = {
 
 
 def make_stream(config: RunConfig, prompts: PromptStream, source: GroupSource, ledger: Ledger) -> RolloutStream:
-    """The stream of a run's groups."""
+    """Returns the stream of a run's groups."""
     limit = config.most_sampled
     return RolloutStream(
         prompts=prompts,
@@ -77,19 +77,19 @@ class RLJob:
     update: PolicyUpdate
     start_folder: Path  # the policy is exported here at the start, if a reference or a critic starts from it
     recorder: Recorder
-    route: str  # how pushes travel, as rows of metrics name it
+    route: str  # name of how pushes travel, in rows of metrics
     name: str = "reinforcement"
-    beside: BackgroundEvaluator | None = None  # evaluates while later steps train, with eval.mode=beside
-    number: int = 0  # the last step's
-    places: tuple[PendingPrompt, ...] = ()  # the last batch's
+    beside: BackgroundEvaluator | None = None  # evaluates while later steps train, with `eval.mode=beside`
+    number: int = 0  # number of the last step
+    places: tuple[PendingPrompt, ...] = ()  # prompts of the last batch
 
     @property
     def first_step_is_saved(self) -> bool:
-        """Whether a warm start came before this job."""
+        """True if a warm start came before this job."""
         return self.config.warm_start.steps > 0
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Load the weights of reference and critic.
+        """Loads the weights of reference and critic.
 
         Where servers take turns with the learner, they have left their GPUs to the models that were loaded, and the
         policy's weights are pushed again.
@@ -103,8 +103,8 @@ class RLJob:
         return {"step": 0, "phase": "rl"} if fresh else None
 
     async def start_models(self, *, fresh: bool) -> bool:
-        """Load the weights of frozen models, and on a fresh start those of a critic and of a reference that follows the
-        policy, which a checkpoint restores itself.
+        """Loads the weights of frozen models, and on a fresh start those of a critic and of a reference that follows
+        the policy, which a checkpoint restores itself.
 
         Returns whether there was anything to load.
         """
@@ -126,7 +126,7 @@ class RLJob:
         return bool(frozen) or (fresh and "critic" in roles.learners)
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
-        """Take a batch, train on it and push the weights. Returns the metrics row."""
+        """Takes a batch, trains on it and pushes the weights. Returns the metrics row."""
         self.number = number
         if self.beside is not None:
             self.beside.check()
@@ -137,7 +137,7 @@ class RLJob:
             logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
         with watch("rollout"):
             await self.stream.settled()
-        row |= self._update_table()  # after all that is drawn before a push, so that draws depend on steps alone
+        row |= self._update_table()  # follows all draws before a push, so that draws depend on steps alone
         with watch("weights"):
             pushed = await self.roles.weights.push(number)
         self.stream.pushed(number)
@@ -168,7 +168,7 @@ class RLJob:
         return row
 
     async def take(self) -> RolloutBatch:
-        """The next batch, after dynamic sampling; short or empty if too many groups would give no gradient."""
+        """Returns the next batch, after dynamic sampling; short or empty if too many groups would give no gradient."""
         section = self.config.rollout
         wanted = section.prompts_per_step if section.dynamic_sampling == "refill" else 1
         batch = await self.stream.take(self.number)
@@ -189,7 +189,7 @@ class RLJob:
         return batch
 
     def _update_table(self) -> Row:
-        """Add what the step's prompts have shown to the table of pass rates; metrics ``curriculum/…``."""
+        """Adds the results of the step's prompts to the table of pass rates. Returns metrics ``curriculum/…``."""
         table, right = self.prompts.table, self.config.eval.success_reward
         if table is None:
             return {}
@@ -206,10 +206,10 @@ class RLJob:
         return dict(table.row())
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Figures of the sets that are due, of the weights that were pushed last, timed as ``eval``.
+        """Returns figures of the sets that are due, of the weights that were pushed last, timed as ``eval``.
 
-        With eval.mode=beside it returns figures before the first step and after the last one alone; other evaluations
-        end later.
+        With ``eval.mode=beside`` it returns figures before the first step and after the last one alone; other
+        evaluations end later.
         """
         if self.beside is not None and 0 < self.number < self.config.train.steps:
             self.beside.begin(self.number)
@@ -224,18 +224,18 @@ class RLJob:
         return False
 
     def learners(self) -> dict[str, Learner]:
-        """The learners whose shards a checkpoint holds, keyed by subfolder."""
+        """Returns the learners with shards in a checkpoint, keyed by subfolder."""
         return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
 
     async def before_save(self, stop: asyncio.Event) -> None:
-        """Have ``state`` know the tokens of groups that are being sampled. Waits for an evaluation of an earlier step,
-        whose weights are not in this checkpoint, unless ``stop`` is set."""
+        """Makes ``state`` include the tokens of groups that are being sampled. Waits for an evaluation of an earlier
+        step, with weights that are not in this checkpoint, unless ``stop`` is set."""
         if self.beside is not None:
             await self.beside.finish(self.number, stop)
         await self.stream.interrupt()
 
     def state(self) -> TrainerState:
-        """The position in the data, what was drawn and is not trained on yet, and the algorithm's state."""
+        """Returns the position in the data, what was drawn and is not trained on yet, and the algorithm's state."""
         return TrainerState(
             step=self.number,
             prompts=self.prompts.state(),
@@ -247,14 +247,14 @@ class RLJob:
         )
 
     async def close(self) -> None:
-        """End the sampling of groups, and an evaluation under way; wait until their environments are closed."""
+        """Ends the sampling of groups, and a running evaluation; waits until their environments are closed."""
         if self.beside is not None:
             await self.beside.close()
         await self.stream.close()
         await self.evaluation.closed()
 
     async def restore(self, state: TrainerState) -> None:
-        """Continue from ``state``, and push the weights."""
+        """Continues from ``state``, and pushes the weights."""
         self.number = state.step
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts, state.left_out)
@@ -272,7 +272,7 @@ class RLJob:
 
 
 def rollout_row(config: RunConfig, step: int, rollouts: RolloutBatch, epochs: Mapping[str, float]) -> Row:
-    """All metrics of the batch of a step; ``epochs`` are those of the sources of a mixture, by name."""
+    """Returns all metrics of the batch of a step; ``epochs`` are those of the sources of a mixture, by name."""
     return {
         "step": step,
         "phase": "rl",
@@ -317,7 +317,7 @@ def _demonstration_row(groups: Sequence[RolloutGroup]) -> Row:
 
 
 def source_row(config: RunConfig, rollouts: RolloutBatch, epochs: Mapping[str, float]) -> Row:
-    """Metrics ``source/<name>/…`` of a mixture; rewards are absent where a step has none of them."""
+    """Returns metrics ``source/<name>/…`` of a mixture; rewards are absent where a step has none of them."""
     row = Row()
     teach = dict(zip(map(id, rollouts.groups), _teaches(config, rollouts.groups), strict=True)) if epochs else {}
     for name, passed in epochs.items():
@@ -331,5 +331,5 @@ def source_row(config: RunConfig, rollouts: RolloutBatch, epochs: Mapping[str, f
 
 
 def _teaches(config: RunConfig, groups: Sequence[RolloutGroup]) -> list[bool]:
-    """Whether each group has different rewards, and so a gradient."""
+    """Marks groups that have different rewards, and so a gradient."""
     return groups_with_gradient(groups, config.algorithm, max_new_tokens=config.most_sampled)

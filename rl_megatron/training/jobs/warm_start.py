@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Targets = Callable[[Sequence[Prompt], int], Sequence[Sequence[str]]]
-"""What to learn of each prompt in a step of this number: the model's text, what it reads then, and so on in turns."""
+"""Texts to learn of each prompt in a step of this number: the model's text, what it reads then, and so on in turns."""
 
 
 async def shielded(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. A cancellation is raised once it has ended: in it, processes wait for each other."""
+    """Returns the result of ``work``. Raises a cancellation once it has ended: processes in it wait for each other."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -53,7 +53,7 @@ async def shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 def answers(prompts: Sequence[Prompt], step: int) -> list[tuple[str]]:
-    """The right answer of each prompt. Raises DataError for one that is marked as bad."""
+    """Returns the right answer of each prompt. Raises DataError for one that is marked as bad."""
     refuse_bad_answers(prompts)
     return [(prompt.answer,) for prompt in prompts]
 
@@ -67,8 +67,8 @@ def warm_start_rows(
     stop_token_ids: Sequence[int],
     vocab_size: int,
 ) -> list[SupervisedRow]:
-    """The rows that a step learns of the prompts and their targets. Raises DataError that names a prompt with more
-    tokens than a micro-batch holds, a token that the model lacks, or a text that ends sampling."""
+    """Returns the rows that a step learns of the prompts and their targets. Raises DataError that names a prompt with
+    more tokens than a micro-batch holds, a token that the model lacks, or a text that ends sampling."""
     rows = supervised_rows(prompts, targets, tokenizer, end_token_ids)
     check_tokens(rows, vocab_size)
     check_ends(rows, stop_token_ids)
@@ -91,9 +91,9 @@ class WarmStart:
     roles: RunComponents
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
-    end_token_ids: EndTokens  # after each of the model's texts
+    end_token_ids: EndTokens  # tokens after each of the model's texts
     stop_token_ids: Sequence[int]
-    vocab_size: int  # of the policy
+    vocab_size: int  # vocabulary size of the policy
     targets: Targets
     evaluation: Evaluator
     supervised: SupervisedSteps
@@ -101,11 +101,11 @@ class WarmStart:
     """Shows how far the look at what is left to learn is."""
     name: str = "warm start"
     first_step_is_saved: bool = False
-    number: int = 0  # of the last step
-    _ahead: dict[int, list[SupervisedRow]] = field(default_factory=dict)  # those of later steps that are made
+    number: int = 0  # number of the last step
+    _ahead: dict[int, list[SupervisedRow]] = field(default_factory=dict)  # rows of later steps that are made
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Look at what is left to learn, or push the weights: where a step follows, ``evaluate`` does before it."""
+        """Looks at what is left to learn, or pushes the weights: where a step follows, ``evaluate`` does before it."""
         if self.config.warm_start.steps:
             await asyncio.to_thread(self.prompts.read_ahead)
             await self._look_ahead()
@@ -115,7 +115,7 @@ class WarmStart:
         return None
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
-        """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
+        """Makes an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
         c, self.number = self.config, number
         prompts, rows = await self._drawn(number)
         made = await self.supervised.step(supervised_samples(rows), c.warm_start.learning_rate, prompts)
@@ -123,8 +123,8 @@ class WarmStart:
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 
     async def _look_ahead(self) -> None:
-        """Make the rows of the steps that are left, until one has no new prompt: a bad row would lose the steps before
-        it, of which there is no checkpoint. The first ``TOKENS_KEPT`` are kept for their steps. Raises as `_drawn`."""
+        """Makes the rows of the steps that are left, until one has no new prompt: a bad row would lose the steps before
+        it, which have no checkpoint. The first ``TOKENS_KEPT`` are kept for their steps. Raises as `_drawn`."""
         before, left_out, seen = self.prompts.state(), tuple(self.prompts.left_out), set[str]()
         steps, tokens, note = self.config.warm_start.steps, 0, seldom(self.note)
         for number in range(self.number + 1, steps + 1):
@@ -139,7 +139,7 @@ class WarmStart:
         self.prompts.restore(before, left_out)
 
     async def _drawn(self, number: int) -> tuple[list[Prompt], list[SupervisedRow]]:
-        """The next prompts, and what step ``number`` learns of them, in a thread: the targets may be the user's code.
+        """Returns the next prompts, and the rows of step ``number``, in a thread: the targets may be the user's code.
 
         Raises as `warm_start_rows`, and EnvironmentFailure after ``run.watchdog_seconds``.
         """
@@ -167,30 +167,30 @@ class WarmStart:
         return {"step": 0, "phase": "warm_start", "warm_start/step": self.number}
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Push the weights, and measure held-out accuracy."""
+        """Pushes the weights, and measures held-out accuracy."""
         await shielded(self.roles.weights.push(0))
         return await self.evaluation.row()
 
     def enough(self, row: Row) -> bool:
-        """Whether held-out accuracy has reached ``warm_start.stop_at_accuracy``."""
+        """True if held-out accuracy has reached ``warm_start.stop_at_accuracy``."""
         return float(row.get("eval/accuracy") or 0) >= self.config.warm_start.stop_at_accuracy
 
     def learners(self) -> dict[str, Learner]:
-        """The policy alone, keyed by its subfolder of a checkpoint."""
+        """Returns the policy alone, keyed by its subfolder of a checkpoint."""
         return {"learner": self.roles.policy}
 
     async def before_save(self, stop: asyncio.Event) -> None:
         """Does nothing: no work is under way between steps."""
 
     def state(self) -> TrainerState:
-        """The position in the data."""
+        """Returns the position in the data."""
         prompts, steps = self.prompts.state(), self.supervised.optimizer_steps
         skipped = {steps.name: steps.in_a_row}
         ends, number = dict(self.end_token_ids), self.number
         return TrainerState(step=0, prompts=prompts, stream=None, ends=ends, skipped=skipped, warm_start_step=number)
 
     async def restore(self, state: TrainerState) -> None:
-        """Continue from ``state``, and push the weights."""
+        """Continues from ``state``, and pushes the weights."""
         self.number = state.warm_start_step or 0
         steps = self.supervised.optimizer_steps
         steps.in_a_row = state.skipped.get(steps.name, 0)
@@ -200,6 +200,6 @@ class WarmStart:
         await self.roles.weights.push(0)
 
     async def close(self) -> None:
-        """Forget the rows of steps that an early end left out; wait until the evaluations' environments are closed."""
+        """Forgets the rows of steps that an early end left out; waits until the evaluations' environments close."""
         self._ahead.clear()
         await self.evaluation.closed()

@@ -1,7 +1,7 @@
-"""Jobs on what somebody wrote: an optimizer step on each ``batch_size`` rows of the data, and a measurement on held-out
-rows. What is learned from the rows is the `DatasetObjective`'s.
+"""Jobs on datasets: an optimizer step on each ``batch_size`` rows of the data, and a measurement on held-out rows. The
+`DatasetObjective` decides what is learned from the rows.
 
-What jobs on pairs learn: to prefer answers (``job=dpo``, also of single answers with labels), or to score texts
+Jobs on pairs learn to prefer answers (``job=dpo``, also of single answers with labels), or to score texts
 (``job=reward_model``).
 
 Cross-entropy on written text: optimizer steps, and the loss on held-out text (``job=sft``).
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 14  # rows of the data, before the first step
 _UNEQUAL = 1.1  # passes over one source, of those over another
-TOKENS_KEPT = 1 << 22  # of rows that are looked at before the first step; 16 MiB
+TOKENS_KEPT = 1 << 22  # tokens of rows that are looked at before the first step; 16 MiB
 
 Unit = tuple[SupervisedRow, ...]
 """Rows that are trained on together or not at all: one, or the two of a pair."""
@@ -64,29 +64,29 @@ SamplesOf = Callable[[Sequence[SupervisedRow]], Samples]
 
 
 class DatasetObjective(Protocol):
-    """What a job learns from rows, and how it is measured on held-out ones."""
+    """The objective of a job on rows, and its measurement on held-out ones."""
 
     samples_of: SamplesOf
-    """Makes the samples of rows, those of a unit beside each other."""
+    """Makes the samples of rows, those of a unit next to each other."""
 
     async def begin(self, *, fresh: bool) -> None:
-        """Load the models that it needs besides the one that is trained."""
+        """Loads the models that it needs besides the one that is trained."""
         ...
 
     async def step(
         self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch
     ) -> CompletedStep | None:
-        """Make one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`, to which ``prompts`` go."""
+        """Makes one optimizer step; None if skipped. Raises as `OptimizerSteps.step`, to which ``prompts`` go."""
         ...
 
     async def held_out(self) -> Row:
-        """The metrics of the held-out rows."""
+        """Returns the metrics of the held-out rows."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedRows:
-    """Units whose rows have at most so many tokens, and how many rows were left out and cut."""
+    """Units with rows of at most so many tokens, and how many rows were left out and cut."""
 
     units: Sequence[Unit]
     dropped: int
@@ -109,11 +109,11 @@ class SkippedRows:
         return SkippedRows(refused=self.refused + other.refused, unlearned=self.unlearned + other.unlearned)
 
     def sequences(self, config: RunConfig) -> int:
-        """How many they are, a conversation one: those that it would have are not known."""
+        """Returns their number, a conversation counted once: the sequences that it would have are not known."""
         return (len(self.refused) + len(self.unlearned)) * (2 if config.kind.rows == "pairs" else 1)
 
     def told(self, of: str, config: RunConfig) -> list[str]:
-        """A sentence for each reason, of the prompts that ``of`` counts."""
+        """Returns a sentence for each reason, of the prompts that ``of`` counts."""
         told = list[str]()
         if self.refused:
             told.append(
@@ -129,7 +129,7 @@ class SkippedRows:
 
 
 def make_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) -> tuple[list[Unit], SkippedRows]:
-    """The units of ``prompts``, and those without. Raises as ``units_of``, where ``on_refused`` is fail."""
+    """Returns the units of ``prompts``, and those without. Raises as ``units_of``, where ``on_refused`` is fail."""
     try:
         units, refused = units_of(prompts), list[tuple[str, str]]()
     except DataError as error:
@@ -142,12 +142,12 @@ def make_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) 
 
 
 def drop_advice(config: RunConfig) -> str:
-    """What may be done with rows that are refused, besides fixing them."""
+    """Returns the alternative to fixing rows that are refused."""
     return f"or leave such rows out with {config.job}.on_refused=drop, which a resume may set"
 
 
 def units_of_each(prompts: Sequence[Prompt], units_of: UnitsOf) -> tuple[list[Unit], list[tuple[str, str]]]:
-    """The units of ``prompts``, and the ids of others with why they are refused."""
+    """Returns the units of ``prompts``, and the ids of others with why they are refused."""
     units, refused = list[Unit](), list[tuple[str, str]]()
     for prompt in prompts:
         try:
@@ -158,8 +158,8 @@ def units_of_each(prompts: Sequence[Prompt], units_of: UnitsOf) -> tuple[list[Un
 
 
 def fit_rows(units: Sequence[Unit], config: RunConfig) -> FittedRows:
-    """Units whose rows fit the job's ``max_tokens``. Raises DataError that names the first longer row, where
-    ``on_long`` is fail."""
+    """Returns the units with rows that fit the job's ``max_tokens``. Raises DataError that names the first longer row,
+    where ``on_long`` is fail."""
     section, most = config.written, _most(config)
     kept, cut, dropped = list[Unit](), 0, 0
     for unit in units:
@@ -182,7 +182,7 @@ def fit_rows(units: Sequence[Unit], config: RunConfig) -> FittedRows:
 
 
 def _most(config: RunConfig) -> int:
-    """Tokens of a row that fits: a scored one has one after its text."""
+    """Returns the most tokens of a row that fits: a scored one has one after its text."""
     return config.written.max_tokens + int(config.kind.scores)
 
 
@@ -192,7 +192,7 @@ def _length(row: SupervisedRow, config: RunConfig) -> str:
 
 
 def _cut(row: SupervisedRow, most: int) -> SupervisedRow | None:
-    """The row without what is after ``most`` tokens, and after the last turn before that; None if nothing is left."""
+    """Returns the row without tokens after ``most``, and after the last turn before that; None if nothing is left."""
     turns = tuple((start, min(stop, most)) for start, stop in row.turns if start < most)
     return replace(row, token_ids=np.array(row.token_ids[: turns[-1][1]]), turns=turns) if turns else None
 
@@ -212,7 +212,7 @@ class DatasetJob:
     config: RunConfig
     roles: RunComponents
     prompts: PromptStream
-    size: int  # of the data, in rows
+    size: int  # rows of the data
     units_of: UnitsOf
     objective: DatasetObjective
     optimizer_steps: OptimizerSteps
@@ -229,15 +229,15 @@ class DatasetJob:
     note: Callable[[str], None] = logger.info
     """Shows how far a look at the data is."""
     first_step_is_saved: bool = False
-    number: int = 0  # of the last step
+    number: int = 0  # number of the last step
     _next: _Drawn | None = None
     _ahead: deque[tuple[list[Unit], SkippedRows]] = field(
         default_factory=deque
-    )  # of the next steps, which were looked at
+    )  # units of the next steps, which were looked at
     _maker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Read ahead, say which of the next rows are too long, and load other models."""
+        """Reads ahead, logs which of the next rows are too long, and loads other models."""
         await asyncio.to_thread(self.prompts.read_ahead)
         self._warn_of_passes()
         await self._look_ahead()
@@ -245,7 +245,7 @@ class DatasetJob:
         return self._row() if fresh else None
 
     def _warn_of_passes(self) -> None:
-        """Warn where the steps of ``epochs`` are other passes over one source of a mixture than over another."""
+        """Warns where the steps of ``epochs`` are other passes over one source of a mixture than over another."""
         section, steps = self.config.written, self.config.train.steps
         passes = self.prompts.epochs((steps - self.number) * section.batch_size)
         if section.epochs is not None and passes and max(passes.values()) > _UNEQUAL * min(passes.values()):
@@ -257,9 +257,9 @@ class DatasetJob:
             )
 
     async def _look_ahead(self) -> None:
-        """Make the rows of the next epoch, of the steps that are left, or of what ``_LOOKED_AT`` limits, whatever is
-        least, a batch at a time, and keep them for their steps. Logs which of them are left out or cut. Raises as
-        `make_units`, as `fit_rows`, with the number of long rows in front, and for a new run of which no row is
+        """Makes rows, a batch at a time, and keeps them for their steps. They are those of the next epoch, of the steps
+        that are left, or as many as ``_LOOKED_AT`` allows, whichever is least. Logs which of them are left out or cut.
+        Raises as `make_units`, as `fit_rows`, with the number of long rows in front, and for a new run that has no row
         left."""
         before, left_out, batch = self.prompts.state(), tuple(self.prompts.left_out), self.config.written.batch_size
         wanted = min(self.size, (self.config.train.steps - self.number) * batch)
@@ -293,7 +293,7 @@ class DatasetJob:
         return bool(units if self.config.written.on_long == "fail" else fit_rows(units, self.config).units)
 
     def _told_long(self, row: SupervisedRow, told: str) -> str:
-        """What happens to rows that are as long as ``row``. Raises as `fit_rows`, with ``told`` in front."""
+        """Returns what happens to rows that are as long as ``row``. Raises as `fit_rows`, with ``told`` in front."""
         try:
             fit_rows([(row,)], self.config)
         except DataError as error:
@@ -307,7 +307,7 @@ class DatasetJob:
         return made
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
-        """Make an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
+        """Makes an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
         drawn, self.number = self._next or self._draw(), number
         found, samples = await asyncio.wrap_future(drawn.made)
         passes = {f"source/{name}/epoch": count for name, count in self.prompts.epochs().items()}
@@ -326,7 +326,7 @@ class DatasetJob:
         return {**row, **self.roles.rank_metrics()}
 
     def _work(self, samples: Samples, watch: Stopwatch) -> Row:
-        """What training on the samples takes, into the row and the phase's seconds at the GPUs' peak."""
+        """Returns the FLOPs of training on the samples, and adds them to the phase's seconds at the GPUs' peak."""
         lengths = samples.cu_seqlens.diff().tolist()
         if self.seconds_at_peak is not None:
             watch.at_peak(self.seconds_at_peak(lengths))
@@ -346,7 +346,7 @@ class DatasetJob:
         return {"step": self.number, "phase": self.config.job}
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """The metrics of held-out rows, timed as ``eval``."""
+        """Returns the metrics of held-out rows, timed as ``eval``."""
         with watch("eval"):
             return await self.objective.held_out()
 
@@ -355,14 +355,14 @@ class DatasetJob:
         return False
 
     def learners(self) -> dict[str, Learner]:
-        """The trained model alone, keyed by its subfolder of a checkpoint."""
+        """Returns the trained model alone, keyed by its subfolder of a checkpoint."""
         return {"learner": self.roles.policy}
 
     async def before_save(self, stop: asyncio.Event) -> None:
         """Does nothing: a resume draws again what is drawn ahead."""
 
     def state(self) -> TrainerState:
-        """The position in the data after the last step."""
+        """Returns the position in the data after the last step."""
         prompts = self.prompts.state() if self._next is None else self._next.before
         skipped = {self.optimizer_steps.name: self.optimizer_steps.in_a_row}
         return TrainerState(
@@ -370,7 +370,7 @@ class DatasetJob:
         )
 
     async def restore(self, state: TrainerState) -> None:
-        """Continue from ``state``."""
+        """Continues from ``state``."""
         self.number = state.step
         self.optimizer_steps.in_a_row = state.skipped.get(self.optimizer_steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
@@ -378,21 +378,21 @@ class DatasetJob:
         warn_if_end_changed(state.ends, self.end_token_ids)
 
     async def close(self) -> None:
-        """End the making of rows, and forget those of steps that an early end left out."""
+        """Ends the making of rows, and forgets those of steps that an early end left out."""
         self._maker.shutdown(wait=False, cancel_futures=True)
         self._ahead.clear()
 
 
 def _as_prompt(row: SupervisedRow) -> Prompt:
-    """Its prompt, with all that the row's sequence begins with, by which it is named: a conversation has no tokens."""
+    """Returns its prompt, with all that the row's sequence begins with, by which it is named."""
     return Prompt(id=row.id, text="", token_ids=tuple(row.token_ids[:-1].tolist()), answer="")
 
 
 def held_out_parts(
     prompts: Sequence[Prompt], units_of: UnitsOf, samples_of: SamplesOf, config: RunConfig
 ) -> list[Samples]:
-    """Held-out rows that fit, in parts of ``batch_size`` prompts; how many do not is logged. Raises DataError if none
-    does."""
+    """Returns held-out rows that fit, in parts of ``batch_size`` prompts, and logs how many do not. Raises DataError if
+    none does."""
     section, parts, kept, dropped, cut, without = config.written, list[Samples](), 0, 0, 0, SkippedRows()
     for start in range(0, len(prompts), section.batch_size):
         units, others = make_units(prompts[start : start + section.batch_size], units_of, config)
@@ -418,7 +418,7 @@ def held_out_parts(
 class FrozenReference:
     """The frozen model that answers are compared with."""
 
-    packer: Packer  # for its ranks, which may have a layout of their own
+    packer: Packer  # packs for its ranks, which may have a layout of their own
     folder: Path | None  # None: the model that training starts from, which is kept in the folder below
     start_folder: Path
 
@@ -431,7 +431,7 @@ class FrozenReference:
         await roles.frozen["reference"].start_from(self.folder or self.start_folder)
 
     async def scored(self, roles: RunComponents, samples: Samples) -> Samples:
-        """The samples with its log-probs."""
+        """Returns the samples with its log-probs."""
         scores = await _scores(roles.frozen["reference"], self.packer, samples, "logprobs")
         return replace(samples, ref_logprobs=scores)
 
@@ -439,8 +439,8 @@ class FrozenReference:
 @dataclass(slots=True, kw_only=True)
 class PairObjective(DatasetObjective):
     """The objective of rows that are pairs: the better answer is more probable than the worse, or has the higher score,
-    by what the model says of both in ``wants``, beside the log-probs of the frozen ``reference`` if the loss compares
-    with one, whose held-out ones are computed once."""
+    by the model's ``wants`` of both. The loss may compare these with log-probs of the frozen ``reference``, which are
+    computed once for held-out rows."""
 
     wants: Want = "logprobs"
     samples_of: SamplesOf = supervised_samples
@@ -450,10 +450,10 @@ class PairObjective(DatasetObjective):
     optimizer_steps: OptimizerSteps
     parts: list[Samples]  # held out
     reference: FrozenReference | None = None
-    _referred: list[list[Samples]] = field(default_factory=list)  # of each part, as of `_compared`
+    _referred: list[list[Samples]] = field(default_factory=list)  # results of `_compared` for each part
 
     async def _compared(self, samples: Samples) -> list[Samples]:
-        """The samples, with the reference's log-probs if there is one, and others that `_loss_of` wants beside them."""
+        """Returns the samples, with the reference's log-probs if there is one, and others that `_loss_of` needs."""
         return [samples if self.reference is None else await self.reference.scored(self.roles, samples)]
 
     async def _loss_of(self, compared: Sequence[Samples]) -> Loss:
@@ -510,8 +510,8 @@ class LabeledAnswers(PairObjective):
 
     @override
     async def _loss_of(self, compared: Sequence[Samples]) -> Loss:
-        """With the mean over the batch of log pi/ref of each prompt with another row's answer, at least 0; with 0 where
-        one row alone is left."""
+        """Returns the loss with its reference point: the mean over the batch of log pi/ref of each prompt with another
+        row's answer, at least 0. It is 0 where one row alone is left."""
         _, apart = compared
         if apart.num_sequences < 2 or apart.ref_logprobs is None:
             return self.loss
@@ -529,7 +529,7 @@ async def _scores(model: Scorer, packer: Packer, samples: Samples, want: Want) -
 def _measured(
     loss: Loss, samples: Samples, *, logprobs: Tensor | None = None, values: Tensor | None = None
 ) -> dict[str, float]:
-    """The loss and its metrics of all samples at once."""
+    """Returns the loss and its metrics of all samples together."""
     ids, zeros = sequence_ids(samples.cu_seqlens), torch.zeros(len(samples.targets))
     inputs = LossInputs(
         logprobs=zeros if logprobs is None else logprobs,
@@ -551,7 +551,7 @@ def _measured(
 
 
 def _eval_row(found: Sequence[Mapping[str, float]], parts: Sequence[Samples]) -> Row:
-    """Means over all pairs, or single answers, of the parts."""
+    """Returns means over all pairs, or single answers, of the parts."""
     counts = [part.num_sequences for part in parts]
     named = {"eval/loss": "loss", "eval/preference_accuracy": "preference/accuracy"}
     named |= {"eval/preference_margin": "preference/margin"}
@@ -570,7 +570,7 @@ class SupervisedSteps:
     optimizer_steps: OptimizerSteps
 
     async def step(self, samples: Samples, learning_rate: float, prompts: Iterable[Prompt]) -> CompletedStep | None:
-        """Make one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`."""
+        """Makes one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`."""
         batch = self.packer.pack(samples)
         made = await self.optimizer_steps.step(self.learner, batch, CrossEntropy(), learning_rate, prompts)
         await self.learner.forget()
@@ -588,7 +588,7 @@ class SFTObjective(DatasetObjective):
 
     @override
     async def begin(self, *, fresh: bool) -> None:
-        """There is no other model."""
+        """Does nothing: there is no other model."""
 
     @override
     async def step(
