@@ -101,7 +101,7 @@ class Episode(ConversationHandler):
         return self._setting.params
 
     async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]]) -> Reply:
-        """Sample the turn that follows ``messages``.
+        """Samples the turn that follows ``messages``.
 
         Raises LimitReached, PromptTooLong for the first, and what the engine raises. A turn that was cut is answered,
         and is the last; so is one that the template cannot show."""
@@ -142,7 +142,7 @@ class Episode(ConversationHandler):
     async def _reply(
         self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
     ) -> tuple[Reply, int, int]:
-        """The reply, and the tokens of its prompt and its own."""
+        """Returns the reply, and the tokens of its prompt and its own."""
         try:
             asked = await _off_loop(self.conversation.prompt_for, messages, tools)
         except UnsupportedMessages as error:
@@ -175,7 +175,7 @@ class Episode(ConversationHandler):
 
     @asynccontextmanager
     async def _asked(self) -> AsyncIterator[None]:
-        """A turn, after the one before: what ends the trajectory is kept in ``failed``."""
+        """Takes a turn, after the one before, and keeps what ends the trajectory in ``failed``."""
         async with self._turn:
             try:
                 yield
@@ -186,7 +186,7 @@ class Episode(ConversationHandler):
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
-        """A turn that a client asks for: what ends the trajectory is refused."""
+        """Takes a turn for a client, and refuses it with what ends the trajectory."""
         try:
             async with self._asked():
                 yield
@@ -250,14 +250,14 @@ class Episode(ConversationHandler):
     def chains(
         self, rewards: Sequence[float | None] = (), states: Sequence[str | None] = ()
     ) -> tuple[TokenSequence, ...]:
-        """The rows to train on; ``rewards`` and names of ``states`` are of the first turns."""
+        """Returns the rows to train on; ``rewards`` and names of ``states`` are of the first turns."""
         numbered = enumerate(zip_longest(self.turns, rewards[: len(self.turns)], states[: len(self.turns)]))
         of = {id(one): replace(one, number=n, reward=reward, state=state) for n, (one, reward, state) in numbered}
         rows = (*self.conversation.chains(), *self._rows.chains())
         return tuple(replace(row, turns=tuple(of[id(one)] for one in row.turns)) for row in rows)
 
     def _observed(self, token_ids: TokenIds) -> int:
-        """The tokens of a prompt that no earlier row begins with; 0 of the first."""
+        """Returns the tokens of a prompt that no earlier row begins with; 0 of the first."""
         rows = [*self.conversation.rows(), *self._rows.rows()]
         if not rows:
             return 0
@@ -313,7 +313,7 @@ def _alike(one: TokenIds, other: TokenIds) -> int:
 
 
 def _with_ids(message: OpenAIMessage, turn: str) -> OpenAIMessage:
-    """The message with ids of its calls that no other turn's have: agents know by them which call was answered."""
+    """Returns the message with unique ids of its calls: agents know by them which call was answered."""
     if "tool_calls" not in message:
         return message
     numbered = enumerate(message["tool_calls"])
@@ -354,7 +354,7 @@ class AgentModel(AgentModelClient):
         return self._open()[1]
 
     def close(self) -> None:
-        """End the key. Called in the event loop that serves it."""
+        """Ends the key. Called in the event loop that serves it."""
         self._closed = True
         if self._served is not None:
             self.requests = self._endpoint.requests(self._served[1])

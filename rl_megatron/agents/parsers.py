@@ -29,7 +29,7 @@ class Parser(Protocol):
     """Reads the tool calls and the reasoning of one format out of what a model wrote."""
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-        """The message of a turn's ``text``, which has its special tokens, but not the stop token.
+        """Returns the message of a turn's ``text``, which has its special tokens, but not the stop token.
 
         ``tools`` are the request's, for formats that do not write the types of arguments. ``opened``: the prompt ends
         with ``<think>``.
@@ -42,7 +42,7 @@ class BadCall(ValueError):
 
 
 def parse_json(written: str) -> object:
-    """The value of a JSON text that a model wrote. Raises ValueError, also for what others could not read again."""
+    """Returns the value of a JSON text of a model. Raises ValueError, also for one that others could not read again."""
     try:
         return parse_readable_json(json.loads(written))
     except RecursionError as error:
@@ -50,8 +50,8 @@ def parse_json(written: str) -> object:
 
 
 def parse_readable_json(value: object) -> object:
-    """The value of JSON, if templates and clients can read it. Raises ValueError for one that is nested more than 64
-    deep, for NaN and infinity, and for a half of a surrogate pair, which no tokenizer takes."""
+    """Returns the value of JSON, if templates and clients can read it. Raises ValueError for one that is nested more
+    than 64 deep, for NaN and infinity, and for a half of a surrogate pair, which no tokenizer takes."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         lists = [[*one.values()] if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
@@ -63,7 +63,7 @@ def parse_readable_json(value: object) -> object:
 
 
 def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], problem: str | None = None) -> ParsedReply:
-    """The message with calls of (name, arguments as JSON text), which have no ids yet."""
+    """Returns the message with calls of (name, arguments as JSON text), which have no ids yet."""
     message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -80,7 +80,7 @@ def opens_thought(prompt: str) -> bool:
 
 
 def split_thought(text: str, call: str, *, opened: bool) -> tuple[str, str]:
-    """The reasoning and what is after it, without the line breaks that templates put around both.
+    """Returns the reasoning and the rest after it, without the line breaks that templates put around both.
 
     It ends at the first ``</think>``, or without one at a line that begins with ``call``, the mark of a call. A text
     that has such a mark before ``</think>`` is no reasoning, if neither it nor its prompt opened one.
@@ -95,7 +95,7 @@ def split_thought(text: str, call: str, *, opened: bool) -> tuple[str, str]:
 
 
 def parse_call(written: str) -> tuple[str, str]:
-    """Name and arguments of a call that is a JSON object with both. Raises BadCall."""
+    """Returns name and arguments of a call that is a JSON object with both. Raises BadCall."""
     try:
         value = parse_json(written)
     except ValueError as error:
@@ -104,7 +104,7 @@ def parse_call(written: str) -> tuple[str, str]:
 
 
 def call_from_object(value: object) -> tuple[str, str]:
-    """Name and arguments of a call that was read as an object. Raises BadCall."""
+    """Returns name and arguments of a call that was read as an object. Raises BadCall."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise BadCall(f"a call is {json.dumps(value)[:200]}; it must be an object with a name")
     arguments = value.get("arguments", value.get("parameters"))
@@ -114,7 +114,7 @@ def call_from_object(value: object) -> tuple[str, str]:
 
 
 def parse_arguments(name: str, written: str) -> str:
-    """The arguments as the model wrote them. Raises BadCall if they are no JSON object."""
+    """Returns the arguments as the model wrote them. Raises BadCall if they are not a JSON object."""
     try:
         value = parse_json(written)
     except ValueError as error:
@@ -129,7 +129,7 @@ _BLOCK = re.compile(r"([^\n]*)\n```json\n(.*)\n```", re.DOTALL)
 
 
 def deepseek(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-    """A section of calls without a whole one is a problem."""
+    """Parses calls of DeepSeek. A section of calls without a whole one is a problem."""
     reasoning, rest = split_thought(text, _BEGIN, opened=opened)
     content, found, written = rest.partition(_BEGIN)
     if not found:
@@ -167,7 +167,7 @@ _PAIR = re.compile(r"(?><arg_key>(.*?)</arg_key>)\s*+(?><arg_value>(.*?)</arg_va
 
 
 def glm(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-    """A value is JSON; a text where it is none, and where the tool's schema allows texts but no such JSON."""
+    """Parses calls of GLM. A value is JSON, or text if it is no JSON or the tool's schema allows texts but not it."""
     reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, behind = rest.partition("<tool_call>")
     if not found:
@@ -211,7 +211,7 @@ def _glm_call(written: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, st
 
 
 def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
-    """The types of a tool's arguments."""
+    """Returns the types of a tool's arguments."""
     functions = [tool.get("function", {}) for tool in tools]
     known: Mapping[str, Any] = next((one for one in functions if one.get("name") == name), {})
     properties = (known.get("parameters") or {}).get("properties") or {}
@@ -219,7 +219,7 @@ def _types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, set[st
 
 
 def _types(schema: object) -> set[str]:
-    """The types that a schema names; none where it names none."""
+    """Returns the types that a schema names; an empty set where it names none."""
     if not isinstance(schema, Mapping):
         return set()
     types = {one for one in [schema.get("type"), *_listed(schema, "type")] if isinstance(one, str)}
@@ -248,7 +248,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 def harmony(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-    """``analysis`` is the reasoning; ``final``, and ``commentary`` without a recipient, are content."""
+    """Parses harmony. ``analysis`` is the reasoning; ``final``, and ``commentary`` without a recipient, are content."""
     reasoning, content, calls = list[str](), list[str](), list[tuple[str, str]]()
     try:
         for one in text.split("<|start|>"):
@@ -273,7 +273,7 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # the las
 
 
 def hermes(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-    """Text before the first call is content; text after it is not shown."""
+    """Parses calls of Hermes. Text before the first call is content; text after it is not shown."""
     reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, _ = rest.partition("<tool_call>")
     if not found:
@@ -289,7 +289,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def llama3(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-    """Several calls stand one after the other, with ``;`` between them. An answer that is other JSON is content.
+    """Parses calls of Llama 3: one after the other, with ``;`` between them. An answer that is other JSON is content.
 
     A turn with ``<|python_tag|>`` must be calls.
     """

@@ -73,7 +73,7 @@ class EpisodeRunner:
     requests: RequestCounts | None = None  # counts of an agent's clients, if it has any
 
     async def run(self, made: EnvironmentFactory | Agent) -> TrajectoryEnd:
-        """Play to the end, but for `close`. Raises EnvironmentCallError, and what `Episode.reply` raises of the
+        """Plays to the end, but for `close`. Raises EnvironmentCallError, and what `Episode.reply` raises of the
         engine."""
         try:
             if isinstance(made, Agent):
@@ -86,7 +86,7 @@ class EpisodeRunner:
         )
 
     async def close(self) -> str | None:
-        """Close the environment. Returns what went wrong, if anything did."""
+        """Closes the environment. Returns what went wrong, if anything did."""
         if not self.started:
             return None
 
@@ -196,7 +196,7 @@ class EpisodeRunner:
         return self._finite("score", await self._call("score", lambda: env.score(seen)))
 
     async def _call(self, name: str, function: Callable[[], Awaitable[T]]) -> T:
-        """A call of the environment, within its own time: the trajectory's ends at the next turn."""
+        """Calls the environment, within the call's own time limit: the trajectory's ends at the next turn."""
         seconds = self.section.step_seconds
         try:
             return await self.thread.call(function, seconds)

@@ -58,7 +58,7 @@ def request_metrics(requests: RequestCounts) -> dict[str, float]:
 
 
 def environment_row(led: Sequence[Trajectory]) -> dict[str, float]:
-    """Means and shares of trajectories that environments led."""
+    """Returns means and shares of trajectories that environments led."""
     turns = np.array([len(one.turns) for one in led])
     seconds = np.array([one.metrics[SECONDS] for one in led])
     named = sorted({name for one in led for name in one.metrics if name.startswith((BRANCHES, OWN))})
@@ -95,11 +95,11 @@ class RequestBatcher(RolloutEngine):
         self._running: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Count a trajectory that will ask."""
+        """Counts a trajectory that will ask."""
         self._under_way += 1
 
     def end(self) -> None:
-        """Count out a trajectory that asks no longer."""
+        """Counts out a trajectory that asks no longer."""
         self._under_way -= 1
         self._consider()
 
@@ -188,10 +188,10 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
-        """``group_size`` trajectories of each prompt, in the order of their numbers.
+        """Returns ``group_size`` trajectories of each prompt, in the order of their numbers.
 
-        Raises EnvironmentFailure that names task and turn if an environment fails and
-        ``environment.on_error`` is ``fail``.
+        Raises EnvironmentFailure that names task and turn if an environment fails and ``environment.on_error`` is
+        ``fail``.
         """
         count, section = self.rollout.group_size, self.rollout
         members = [self._place(one.prompt, one.name(), i) for one in drawn for i in range(count)]
@@ -222,7 +222,7 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     async def closed(self) -> None:
-        """Wait until every environment is closed; each ``close`` has a time limit."""
+        """Waits until every environment is closed; each ``close`` has a time limit."""
         while self.closing:
             await asyncio.wait(set(self.closing))
 
@@ -286,7 +286,7 @@ class EnvironmentSampler(PolicySampler):
                     await _until_closed(closing)
 
     def _begin(self, asking: ExitStack) -> None:
-        """Count a trajectory among those that will ask, until ``asking`` is closed."""
+        """Counts a trajectory among those that will ask, until ``asking`` is closed."""
         if isinstance(self.engine, RequestBatcher):
             self.engine.begin()
             asking.callback(self.engine.end)
@@ -340,7 +340,7 @@ class EnvironmentSampler(PolicySampler):
         return EpisodeResult(trajectory=trajectory, problem=fault, late=late)
 
     async def _close(self, playing: EpisodeRunner, place: TrajectoryKey, *, cut_off: bool) -> None:
-        """Close an environment. One that was ``cut_off``, as by a run's end, may have processes without a warning."""
+        """Closes an environment. One that was ``cut_off``, as by a run's end, may have processes without a warning."""
         problem: str | None = "was cancelled while it closed"
         try:
             problem = await playing.close()
@@ -357,7 +357,7 @@ class EnvironmentSampler(PolicySampler):
         return f"prompt {place.task.id!r}, trajectory {place.number} of {place.name}"
 
     def _cut(self, message: OpenAIMessage) -> OpenAIMessage:
-        """The message, its text cut in the middle to ``max_observation_tokens``."""
+        """Returns the message, its text cut in the middle to ``max_observation_tokens``."""
         (shown,), most = normalize_messages((message,)), self.section.max_observation_tokens
         content = shown["content"]
         if len(content) <= most // 4:  # the shortest tokens are bytes of one character
@@ -380,7 +380,7 @@ async def _until_closed(closing: asyncio.Future[None]) -> None:
 
 
 def _answered(prompt: Prompt, played: Sequence[EpisodeResult]) -> GroupResult:
-    """The group of these, if none failed."""
+    """Returns the group of these trajectories, if none failed."""
     scored = tuple(one.scored for one in played if one.scored is not None)
     kept = tuple(one.trajectory for one in played if one.trajectory is not None)
     tokens = sum(one.left_out_tokens for one in played)

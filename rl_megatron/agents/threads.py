@@ -38,8 +38,8 @@ class AdoptedProcesses:
         self._seen = dict[int, int]()  # 0 of children and threads without a mark, SHARED of threads that have that
 
     def of(self, mark: int, own: Collection[int]) -> list[int]:
-        """The running processes with the ``mark`` that this process adopted, and the children of threads that have it,
-        without those of the threads ``own``, which their owners know.
+        """Returns the running processes with the ``mark`` that this process adopted, and the children of threads that
+        have it. It leaves out those of the threads ``own``, which their owners know.
 
         Waits for those that have ended, also for those that trajectories share, so that none stays a zombie.
         """
@@ -70,7 +70,7 @@ class AdoptedProcesses:
 
 
 def children_of(thread: int, process: int | str = "self") -> list[int]:
-    """The running children of a thread of ``process``; none where the kernel does not say."""
+    """Returns the running children of a thread of ``process``; none where the kernel does not say."""
     return [pid for pid in _children(thread, process) if start_ticks(pid) is not None]
 
 
@@ -82,8 +82,8 @@ def _children(thread: int, process: int | str) -> list[int]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a running process began, in the kernel's ticks, which tells it from a later one of the same id; None of one
-    that has ended."""
+    """Returns when a running process began, in the kernel's ticks, which tells it from a later one of the same id. None
+    for one that has ended."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -92,7 +92,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def end_trees(roots: Iterable[int]) -> list[int]:
-    """Stop these processes and all below them, so that none starts another, then kill them; all that were found."""
+    """Stops these processes and all below them, so that none starts another, then kills them. Returns all of them."""
     found: list[int] = []
     new = list(dict.fromkeys(roots))
     while new:
@@ -107,7 +107,7 @@ def end_trees(roots: Iterable[int]) -> list[int]:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Collect the exit statuses of this process's children among ``pids`` that have ended."""
+    """Collects the exit statuses of this process's children among ``pids`` that have ended."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):  # another's child, or collected
             os.waitpid(pid, os.WNOHANG)
@@ -149,7 +149,7 @@ class WakeLimiter:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """A place until the call has ended or taken 20 ms."""
+        """Holds a place until the call has ended or taken 20 ms."""
         await self._places.acquire()
         left = contextlib.ExitStack()
         left.callback(self._places.release)
@@ -221,7 +221,7 @@ class LoopThread:
         return result  # type: ignore[return-value]  # T may be None itself
 
     async def end_processes(self) -> list[int]:
-        """Kill what this thread's code started and left running, in whatever thread and way; the process ids."""
+        """Kills processes that this thread's code left running, in whatever thread and way. Returns their ids."""
         own = {one.native_id or 0 for one in threading.enumerate() if isinstance(one, _OwnThread)}
         roots = [
             *children_of(self._thread.native_id or 0),
@@ -258,7 +258,8 @@ class EpisodeThreads:
         self._free: list[LoopThread] = []
 
     async def take(self, admitted: Callable[[], None]) -> LoopThread:
-        """A thread for one trajectory. First come, first served; ``admitted`` is called once there is room for it."""
+        """Returns a thread for one trajectory. First come, first served; calls ``admitted`` once there is room for
+        it."""
         await self._room.acquire()
         admitted()
         if self._free:
@@ -272,7 +273,7 @@ class EpisodeThreads:
             raise
 
     async def give_back(self, thread: LoopThread) -> list[int]:
-        """Kill the processes that a trajectory left, and keep its thread if it is clean; the ids of those killed."""
+        """Kills the processes that a trajectory left, and keeps its thread if it is clean. Returns the killed ids."""
         try:
             killed = await thread.end_processes()
             if not killed and thread.is_clean:

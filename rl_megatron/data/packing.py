@@ -53,8 +53,8 @@ def fill_bins(
     most: int | None,
     ranks: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], int]:
-    """The bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first; a bin has
-    ``most`` of them. With ``ranks`` a rank's sequences are in its own bins, which are neighbors."""
+    """Returns the bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first; a
+    bin has ``most`` of them. With ``ranks`` a rank's sequences are in its own bins, which are neighbors."""
     most = len(padded) if most is None else most
     groups = [np.arange(len(padded))] if ranks is None else [np.flatnonzero(ranks == d) for d in range(dp)]
     shared = dp // len(groups)  # ranks among which a group's sequences are spread
@@ -99,7 +99,7 @@ def _needed(sizes: NDArray[np.int64], budget: int) -> int:
 
 
 def _first_fit(fit: Callable[[int], NDArray[np.int64] | None], least: int) -> tuple[int, NDArray[np.int64]]:
-    """The lowest number from ``least`` on that fits, and how; what fits also does with one bin more.
+    """Returns the lowest number from ``least`` on that fits, and how. A number that fits also fits with one bin more.
 
     Steps of a 64th, so of one below 128, and then halves of the last.
     """
@@ -119,7 +119,7 @@ def _first_fit(fit: Callable[[int], NDArray[np.int64] | None], least: int) -> tu
 def _longest_first(
     sizes: list[int], costs: list[float], num_bins: int, budget: int, most: int
 ) -> NDArray[np.int64] | None:
-    """Assign sequences of falling sizes greedily; None if they do not fit. O((S + bins) log bins).
+    """Assigns sequences of falling sizes greedily; None if they do not fit. O((S + bins) log bins).
 
     A bin without room for this sequence is parked until the sequences are short enough: sizes only fall. One with
     ``most`` sequences is closed.
@@ -149,7 +149,7 @@ def _longest_first(
 
 
 def causal_attention_cost(*, linear_parameters: float, attention_width: float) -> float:
-    """c in work(l) = l + c * l**2, from floating-point operations of a forward or a backward pass.
+    """Returns c in work(l) = l + c * l**2, from floating-point operations of a forward or a backward pass.
 
     ``linear_parameters`` counts the weights that multiply one token (active experts only, output layer included): two
     operations each. ``attention_width`` is num_layers * num_heads * head_dim: scores and values cost two operations
@@ -206,7 +206,7 @@ class Packer:
         )
 
     def again(self, batch: Batch) -> Batch:
-        """Pack the sequences of a batch that was packed for ranks in another layout."""
+        """Packs the sequences of a batch that was packed for ranks in another layout."""
         return self.pack(batch.samples, part=minibatch_sequences(batch))
 
     def _plan(
@@ -233,7 +233,7 @@ class Packer:
                 yield self.pack(samples, part=part)
 
     def ranks(self, samples: Samples, *, most: int, seed: int) -> NDArray[np.int64]:
-        """The data-parallel rank [S] that trains on each sequence in the `minibatches` of the seed.
+        """Returns the data-parallel rank [S] that trains on each sequence in the `minibatches` of the seed.
 
         A pass over all sequences that are there already moves none of them between ranks.
         """
@@ -253,11 +253,11 @@ class Packer:
         return split_minibatches(samples.num_sequences, num, seed, unit=self.unit)
 
     def metrics(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Positions trained on, the share of padding among computed positions, and the imbalance of the ranks' work.
+        """Returns positions trained on, the share of padding among computed positions, and the imbalance of the ranks'
+        work.
 
         Imbalance is the work of the slowest rank at each micro-batch (ranks wait for each other there), summed, over
-        the mean rank's work; 1 is even.
-        """
+        the mean rank's work; 1 is even."""
         slowest = mean = 0.0
         real = computed = 0
         multiple = math.lcm(sequence_multiple(self.dims) * self.dims.tp, self.multiple)
@@ -279,7 +279,7 @@ class Packer:
 
 
 def make_packer(learner: LearnerSection, *, attention_cost: float, unit: int = 1, whole_groups: bool = False) -> Packer:
-    """The packer for the layout of ``learner`` and its most tokens per micro-batch."""
+    """Returns the packer for the layout of ``learner`` and its most tokens per micro-batch."""
     most = learner.max_tokens_per_micro_batch
     return Packer(
         dims=learner.dims,
@@ -302,7 +302,7 @@ def plan_packing(
     most: int | None = None,
     ranks: NDArray[np.int64] | None = None,
 ) -> list[list[NDArray[np.int64]]]:
-    """The sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions.
+    """Returns the sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions.
 
     ``ranks`` [S] says which data-parallel rank takes each; a unit's are equal.
     """
@@ -327,7 +327,7 @@ def plan_packing(
 
 
 def _check(lengths: NDArray[np.int64], dims: ParallelDims, max_tokens: int, unit: int) -> None:
-    """Raise DataError for an empty batch and for a unit that is longer than a micro-batch, by itself or padded."""
+    """Raises DataError for an empty batch and for a unit that is longer than a micro-batch, by itself or padded."""
     if not len(lengths):
         raise DataError("nothing to pack: the batch has no sequences")
     for each, most, how in (
@@ -346,13 +346,13 @@ def _check(lengths: NDArray[np.int64], dims: ParallelDims, max_tokens: int, unit
 
 
 def padded_lengths(lengths: NDArray[np.int64], dims: ParallelDims) -> NDArray[np.int64]:
-    """Positions of each sequence after the learner has padded it to 2 * cp equal chunks."""
+    """Returns the number of positions of each sequence after the learner has padded it to 2 * cp equal chunks."""
     multiple = sequence_multiple(dims)
     return -(-lengths // multiple) * multiple
 
 
 def sequence_work(lengths: NDArray[np.int64], attention_cost: float) -> NDArray[np.float64]:
-    """Work l + c * l**2 [S] of each sequence, in positions of a matrix product."""
+    """Returns the work l + c * l**2 [S] of each sequence, in positions of a matrix product."""
     wide = lengths.astype(np.float64)
     return wide + attention_cost * wide * wide
 
@@ -378,15 +378,15 @@ def _sorted(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
 def finish_minibatch(
     batch: Batch, weighted: Callable[[Samples, NDArray[np.int64]], Samples] = lambda samples, part: samples
 ) -> Batch:
-    """A minibatch with its ``nll_weights`` divided by how many of its tokens have one, and with the columns that
-    ``weighted`` gives it for its part. They are as long as those of all samples."""
+    """Returns a minibatch with its ``nll_weights`` divided by how many of its tokens have one, and with the columns
+    that ``weighted`` gives it for its part. They are as long as those of all samples."""
     part = minibatch_sequences(batch)
     samples = weighted(_divide_nll_weights(batch.samples, part), part)
     return replace(batch, samples=samples, micro_batches=MicroBatches(samples, batch.sequences, batch.spare))
 
 
 def minibatch_sequences(batch: Batch) -> NDArray[np.int64]:
-    """The sequences of ``batch.samples`` that are in the minibatch, ascending."""
+    """Returns the sequences of ``batch.samples`` that are in the minibatch, ascending."""
     return np.sort(np.concatenate([ids.numpy() for row in batch.sequences for ids in row]))
 
 
@@ -398,7 +398,7 @@ def minibatch_token_mask(samples: Samples, part: NDArray[np.int64]) -> Tensor:
 
 
 def _divide_nll_weights(samples: Samples, part: NDArray[np.int64]) -> Samples:
-    """Divide the NLL marks by the number of the part's tokens that belong to right completions."""
+    """Divides the NLL marks by the number of the part's tokens that belong to right completions."""
     if samples.nll_weights is None:
         return samples
     count = int(tokens_per_sequence(samples.nll_weights > 0, samples.cu_seqlens)[part].sum())

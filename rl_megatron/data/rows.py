@@ -37,7 +37,7 @@ _ALIGNMENT = 8
 
 
 def encode_rows(head: dict[str, Any], every: Sequence[Pieces]) -> Share:
-    """Header and arrays in one array of bytes."""
+    """Writes header and arrays into one array of bytes."""
     text = json.dumps({**head, "arrays": [(dtype.str, shape) for _, dtype, shape in every]}).encode()
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in every]
     place = 8 + _room_for(len(text))
@@ -51,7 +51,7 @@ def encode_rows(head: dict[str, Any], every: Sequence[Pieces]) -> Share:
 
 
 def opened(share: Share) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """Header and arrays, which use the share's memory."""
+    """Returns header and arrays, which use the share's memory."""
     length = int(share[:_ALIGNMENT].view(np.int64)[0])
     head = json.loads(share[_ALIGNMENT : _ALIGNMENT + length].tobytes())
     place, arrays = _ALIGNMENT + _room_for(length), []
@@ -73,7 +73,7 @@ def has_layers(share: Share) -> bool:
 
 
 def select_layers(share: Share, layers: OwnLayers) -> Share:
-    """The share with the entries of these layers alone, of all that it has."""
+    """Returns the share with the entries of these layers alone, of all that it has."""
     head, arrays = opened(share)
     cut = [a[:, list(layers[name])] if name in layers else a for name, a in zip(_names(head), arrays, strict=True)]
     return encode_rows({**head, "is_cut": True}, [([array], array.dtype, array.shape) for array in cut])
@@ -93,7 +93,7 @@ def _names(head: dict[str, Any]) -> list[str]:
 
 
 def _room_for(size: int) -> int:
-    """Bytes that an array of ``size`` bytes takes."""
+    """Returns the number of bytes that an array of ``size`` bytes takes."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -119,11 +119,11 @@ class RankRows:
         return sum(row.nbytes for rows in self._rows.values() for row in rows.values())
 
     def forget(self) -> None:
-        """Free the step's rows."""
+        """Frees the step's rows."""
         self._rows = {}
 
     def take(self, share: Share, layers: OwnLayers | None = None) -> tuple[Samples, ...]:
-        """Keep what is new, and build the pass's micro-batches [M], with the entries of this rank's ``layers``.
+        """Keeps what is new, and builds the pass's micro-batches [M], with the entries of this rank's ``layers``.
 
         Raises RLMegatronError for rows that it was not sent.
         """
@@ -148,7 +148,7 @@ class RankRows:
     def _decoded(
         self, forms: dict[str, tuple[Form, str]], arrays: list[NDArray[Any]], new: NDArray[np.int32], lengths: Tensor
     ) -> dict[str, Any]:
-        """The columns of a block; takes its arrays off the list."""
+        """Returns the columns of a block; takes its arrays off the list."""
         found: dict[str, Any] = {}
         for name, (form, other) in forms.items():
             if form == "copy":
@@ -180,7 +180,7 @@ class RankRows:
 
 
 def _samples(columns: dict[str, Any], cu_seqlens: Tensor) -> Samples:
-    """Samples with zeros for the columns that a loss needs and the pass has not."""
+    """Returns samples with zeros for the columns that a loss needs and the pass lacks."""
     ids, targets = columns["input_ids"].long(), columns["targets"].long()
     zeros = torch.zeros(len(ids))
     rest = {name: columns.get(name, zeros) for name in ("advantages", "rollout_logprobs", "old_logprobs")}
@@ -190,7 +190,7 @@ def _samples(columns: dict[str, Any], cu_seqlens: Tensor) -> Samples:
 
 
 def _empty(spare: dict[str, Any], head: dict[str, Any]) -> Samples:
-    """The micro-batch without sequences that `MicroBatches` makes of the same samples."""
+    """Returns the micro-batch without sequences that `MicroBatches` makes of the same samples."""
     length = len(spare["input_ids"])
     columns = {name: torch.zeros(length) for name in head["columns"]} | spare
     columns["mask"] = torch.zeros(length, dtype=torch.bool)
@@ -198,20 +198,20 @@ def _empty(spare: dict[str, Any], head: dict[str, Any]) -> Samples:
 
 
 def _received(arrays: list[NDArray[Any]], ragged: bool) -> Any:
-    """The next column of the arrays, which it takes off the list."""
+    """Returns the next column of the arrays, which it takes off the list."""
     first = torch.from_numpy(arrays.pop(0))
     return Ragged(torch.from_numpy(arrays.pop(0)), first) if ragged else first
 
 
 def _cut(column: Tensor | Ragged, layers: Sequence[int] | None) -> Tensor | Ragged:
-    """The column with the entries of these layers alone."""
+    """Returns the column with the entries of these layers alone."""
     if layers is None or isinstance(column, Ragged) or len(layers) == column.shape[1]:
         return column
     return column[:, list(layers)]
 
 
 def _decoded(form: Form, sent: Tensor, lengths: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-    """The column [T, …] of rows of ``lengths``; ``ids`` are their inputs, ``mask`` is theirs."""
+    """Returns the column [T, …] of rows of ``lengths``; ``ids`` are their inputs, ``mask`` is theirs."""
     total = int(lengths.sum())
     if form == "bits":
         return torch.from_numpy(np.unpackbits(sent.numpy(), count=total).view(np.bool_))
@@ -249,7 +249,7 @@ class SentRows:
         self._alike: set[frozenset[str]] = set()  # pairs of columns that are equal
 
     def forget(self) -> None:
-        """Count on nothing that ranks hold."""
+        """Assumes that ranks hold nothing."""
         self._tokens, self._columns, self._alike, self._rows = None, {}, set(), [{} for _ in self._rows]
 
     def shares(self, batch: Batch, *, to_score: bool) -> list[Share]:
@@ -268,7 +268,7 @@ class SentRows:
         return [self._share(batch, d, columns) for d in range(len(self._rows))]
 
     def _look_at(self, samples: Samples, columns: Mapping[str, Tensor | Ragged]) -> None:
-        """Find how columns are sent that are not those of the pass before; ranks hold no row of one that differs."""
+        """Finds how columns are sent that are not those of the pass before; ranks hold no row of one that differs."""
         mask = self._columns.get("mask")
         rows = mask.rows if mask is not None and mask.tensor is samples.mask else _Rows(samples)
         for name, column in columns.items():
@@ -308,7 +308,7 @@ class SentRows:
         return encode_rows(head, pieces)
 
     def _block(self, new: NDArray[np.int64], names: Sequence[str]) -> tuple[dict[str, tuple[Form, str]], list[Pieces]]:
-        """The form of each column of the ``new`` rows, and what is sent: their numbers, lengths and columns."""
+        """Returns the form of each column of the ``new`` rows, and what is sent: their numbers, lengths and columns."""
         forms: dict[str, tuple[Form, str]] = {}
         pieces = [_as_int32(new), _as_int32(self._columns[names[0]].rows.lengths[new])]
         for name in names:
@@ -429,7 +429,7 @@ def _equal(one: Tensor, other: NDArray[Any]) -> bool:
 
 
 def _narrowed(numbers: NDArray[Any]) -> tuple[NDArray[Any], np.dtype[Any]]:
-    """The dtype in which they are sent: tokens as int32 if they fit, anything else as it is."""
+    """Returns the numbers, and the dtype in which they are sent: tokens as int32 if they fit, else their own."""
     if numbers.dtype != np.int64 or (len(numbers) and (numbers.min() < -(2**31) or numbers.max() >= 2**31)):
         return numbers, numbers.dtype
     return numbers, np.dtype(np.int32)

@@ -64,7 +64,7 @@ def single_turns(
     rewards: Sequence[float] | None = None,
     parts: Sequence[Mapping[str, tuple[float, float]]] | None = None,
 ) -> RolloutGroup:
-    """A group with a trajectory for each completion. Without scores texts are empty and rewards 0, of no parts."""
+    """Returns a group with a trajectory for each completion. Without scores texts are empty, rewards 0, of no parts."""
     before = np.array(prompt.token_ids, np.int32)  # made once: it is a Python loop
     count = len(completions)
     each = zip(completions, texts or ("",) * count, rewards or (0.0,) * count, parts or ({},) * count, strict=True)
@@ -73,7 +73,7 @@ def single_turns(
 
 
 def make_turn(start: int, completion: Completion, text: str) -> Turn:
-    """The completion as the turn whose first token has place ``start`` in its row."""
+    """Returns the completion as the turn with its first token at place ``start`` of its row."""
     return Turn(
         start=start,
         logprobs=completion.logprobs,
@@ -84,11 +84,11 @@ def make_turn(start: int, completion: Completion, text: str) -> Turn:
 
 
 def columns_of_row(requests: Sequence[tuple[int, Completion]], length: int, *, of: str = "") -> dict[str, ColumnData]:
-    """The columns of a row's first ``length`` tokens but the last, those that all its ``requests`` have: the tokens
-    of each one's prompt and completion, and the completion.
+    """Returns the columns of a row's first ``length`` tokens but the last that all its ``requests`` have. A request is
+    the number of tokens of its prompt and completion, and the completion.
 
-    A position has what the request said that computed it first: a turn's last token is an input of the next turn's.
-    Raises DataError, whose text begins with ``of``, for a column that does not fit.
+    A position has the entry of the request that computed it first: a turn's last token is an input of the next turn's.
+    Raises DataError with a text that begins with ``of`` for a column that does not fit.
     """
     names = [name for name in requests[0][1].columns if all(name in one.columns for _, one in requests)]
     return {name: _column_of_row(name, requests, length, of) for name in names}
@@ -169,7 +169,7 @@ def _cut(one: Trajectory, scored: RewardResult, decode: Decode) -> Trajectory:
 
 
 def _between(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
-    """The spans of the tokens from ``start`` to ``end``, counted from ``start``."""
+    """Returns the spans of the tokens from ``start`` to ``end``, counted from ``start``."""
     first = [span for span in spans if span.start <= start][-1]
     return (Span(0, first.version), *(Span(s.start - start, s.version) for s in spans if start < s.start < end))
 
@@ -230,14 +230,14 @@ def _common(one: TokenIds, other: TokenIds) -> int:
 
 
 def _compared(one: TokenIds, other: TokenIds) -> int:
-    """A number below 0 if ``one`` precedes ``other`` in the order of tokens, above 0 if it follows; copies neither."""
+    """Returns a number below 0 if ``one`` precedes ``other`` in the order of tokens, above 0 if it follows."""
     at = _common(one, other)
     return int(one[at]) - int(other[at]) if at < min(len(one), len(other)) else len(one) - len(other)
 
 
 def with_demonstrations(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The groups, in which demonstrations are trajectories like the sampled ones, after them: what is compared and
-    trained on."""
+    """Returns the groups, in which demonstrations are trajectories like the sampled ones, after them: to be compared
+    and trained on."""
     return [
         group
         if (shown := group.demonstration) is None
@@ -281,7 +281,7 @@ def to_samples(
 def _joined_columns(
     rows: Sequence[tuple[str, TokenSequence]], wanted: Collection[str] | None
 ) -> dict[str, Tensor | Ragged]:
-    """The ``wanted`` columns that rows have, of all rows, one after the other; with the rows are their prompts' ids."""
+    """Returns the ``wanted`` columns that rows have, of all rows in order; the rows have their prompts' ids."""
     found = {name: None for _, row in rows for name in row.columns if wanted is None or name in wanted}
     return {name: _joined_column(name, rows) for name in found}
 
@@ -309,12 +309,12 @@ def _joined_column(name: str, rows: Sequence[tuple[str, TokenSequence]]) -> Tens
 
 
 def _numbered(counts: Sequence[int]) -> Tensor:
-    """0 ``counts[0]`` times, 1 ``counts[1]`` times, …"""
+    """Returns 0 ``counts[0]`` times, 1 ``counts[1]`` times, …"""
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
 
 
 def _demonstrated(rows: Sequence[TokenSequence], cu_seqlens: Tensor) -> Tensor:
-    """The positions of rows that no version sampled, [N] bool."""
+    """Returns the positions of rows that no version sampled, [N] bool."""
     return torch.tensor([not row.turns[0].spans for row in rows]).repeat_interleave(cu_seqlens.diff())
 
 
@@ -344,7 +344,7 @@ EndTokens = Mapping[str, int | None]
 def supervised_rows(
     prompts: Sequence[Prompt], targets: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, ends: EndTokens
 ) -> list[SupervisedRow]:
-    """Each prompt followed by its target's texts.
+    """Returns each prompt followed by its target's texts.
 
     The first text is the model's, the next is read, and so on in turns. The model's end with the token of the prompt's
     source, and only they are learned. Raises DataError if there is none.
@@ -370,8 +370,8 @@ def supervised_rows(
 
 
 def answer_end_token(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
-    """The one of ``stop_token_ids`` after an answer that is learned: the tokenizer's ``eos_token``, else the first that
-    is a token of it; None if there is none."""
+    """Returns the one of ``stop_token_ids`` after an answer that is learned: the tokenizer's ``eos_token``, else the
+    first that is a token of it; None if there is none."""
     if tokenizer.eos_token_id in stop_token_ids:
         return int(tokenizer.eos_token_id)
     known = set(tokenizer.get_vocab().values())
@@ -379,8 +379,8 @@ def answer_end_token(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequenc
 
 
 def warn_if_end_changed(then: EndTokens, now: EndTokens) -> None:
-    """Log the sources whose learned answers and turns end with another token than before a resume; of checkpoints of
-    older versions, which do not tell, none."""
+    """Logs the sources with learned answers and turns that end with another token than before a resume. Checkpoints of
+    older versions do not tell, so none is logged."""
     for source, token in now.items():
         if source in then and then[source] != token:
             logger.warning(
@@ -421,7 +421,7 @@ def check_ends(rows: Iterable[SupervisedRow], stop_token_ids: Sequence[int]) -> 
 
 
 def gather_rows(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenated positions of the sequences ``indices`` [K], and the boundaries [K + 1] between them."""
+    """Returns positions of the sequences ``indices`` [K], concatenated, and the boundaries [K + 1] between them."""
     starts, lengths = cu_seqlens[:-1][indices], cu_seqlens.diff()[indices]
     bounds = torch.zeros(len(indices) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=bounds[1:])
@@ -430,7 +430,7 @@ def gather_rows(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> NDArray[np.int64]:
-    """Masked-in positions of each sequence, [S]."""
+    """Returns the masked-in positions of each sequence, [S]."""
     bounds = cu_seqlens.numpy()
     out = np.zeros(len(bounds) - 1, np.int64)
     some = np.flatnonzero(np.diff(bounds))  # `reduceat` gives an empty segment the next one's first
@@ -440,7 +440,7 @@ def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> NDArray[np.int64]:
 
 
 def picked(column: Tensor | Ragged, positions: Tensor) -> Tensor | Ragged:
-    """A copy of the ``positions`` [K] int64 of the column, in that order."""
+    """Returns a copy of the ``positions`` [K] int64 of the column, in that order."""
     if not isinstance(column, Ragged):
         return column.index_select(0, positions)
     bounds = torch.zeros(len(column) + 1, dtype=torch.int64)
@@ -449,14 +449,14 @@ def picked(column: Tensor | Ragged, positions: Tensor) -> Tensor | Ragged:
 
 
 def concatenated(parts: Sequence[Tensor | Ragged]) -> Tensor | Ragged:
-    """The positions of all parts of one column."""
+    """Returns the positions of all parts of one column."""
     if isinstance(parts[0], Ragged):
         return Ragged(*(torch.cat([getattr(one, of) for one in parts]) for of in ("values", "counts")))
     return torch.cat([one for one in parts if not isinstance(one, Ragged)])
 
 
 def split(column: Tensor | Ragged, lengths: Sequence[int]) -> Sequence[Tensor | Ragged]:
-    """The column in parts of so many positions; views."""
+    """Splits the column into parts of these ``lengths``; views."""
     if not isinstance(column, Ragged):
         return torch.split(column, list(lengths))
     counts = column.counts.split(lengths)
@@ -465,7 +465,7 @@ def split(column: Tensor | Ragged, lengths: Sequence[int]) -> Sequence[Tensor | 
 
 
 def samples_of(columns: Mapping[str, Tensor | Ragged], cu_seqlens: Tensor, **of_sequences: Any) -> Samples:
-    """The inverse of ``Samples.every_column``."""
+    """Returns the samples of columns: the inverse of ``Samples.every_column``."""
     own: dict[str, Any] = {name: column for name, column in columns.items() if name in _FIELDS}
     extra = {name: column for name, column in columns.items() if name not in _FIELDS}
     return Samples(**own, **of_sequences, extra=extra, cu_seqlens=cu_seqlens)
@@ -475,7 +475,7 @@ _FIELDS = frozenset(Samples.__slots__)
 
 
 def select(samples: Samples, indices: Tensor) -> Samples:
-    """A copy of the sequences ``indices`` [K] int64 of ``samples``, in that order."""
+    """Returns a copy of the sequences ``indices`` [K] int64 of ``samples``, in that order."""
     rows, cu_seqlens = gather_rows(samples.cu_seqlens, indices)
     columns = {name: picked(column, rows) for name, column in samples.every_column.items()}
     groups, trajectories = (None if ids is None else ids[indices] for ids in (samples.group_of, samples.trajectory_of))
@@ -483,26 +483,26 @@ def select(samples: Samples, indices: Tensor) -> Samples:
 
 
 def dense_column(extra: Mapping[str, Tensor | Ragged], name: str) -> Tensor | None:
-    """The extra column of the name, [N, …], which is not ragged; None if there is none."""
+    """Returns the extra column of the name, [N, …], which is not ragged; None if there is none."""
     column = extra.get(name)
     assert not isinstance(column, Ragged)
     return column
 
 
 def without_columns(samples: Samples, names: Collection[str]) -> Samples:
-    """The samples without these of their extra columns; themselves where they have none of them."""
+    """Returns the samples without these of their extra columns; themselves where they have none of them."""
     if not any(name in samples.extra for name in names):
         return samples
     return replace(samples, extra={name: column for name, column in samples.extra.items() if name not in names})
 
 
 def of_any_model(samples: Samples) -> Samples:
-    """The samples without the columns that belong to the policy's own layers, which other models cannot read."""
+    """Returns the samples without columns of the policy's own layers, which other models cannot read."""
     return without_columns(samples, [name for name in samples.extra if declared_columns()[name].layers is not None])
 
 
 def append_last_targets(samples: Samples) -> tuple[Samples, Tensor]:
-    """Append each sequence's last target as one more input; also returns these positions, [N + S] bool.
+    """Appends each sequence's last target as one more input; also returns these positions, [N + S] bool.
 
     A critic's value there is the value of the whole sequence. They are not masked in, and their targets are 0.
     """
@@ -528,13 +528,13 @@ def append_last_targets(samples: Samples) -> tuple[Samples, Tensor]:
 
 
 def unit_members(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
-    """The sequences [K * unit] of ``units`` [K], each of ``unit`` neighboring sequences."""
+    """Returns the sequences [K * unit] of ``units`` [K], each of ``unit`` neighboring sequences."""
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
 def split_by_id(ids: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
-    """The sequences of each of at most ``most`` parts, shuffled: those of equal ``ids`` [S], of a trajectory or of a
-    group, are neighbors in one part."""
+    """Splits sequences into at most ``most`` shuffled parts: those of equal ``ids`` [S], of a trajectory or of a group,
+    are neighbors in one part."""
     counts = np.unique(ids.numpy(), return_counts=True)[1]
     sequences = np.split(np.argsort(ids.numpy(), kind="stable"), np.cumsum(counts)[:-1])
     parts = split_minibatches(len(counts), min(most, len(counts)), seed)
@@ -542,8 +542,7 @@ def split_by_id(ids: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
 
 
 def split_minibatches(count: int, num: int, seed: int, *, unit: int = 1) -> list[NDArray[np.int64]]:
-    """The sequences of each of ``num`` parts of ``count`` sequences, shuffled; their counts of units differ by at most
-    one."""
+    """Splits ``count`` sequences into ``num`` shuffled parts; their counts of units differ by at most one."""
     units = count // unit
     if not 1 <= num <= units:
         what = "sequences" if unit == 1 else "pairs"
@@ -553,7 +552,7 @@ def split_minibatches(count: int, num: int, seed: int, *, unit: int = 1) -> list
 
 
 def join_rows(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence[tuple[int, LogProbs]]]) -> Samples:
-    """Join rows. Each row's ``turns`` are (first token, log-probs); ``ids`` are the prompts', for errors."""
+    """Joins rows. Each row's ``turns`` are (first token, log-probs); ``ids`` are the prompts', for errors."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths - 1)))
     total = int(cu_seqlens[-1])
@@ -598,21 +597,21 @@ class MicroBatches(Sequence[Sequence[Samples]]):
 
 
 def for_pass(batch: Batch, *, replays: bool, last_tokens: bool) -> Batch:
-    """The batch as a pass takes it; the arguments are those of `interfaces.ForwardPass`."""
+    """Returns the batch as a pass takes it; the arguments are those of `interfaces.ForwardPass`."""
     samples = batch.samples if replays else of_any_model(batch.samples)
     rows = MicroBatches(samples, batch.sequences, batch.spare, last_tokens=last_tokens)
     return replace(batch, samples=samples, micro_batches=rows, last_tokens=last_tokens)
 
 
 def micro_batch_for_pass(micro_batch: Samples, *, replays: bool, last_tokens: bool) -> Samples:
-    """`for_pass` for one micro-batch; one with positions to pad with stays as it is."""
+    """Does `for_pass` for one micro-batch; one with positions to pad with stays as it is."""
     seen = micro_batch if replays else of_any_model(micro_batch)
     padded = int(seen.cu_seqlens[-1]) < len(seen.input_ids)
     return append_last_targets(seen)[0] if last_tokens and not padded else seen
 
 
 def computed_lengths(batch: Batch) -> list[list[NDArray[np.int64]]]:
-    """Positions of every sequence of each micro-batch [D][M] that ranks compute, those without sequences included."""
+    """Returns positions of every sequence that ranks compute, by micro-batch [D][M], also where there is none."""
     lengths = batch.samples.cu_seqlens.diff().numpy() + batch.last_tokens
     return [[lengths[ids.numpy()] if len(ids) else np.ones(1, np.int64) for ids in row] for row in batch.sequences]
 
@@ -641,7 +640,7 @@ class _Row(Sequence[Samples]):
 
 
 def _placeholder(samples: Samples, spare: int) -> Samples:
-    """A sequence of one position with nothing masked in, for a rank without work to join the collectives.
+    """Returns a sequence of one position with nothing masked in, for a rank without work to join the collectives.
 
     After it are up to ``spare`` - 1 positions that no sequence has, so that padding is not one token many times, which
     would all go to the same experts. They have the first positions' tokens and extra columns.
@@ -673,7 +672,7 @@ def scored_pairs(
     *,
     add_special_tokens: bool,
 ) -> list[Pair]:
-    """The whole ``texts`` of each prompt's pair, to be scored at their last tokens, with the prompt's margin."""
+    """Returns the whole ``texts`` of each prompt's pair, to score at their last tokens, with the prompt's margin."""
     flat = [text for pair in texts for text in pair]
     encoded = iter(tokenizer(flat, add_special_tokens=add_special_tokens)["input_ids"] if flat else [])
     made = []
@@ -686,7 +685,7 @@ def scored_pairs(
 
 
 def scored_row(name: str, ids: Sequence[int]) -> SupervisedRow:
-    """The text of the tokens ``ids``, masked in at the last one.
+    """Returns the text of the tokens ``ids``, masked in at the last one.
 
     A position has its token as input and the next as target, so one more token puts the last among the inputs.
     """
@@ -728,6 +727,6 @@ def mismatched(samples: Samples, most: int) -> Samples:
 
 
 def _first_learned(samples: Samples) -> Tensor:
-    """The position [S] of each sequence where its first learned token is predicted."""
+    """Returns the position [S] of each sequence where its first learned token is predicted."""
     learned = samples.mask.nonzero().flatten()
     return learned[torch.searchsorted(learned, samples.cu_seqlens[:-1])]

@@ -398,7 +398,7 @@ def assign_credit(
 
 
 def _of_sequences(values: Tensor, samples: Samples) -> Tensor:
-    """[K] -> [S]"""
+    """Maps [K] -> [S]."""
     return values if samples.trajectory_of is None else values[samples.trajectory_of]
 
 

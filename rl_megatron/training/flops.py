@@ -56,7 +56,7 @@ PEAKS: Sequence[Peak] = (  # the first that fits
 
 @cache
 def peak_of(name: str) -> Peak | None:
-    """The peak of the GPU that CUDA calls ``name``; None if it is not in the table, or a part of one (MIG)."""
+    """Returns the peak of the GPU that CUDA calls ``name``; None if it is not in the table, or a part of one (MIG)."""
     words = name.replace("-", " ").split()
     if "MIG" in words:
         return None
@@ -106,14 +106,14 @@ class _Batch:
 
 
 def _pairs(length: int, window: int) -> float:
-    """(query, key) pairs of a sequence whose positions see themselves and ``window`` - 1 before; 0: all before."""
+    """Returns (query, key) pairs if positions see themselves and ``window`` - 1 before them; 0: all before."""
     full = min(length, window or length)
     return full * (full + 1) / 2 + (length - full) * full
 
 
 @cache
 def _weights(shape: ModelShape) -> float:
-    """Forward FLOPs of the model's weights for one position."""
+    """Returns forward FLOPs of the model's weights for one position."""
     return 2.0 * shape.hidden_size * shape.outputs + sum(
         _of_layer(shape, sparse=layer in shape.moe_layers, delta=layer in shape.delta_layers)
         for layer in range(shape.num_layers)
@@ -122,14 +122,14 @@ def _weights(shape: ModelShape) -> float:
 
 @cache
 def _adapters(shape: ModelShape, adapters: AdapterLayouts) -> float:
-    """Forward FLOPs of the adapters for one position, as products of their own."""
+    """Returns forward FLOPs of the adapters for one position, as products of their own."""
     held = elements(adapters.on_ranks(megatron_layout(shape)), 0)
     return 2.0 * (held.dense + held.experts * shape.experts_per_token / max(1, shape.num_experts))
 
 
 def _draft(shape: ModelShape, batch: _Batch) -> float:
-    """Training FLOPs of a draft layer: a linear that joins two hidden states, a layer as the decoder's last one, which
-    attends, and the output matrix, which is detached."""
+    """Returns training FLOPs of a draft layer: a linear that joins two hidden states, a layer as the decoder's last
+    one, which attends, and the output matrix, which is detached."""
     last, hidden = shape.num_layers - 1, shape.hidden_size
     own = 4.0 * hidden * hidden + _of_layer(shape, sparse=last in shape.moe_layers, delta=False)
     trained = batch.tokens * own + _attention(shape, batch, [last])
@@ -147,14 +147,14 @@ def _between_positions(shape: ModelShape, batch: _Batch) -> float:
 
 
 def _attention(shape: ModelShape, batch: _Batch, layers: Iterable[int]) -> float:
-    """Forward FLOPs of queries, keys and values of these layers."""
+    """Returns forward FLOPs of queries, keys and values of these layers."""
     value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
     pairs = sum(batch.pairs[shape.windows[layer] if shape.windows else 0] for layer in layers)
     return 2 * pairs * shape.num_heads * (shape.head_dim + value_dim)
 
 
 def _of_layer(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
-    """Forward FLOPs of a layer's weights for one position."""
+    """Returns forward FLOPs of a layer's weights for one position."""
     hidden, m = shape.hidden_size, shape.latent
     queries = 3 * shape.num_heads if shape.output_gate else 2 * shape.num_heads
     attention = 2.0 * hidden * (queries + 2 * shape.num_kv_heads) * shape.head_dim
@@ -170,19 +170,19 @@ def _of_layer(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
 
 
 def _router(shape: ModelShape) -> float:
-    """Forward FLOPs of a layer's router for one position."""
+    """Returns forward FLOPs of a layer's router for one position."""
     return 2.0 * shape.hidden_size * shape.num_experts
 
 
 def _delta_net(shape: ModelShape) -> float:
-    """Its linears and the convolution."""
+    """Returns those of its linears and the convolution."""
     m = shape.delta
     assert m is not None
     return 2.0 * shape.hidden_size * (m.inputs + m.outputs) + 2.0 * m.kernel * m.mixed
 
 
 def _latent(shape: ModelShape, m: LatentAttention) -> float:
-    """Down into latents and out of the heads; and up from the latents."""
+    """Returns those down into latents and out of the heads, and up from the latents."""
     hidden, heads = shape.hidden_size, shape.num_heads
     queries = heads * (m.nope_dim + m.rope_dim)
     down = hidden * (m.query_rank or queries) + hidden * (m.kv_rank + m.rope_dim) + heads * m.value_dim * hidden

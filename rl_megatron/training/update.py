@@ -310,8 +310,7 @@ class PolicyUpdate:
         return {what: await to_thread(unpack, batch, scores, samples) for what, scores in said.items()}
 
     def _weighted(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
-        """Returns the samples with ``token_weight`` for a batch of the sequences ``part``, if the algorithm needs
-        it."""
+        """Returns the samples with ``token_weight`` for a batch of the sequences ``part``, if it is needed."""
         section = self.config.algorithm
         weight = token_weight(
             samples,
@@ -322,7 +321,7 @@ class PolicyUpdate:
         return samples if weight is None else replace(samples, token_weight=weight)
 
     def _with_proximal_share(self, samples: Samples, groups: Sequence[RolloutGroup], step: int) -> Samples:
-        """Step s trains version s - 1, the proximal one, into version s."""
+        """Adds the proximal weights: step s trains version s - 1, the proximal one, into version s."""
         if self.config.algorithm.old_logprobs != "interpolated":
             return samples
         versions = token_versions(groups, samples)

@@ -53,11 +53,11 @@ class TokenRows:
         return turn
 
     def rows(self) -> Iterator[TokenIds]:
-        """The tokens of all rows so far."""
+        """Returns the tokens of all rows so far."""
         return (row.tokens for row in self._rows)
 
     def chains(self) -> tuple[TokenSequence, ...]:
-        """The rows to train on; each turn is in one."""
+        """Returns the rows to train on; each turn is in one."""
         return tuple(TokenSequence(token_ids=row.tokens, turns=row.turns) for row in self._rows)
 
 
@@ -213,7 +213,7 @@ class Conversation:
         return Counter(one.branch for one in self._sampled if one.branch is not None)
 
     def rows(self) -> Iterator[TokenIds]:
-        """The tokens of all rows so far."""
+        """Returns the tokens of all rows so far."""
         return (one.row for one in self._ends())
 
     def chains(self) -> tuple[TokenSequence, ...]:
@@ -280,7 +280,7 @@ class Conversation:
 
 
 def _last_turn(given: Sequence[ChatMessage]) -> int:
-    """The place of the last assistant message, -1 if there is none."""
+    """Returns the place of the last assistant message, -1 if there is none."""
     return next((place for place in range(len(given) - 1, -1, -1) if given[place]["role"] == "assistant"), -1)
 
 

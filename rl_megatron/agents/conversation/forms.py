@@ -88,7 +88,7 @@ def written_conversation(prompt: Prompt) -> TrainingConversation:
 
 
 def written_sides(prompt: Prompt) -> Sides:
-    """Both conversations of a pair, as a whole."""
+    """Returns both conversations of a pair, as a whole."""
     said = json.loads(prompt.text)
     better, worse = (
         TrainingConversation(id=prompt.id, messages=said[side], tools=said["tools"])

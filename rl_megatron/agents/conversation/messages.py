@@ -58,7 +58,7 @@ def same_for_client(known: ChatMessage, given: ChatMessage) -> bool:
 
 
 def merge_keys(known: ChatMessage, given: ChatMessage) -> ChatMessage:
-    """The known message with the other keys of ``given``; itself where it has these."""
+    """Returns the known message with the other keys of ``given``; itself where it has these."""
     own, others = _others(known), _others(given)
     if own == others:
         return known
@@ -66,12 +66,12 @@ def merge_keys(known: ChatMessage, given: ChatMessage) -> ChatMessage:
 
 
 def get_reasoning(message: ChatMessage) -> str:
-    """The reasoning of a tidied message, empty if it has none."""
+    """Returns the reasoning of a normalized message, empty if it has none."""
     return str(message.get(REASONING[0], ""))
 
 
 def content_parts(messages: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[str, str]]]:
-    """The contents of several texts, by their place, as chat templates read them."""
+    """Returns the contents of several texts, by their place, as chat templates read them."""
     contents = [(place, one.get("content")) for place, one in enumerate(messages)]
     return {
         place: [{"type": "text", "text": part["text"]} for part in content]

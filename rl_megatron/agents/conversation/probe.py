@@ -92,7 +92,7 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
 
 
 def _beginning(template: Template) -> tuple[Sequence[ChatMessage], Tools]:
-    """The first messages of the scripts, and the tools that are shown there."""
+    """Returns the first messages of the scripts, and the tools that are shown there."""
     for asked in ([_ASKED], [_SYSTEM, _ASKED]):
         try:
             template.begin(asked, _TOOLS)
@@ -109,7 +109,7 @@ def _play(
     tools: Tools,
     stops: Sequence[int | None],
 ) -> list[tuple[ChatMessage, Rewritten]]:
-    """The turns after which a row began, each with the reason. Raises UnsupportedMessages."""
+    """Returns the turns after which a row began, each with the reason. Raises UnsupportedMessages."""
     messages: tuple[ChatMessage, ...] = normalize_messages(asked)
     _, before = template.begin(messages, tools)
     begun: list[tuple[ChatMessage, Rewritten]] = []

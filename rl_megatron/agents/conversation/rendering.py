@@ -54,12 +54,12 @@ class ChatRenderer:
         self._shows_tools = set[str]()  # roles of first messages with which the template shows tools
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
-        """The template's text, with the generation prompt if ``opened``. Raises UnsupportedMessages with its reason.
+        """Returns the template's text, with the generation prompt if ``opened``. Raises UnsupportedMessages with its
+        reason.
 
         Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
-        A message whose role the template passes over is refused; a ``developer``'s is then tried as the system's. Tools
-        are refused where the template shows none, which may depend on a system's message.
-        """
+        A message with a role that the template passes over is refused; a ``developer``'s is then tried as the system's.
+        Tools are refused where the template shows none, which may depend on a system's message."""
         roles = self._jinja(tools).roles
         for place, message in enumerate(messages):
             if (message["role"], place == 0) not in roles and message["content"]:
@@ -126,7 +126,7 @@ class ChatRenderer:
         self._shows_tools.add(messages[0]["role"])
 
     def _place_of_tools(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
-        """The place where marked tools are not shown, and what to do about it, if a system's message decides that."""
+        """Returns the place where marked tools are not shown, and what to do, if a system's message decides that."""
         is_system = messages[0]["role"] in _SYSTEM
         others = messages[1:] if is_system else [{"role": _SYSTEM[0], "content": "."}, *messages]
         try:
@@ -192,7 +192,7 @@ def get_chat_template(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool) -
 
 
 def unwritten_header(template: ChatRenderer) -> str:
-    """The text that the template writes between a prompt and the assistant's answer, if it ignores
+    """Returns the text that the template writes between a prompt and the assistant's answer, if it ignores
     ``add_generation_prompt``; else empty."""
     asked, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": _SHOWN}
     try:
@@ -205,7 +205,7 @@ def unwritten_header(template: ChatRenderer) -> str:
 
 
 def strip_thinking(message: ChatMessage) -> ChatMessage:
-    """The message without reasoning, neither as such nor, in an assistant's, before ``</think>`` in its content."""
+    """Returns the message without reasoning, neither as such nor before ``</think>`` in an assistant's content."""
     kept = {key: value for key, value in message.items() if key != REASONING[0]}
     if message["role"] == "assistant":
         kept["content"] = message["content"].rpartition(THOUGHT)[2]

@@ -39,16 +39,16 @@ class Template(Protocol):
     """Makes tokens of normalized messages (`normalize_messages`)."""
 
     def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, RenderedPrompt]:
-        """The whole prompt. Raises UnsupportedMessages, as for tools that it does not show."""
+        """Returns the whole prompt. Raises UnsupportedMessages, as for tools that it does not show."""
         ...
 
     def proceed(
         self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
     ) -> tuple[TokenIds, RenderedPrompt] | Rewritten:
-        """The tokens that follow the turn that answered ``before``; ``messages`` has it next after those of ``before``.
+        """Returns the tokens that follow the turn that answered ``before``; ``messages`` has it next after those of
+        ``before``.
 
-        ``ended`` is the stop token that the turn ends with, None if it was cut. Raises UnsupportedMessages.
-        """
+        ``ended`` is the stop token that the turn ends with, None if it was cut. Raises UnsupportedMessages."""
         ...
 
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
@@ -61,7 +61,7 @@ class Template(Protocol):
         ...
 
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
-        """Their text, with special tokens or without."""
+        """Returns the text of the tokens, with special tokens or without."""
         ...
 
 
@@ -108,7 +108,7 @@ def _text_of(messages: Sequence[ChatMessage], tools: Tools) -> str:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = False) -> TokenIds:
-    """int32 tokens of the text; with what the tokenizer puts in front of every text if it ``begins`` a row.
+    """Returns int32 tokens of the text; with what the tokenizer puts in front of every text if it ``begins`` a row.
 
     Raises UnsupportedMessages for halves of surrogate pairs, which no tokenizer takes.
     """
@@ -123,5 +123,5 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool =
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, *, special: bool = False) -> str:
-    """The text of tokens as it is, with special tokens or without."""
+    """Returns the text of tokens as it is, with special tokens or without."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))

@@ -156,11 +156,11 @@ class ChatTemplate(ChatRenderer, Template):
     def _behind(
         self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[str, bool, str | None] | Rewritten:
-        """The text after the turn's last mark, whether it has the turn's calls, and the whole text without marks.
+        """Returns the text after the turn's last mark, whether it has the turn's calls, and the whole text without
+        marks.
 
         The whole is None where it lacks the calls' arguments, or thinking. Where a template trims a content that has no
-        mark at its end, the whole differs from `render`'s, which `_extends` then compares.
-        """
+        mark at its end, the whole differs from `render`'s, which `_extends` then compares."""
         place = len(before.messages)
         turn = messages[place]
         for has_calls in (False, True) if "tool_calls" in turn else (False,):
@@ -202,7 +202,7 @@ class _Parts:
 
 
 def _marked(turn: ChatMessage, has_calls: bool) -> ChatMessage:
-    """The turn with a mark in its reasoning and one at its content's end, or at both ends of a content alone.
+    """Returns the turn with a mark in its reasoning and one at its content's end, or at both ends of a content alone.
 
     Its calls are left out, or have no arguments. A turn of reasoning and calls keeps its empty content.
     """
@@ -284,14 +284,14 @@ class ConversationRows:
         ]
 
     def texts(self, conversation: TrainingConversation) -> list[RowTexts]:
-        """The rows of a conversation. Raises DataError that names its prompt, as `rows_of`."""
+        """Returns the rows of a conversation. Raises DataError that names its prompt, as `rows_of`."""
         try:
             return self._rows(conversation)
         except UnsupportedMessages as error:
             raise DataError(f"prompt {conversation.id!r}: {error}") from error
 
     def whole(self, conversation: TrainingConversation) -> str:
-        """The template's text of all messages.
+        """Returns the template's text of all messages.
 
         Raises DataError that names the prompt, as for calls or an answer's content that are not in it.
         """
@@ -372,14 +372,14 @@ class ConversationRows:
         return next((part for _, part in self._template.lost(known, tools, [len(known) - 1])), "")
 
     def _look_at_context(self, name: str, known: Sequence[ChatMessage], turns: Sequence[int], tools: Tools) -> None:
-        """Warn of what the template leaves out of messages before the last turn that are context alone."""
+        """Warns of parts that the template leaves out of messages before the last turn that are context alone."""
         places = [place for place in messages_losing_content(known[: turns[-1]]) if place not in turns] if turns else []
         if places and not self._warned:
             for place, part in self._template.lost(known[: turns[-1] + 1], tools, places):
                 self._warn(name, place, part)
 
     def _warn(self, name: str, place: int, part: str) -> None:
-        """Warn, once, of a part of a message that is context; thinking is left out there by intent."""
+        """Warns, once, of a part of a message that is context; thinking is left out there by intent."""
         if part == "reasoning" or self._warned:
             return
         self._warned = True
@@ -452,9 +452,9 @@ def split_answer_pair(prompts: Sequence[Prompt], conversations: ConversationRows
 
 
 def single_answers(prompts: Sequence[Prompt], conversations: ConversationRows) -> list[tuple[Prompt, SupervisedRow]]:
-    """The row of each conversation's turns, without conversations that have none to learn.
+    """Returns the row of each conversation's turns, without conversations that have none to learn.
 
-    Raises DataError that names the prompt: as `ConversationRows.rows_of`, and where turns are in several rows.
+    Raises DataError that names the prompt, as `ConversationRows.rows_of` does, and where turns are in several rows.
     """
     found = conversations.rows_of([written_conversation(one) for one in prompts])
     for prompt, rows in zip(prompts, found, strict=True):
@@ -467,8 +467,8 @@ def single_answers(prompts: Sequence[Prompt], conversations: ConversationRows) -
 
 
 def split_text_pair(prompts: Sequence[Prompt], conversations: ConversationRows) -> list[tuple[str, str]]:
-    """The chat template's texts of both conversations. Raises DataError that names the prompt: as
-    `ConversationRows.whole`, and where the texts are equal."""
+    """Returns the chat template's texts of both conversations. Raises DataError that names the prompt, as
+    `ConversationRows.whole` does, and where the texts are equal."""
     found = []
     for prompt in prompts:
         better, worse = written_sides(prompt)

@@ -51,7 +51,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: ReceivePart) -> bytes:
-    """The body of a request. Raises RequestRejected where it is too long, ends early or is not there in 30 seconds."""
+    """Returns the body of a request. Raises RequestRejected if it is too long, ends early or takes over 30 seconds."""
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             return await _body(headers, receive)
@@ -80,7 +80,7 @@ async def _body(headers: Mapping[bytes, bytes], receive: ReceivePart) -> bytes:
 
 
 def read_request(body: bytes, kind: type[R]) -> R:
-    """The request. Raises RequestRejected."""
+    """Returns the request in a body. Raises RequestRejected."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -88,7 +88,7 @@ def read_request(body: bytes, kind: type[R]) -> R:
 
 
 def method_of(scope: Mapping[str, Any], methods: Mapping[str, str]) -> str:
-    """The path of a request. Raises RequestRejected for one that is not in ``methods``, or by another method."""
+    """Returns the path of a request. Raises RequestRejected for one that ``methods`` lacks, or by another method."""
     path: str = scope["path"]
     if (wanted := methods.get(path)) is None:
         raise RequestRejected(404, f"there is no {path!r:.100}; there are {', '.join(sorted(methods))}")
@@ -155,13 +155,13 @@ class ConversationRegistry:
         self._ended: OrderedDict[bytes, None] = OrderedDict()
 
     def open(self, served: ConversationHandler) -> str:
-        """A key of 256 random bits for the conversation."""
+        """Opens the conversation. Returns its key of 256 random bits."""
         key = secrets.token_hex(32)
         self._lines[_digest(key)] = OpenConversation(served=served)
         return key
 
     def close(self, key: str) -> None:
-        """End the key's conversation; it may have ended already."""
+        """Ends the key's conversation; it may have ended already."""
         digest = _digest(key)
         line = self._lines.pop(digest, None)
         if line is not None:
@@ -171,11 +171,12 @@ class ConversationRegistry:
             self._ended.popitem(last=False)
 
     def requests(self, key: str) -> RequestCounts:
-        """The counts of the key's conversation, which is open."""
+        """Returns the counts of the key's conversation, which is open."""
         return self._lines[_digest(key)].requests
 
     def line(self, headers: Mapping[bytes, bytes]) -> OpenConversation:
-        """The conversation of a request. Raises RequestRejected: 401 for no key or a foreign one, 410 for an ended."""
+        """Returns a request's conversation. Raises RequestRejected: 401 for no key or a foreign one, 410 after its
+        end."""
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise RequestRejected(401, "no key; send the conversation's as Authorization: Bearer")
@@ -212,7 +213,7 @@ class Application:
         self._keys, self._turns, self._warned = keys, itertools.count(1), False
 
     async def __call__(self, scope: Mapping[str, Any], receive: ReceivePart, send: SendPart) -> None:
-        """Answer, or refuse with a status and OpenAI's form of an error."""
+        """Answers, or refuses with a status and OpenAI's form of an error."""
         status, headers = 200, dict[bytes, bytes]()
         line: OpenConversation | None = None
         try:
@@ -305,7 +306,7 @@ class Application:
         return turn, task.get_name()
 
     def _warn_of_others(self, params: Any, used: SamplingParams) -> None:
-        """Log the first time that a client asks for another distribution than the run samples."""
+        """Logs the first time that a client asks for another distribution than the run samples."""
         for name, own in (("temperature", used.temperature), ("top_p", used.top_p)):
             given = getattr(params, name)
             if given is not None and given != own and not self._warned:
@@ -320,7 +321,7 @@ async def _counted(sampling: Coroutine[Any, Any, T], requests: RequestCounts) ->
 
 
 async def _leave(asked: _Asked, digest: bytes, task: asyncio.Task[Any]) -> None:
-    """Note the turn as left once the client goes away."""
+    """Notes the turn as left once the client goes away."""
     while (await asked.receive())["type"] != "http.disconnect":
         pass
     asked.line.left.setdefault(digest, []).append(task)
@@ -347,7 +348,7 @@ class Endpoint:
         self._base_url = ""
 
     def open(self, conversation: ConversationHandler) -> tuple[str, str]:
-        """``(base_url, api_key)``, at which the conversation is until `close`."""
+        """Returns ``(base_url, api_key)``, at which the conversation is until `close`."""
         if self._serving is None or self._serving.done():
             self._listen()
         return self._base_url, self._keys.open(conversation)
@@ -361,7 +362,7 @@ class Endpoint:
         self._keys.close(api_key)
 
     def _listen(self) -> None:
-        """Listen, so that the kernel keeps clients until they are served."""
+        """Listens, so that the kernel keeps clients until they are served."""
         # With the protocol named, asyncio sets TCP_NODELAY; without it an answer's second packet waits 40 ms.
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
@@ -388,7 +389,7 @@ class Endpoint:
         self._serving = asyncio.create_task(_serve(self._server, listening), name="endpoint")
 
     async def stop(self) -> None:
-        """Stop listening; requests under way have 2 seconds."""
+        """Stops listening; pending requests have 2 seconds."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
@@ -447,7 +448,7 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete  # uvicorn's, of the last request
 
     def _make_room(self) -> None:
-        """Close a connection on which no request is being answered: this one, if there is no other."""
+        """Closes a connection on which no request is being answered: this one, if there is no other."""
         others = (other for other in self.connections if isinstance(other, BoundedProtocol) and other is not self)
         idle = (other for other in others if other._is_waiting() and not other.transport.is_closing())
         next(idle, self).transport.close()

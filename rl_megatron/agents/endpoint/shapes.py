@@ -41,14 +41,14 @@ class ConversationHandler(Protocol):
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
     ) -> ServedTurn:
-        """Sample the turn that follows ``messages``, of ``max_tokens`` at most.
+        """Samples the turn that follows ``messages``, of ``max_tokens`` at most.
 
         Raises RequestRejected, UnsupportedMessages and EngineError.
         """
         ...
 
     async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
-        """Sample what follows the tokens. Raises RequestRejected and EngineError."""
+        """Samples what follows the tokens. Raises RequestRejected and EngineError."""
         ...
 
 
@@ -95,7 +95,7 @@ class ChatRequest(msgspec.Struct):
         return min(given, default=None)
 
     def check(self) -> None:
-        """Raise RequestRejected for what the endpoint cannot do, with the reason."""
+        """Raises RequestRejected for what the endpoint cannot do, with the reason."""
         for refused, reason in (
             (self.n not in (None, 1), f"n={self.n}; a request samples one answer: send another for each"),
             (bool(self.stop), "stop: a text that ends turns would cut tokens after they were sampled; leave it out"),
@@ -133,7 +133,7 @@ class TokenRequest(msgspec.Struct):
     stream: bool | None = None
 
     def check(self, stop_token_ids: Sequence[int]) -> None:
-        """Raise RequestRejected for what the endpoint cannot do, with the reason."""
+        """Raises RequestRejected for what the endpoint cannot do, with the reason."""
         params = self.sampling_params
         if params.n not in (None, 1) or params.stop or self.stream:
             raise RequestRejected(400, "n above 1, stop and stream: a request samples one answer; leave them out")
@@ -144,7 +144,7 @@ class TokenRequest(msgspec.Struct):
 
 
 def chat_answer(answer: ServedTurn, name: str, model: str) -> dict[str, Any]:
-    """The answer in one piece; ``name`` is its id."""
+    """Returns the answer in one piece; ``name`` is its id."""
     choice = {"index": 0, "message": {"content": None, **answer.message}, "finish_reason": _reason(answer)}
     return {**_head(name, model, ""), "choices": [choice], "usage": _usage(answer)}
 
@@ -166,7 +166,7 @@ def chat_stream(answer: ServedTurn, name: str, model: str, *, usage: bool) -> It
 
 
 def token_answer(completion: Completion, name: str) -> dict[str, Any]:
-    """Sampled tokens with a log-prob each."""
+    """Returns sampled tokens with a log-prob each."""
     ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
     content = [
         {"token": f"token_id:{one}", "logprob": logprob, "top_logprobs": []}
@@ -182,13 +182,13 @@ def token_answer(completion: Completion, name: str) -> dict[str, Any]:
 
 
 def models(max_length: int) -> dict[str, Any]:
-    """The answer of /v1/models: one model, the policy."""
+    """Returns the answer of /v1/models: one model, the policy."""
     policy = {"id": "policy", "object": "model", "created": 0, "owned_by": "rl_megatron", "max_model_len": max_length}
     return {"object": "list", "data": [policy]}
 
 
 def refused_body(status: int, reason: str) -> dict[str, Any]:
-    """The body of a request that is refused."""
+    """Returns the body of a request that is refused."""
     return {"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": str(status)}}
 
 

@@ -49,17 +49,17 @@ class ProblemTexts:
 
 
 def normalize_whitespace(*texts: str) -> str:
-    """The texts of a problem as one, in which all white space is one blank."""
+    """Joins the texts of a problem, with all white space as one blank."""
     return "\0".join(" ".join(text.split()) for text in texts)
 
 
 def hashes_of(texts: Iterable[str]) -> NDArray[np.int64]:
-    """64 bits of each text."""
+    """Returns 64 bits of each text."""
     return np.fromiter(map(hash, texts), np.int64)
 
 
 def digests_of(texts: Iterable[str]) -> NDArray[np.uint64]:
-    """128 bits of each text: [R, 2]."""
+    """Returns 128 bits of each text: [R, 2]."""
     data = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
     return np.frombuffer(data, np.uint64).reshape(-1, 2)
 
@@ -145,7 +145,7 @@ def rows_to_keep(
 
 
 def leak_error(texts: ProblemTexts, found: NDArray[np.int64], places: Sequence[str]) -> str:
-    """The error of `find_leaks` rows: each by file and line, and what to set."""
+    """Returns the error of `find_leaks` rows: each by file and line, and what to set."""
     lines = [_line(texts, row, place) for row, place in zip(found[:_MOST_SHOWN], places, strict=False)]
     more = len(found) - len(lines)
     return (
@@ -161,7 +161,7 @@ def _line(texts: ProblemTexts, row: np.int64, place: str) -> str:
 
 
 def listed_texts(places: Sequence[str], texts: Iterable[str], hashed: Iterable[str] | None = None) -> ProblemTexts:
-    """Texts that are in memory; ``hashed``: the part of each that its 64 bits are of; None: the text."""
+    """Returns texts that are in memory; ``hashed``: the part of each that its 64 bits are of; None: the text."""
     texts = list(texts) if hashed is None else texts
     hashes, digests = hashes_of(texts if hashed is None else hashed), digests_of(texts)
     return ProblemTexts(
@@ -170,7 +170,7 @@ def listed_texts(places: Sequence[str], texts: Iterable[str], hashed: Iterable[s
 
 
 def texts_for(texts: ProblemTexts, purpose: str) -> ProblemTexts:
-    """The texts, equal to none for another ``purpose``."""
+    """Returns the texts, equal to none for another ``purpose``."""
     return replace(
         texts,
         hashes=lambda: texts.hashes() ^ hashes_of([purpose]),
@@ -179,7 +179,7 @@ def texts_for(texts: ProblemTexts, purpose: str) -> ProblemTexts:
 
 
 def joined_texts(parts: Sequence[ProblemTexts]) -> ProblemTexts:
-    """Texts of several sources, one after the other."""
+    """Returns texts of several sources, one after the other."""
     starts = np.cumsum([0, *(part.size for part in parts)])
 
     def place(row: int) -> str:

@@ -63,7 +63,7 @@ class Proportions:
             self._wait(name)
 
     def next(self) -> str:
-        """Take the next prompt's source. With n sources it looks at about log n of them."""
+        """Takes the next prompt's source. With n sources it looks at about log n of them."""
         self._drawn += 1
         while self._later and self._later[0][0] <= self._drawn:
             _, place, name = heappop(self._later)
@@ -74,7 +74,7 @@ class Proportions:
         return name
 
     def _wait(self, name: str) -> None:
-        """Hold the source back until the first draw n with taken < share of n."""
+        """Holds the source back until the first draw n with taken < share of n."""
         first = self.taken[name] * self._sum // self._weights[name] + 1
         heappush(self._later, (first, self._places[name], name))
 
@@ -98,14 +98,14 @@ class Epochs:
         return self.epoch * len(self.rows) + self.position
 
     def next(self) -> int:
-        """The next row."""
+        """Returns the next row."""
         if self.position == len(self.rows):
             self.move(self.epoch + 1, 0)
         self.position += 1
         return int(self.rows[self._order(self.epoch)[self.position - 1]])
 
     def draws(self, start: int, stop: int) -> NDArray[np.integer]:
-        """The rows of the draws with these numbers, in any epochs. Any thread may ask."""
+        """Returns the rows of the draws with these numbers, in any epochs. Any thread may ask."""
         parts = [np.zeros(0, np.uint32)]
         while start < stop:
             epoch, first = divmod(start, len(self.rows))
@@ -114,11 +114,11 @@ class Epochs:
         return self.rows[np.concatenate(parts)]
 
     def move(self, epoch: int, position: int) -> None:
-        """Continue there."""
+        """Continues at ``position`` of ``epoch``."""
         self.epoch, self.position = epoch, position
 
     def _order(self, epoch: int) -> NDArray[np.uint32]:
-        """The order of the rows in this epoch; it is kept until a later one's is made."""
+        """Returns the order of the rows in this epoch; it is kept until a later one's is made."""
         order = self._orders.get(epoch)
         if order is None:
             chance = np.random.default_rng([self._seed, epoch])

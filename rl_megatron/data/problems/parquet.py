@@ -44,7 +44,7 @@ from rl_megatron.types import Prompt
 
 
 def column_at(batch: Any, name: str) -> Any:
-    """The column of a field; ``a.b``: field b of the struct in a, unless a column has that whole name."""
+    """Returns the column of a field; ``a.b``: field b of the struct in a, unless a column has that whole name."""
     import pyarrow.compute as pc
 
     first, *inner = [name] if name in batch.schema.names else name.split(".")
@@ -181,22 +181,22 @@ class ParquetRows:
         return max(1, int(self._known_bytes / max(1, self._known_rows)))
 
     def line(self, row: int) -> tuple[Path, int]:
-        """The row's file, and its number there from 1."""
+        """Returns the row's file, and its number there from 1."""
         group = self._groups[bisect_right(self._starts, row) - 1]
         return group.path, group.first + row - group.start + 1
 
     def row(self, stem: str, line: int) -> int:
-        """The row of this number, from 1, in the file of this name."""
+        """Returns the row of this number, from 1, in the file of this name."""
         group = next(group for group in self._groups if group.path.stem == stem)
         return group.start - group.first + line - 1
 
     def place(self, row: int) -> str:
-        """``path:line`` of a row, for messages."""
+        """Returns ``path:line`` of a row, for messages."""
         path, line = self.line(row)
         return f"{path}:{line}"
 
     def checksum(self) -> str:
-        """A checksum of all bytes of the files, and of their names."""
+        """Returns a checksum of all bytes of the files, and of their names."""
         digest = hashlib.blake2b(digest_size=16)
         for path in self._paths:
             digest.update(f"{path.stem}\0{path.stat().st_size}\0".encode())
@@ -220,10 +220,10 @@ class ParquetRows:
         return any(pc.any(pc.match_substring_regex(one.cast(pa.large_binary()), r"^\s*\[")).as_py() for one in parts)
 
     def hashes(self, texts: int = 1, form: str = "{prompt}") -> NDArray[np.int64]:
-        """64 bits of each row's first ``texts`` fields, columns of text, as `leaks` has them: the first in its
+        """Returns 64 bits of each row's first ``texts`` fields, columns of text, as `leaks` has them: the first in its
         ``form``, without a difference of white space.
 
-        Raises DataError that names all bad rows: those whose fields are null, empty or no text.
+        Raises DataError that names all bad rows: those with fields that are null, empty or not text.
         """
         hashes, problems = np.zeros(len(self), np.int64), list[str]()
         for group in self._groups:
@@ -237,13 +237,13 @@ class ParquetRows:
         return hashes
 
     def digests(self, rows: NDArray[np.int64], texts: int = 1, form: str = "{prompt}") -> NDArray[np.uint64]:
-        """128 bits of these ascending rows' first ``texts`` fields, as `hashes` has them: [R, 2]."""
+        """Returns 128 bits of these ascending rows' first ``texts`` fields, as `hashes` has them: [R, 2]."""
         batches = self.selected(rows, list(self._fields[:texts]))
         found = [digests_of(self._spaced(batch, texts, form)) for batch in batches]
         return np.concatenate([np.zeros((0, 2), np.uint64), *found])
 
     def selected(self, rows: NDArray[np.int64], columns: list[str] | None) -> Iterator[Any]:
-        """Record batches of these ascending rows; only row groups that have one are read."""
+        """Yields record batches of these ascending rows; only row groups that have one are read."""
         import pyarrow as pa
 
         for group in self._groups:
@@ -258,12 +258,12 @@ class ParquetRows:
                     break
 
     def record(self, row: int, batch: Any) -> Record:
-        """The row, which ``batch`` has alone. Raises DataError as `checked`."""
+        """Returns the row, which ``batch`` has alone. Raises DataError as `checked`."""
         (record,) = self._records_of(batch)
         return self.checked(row, record)
 
     def checked(self, row: int, record: Record | str) -> Record:
-        """The record. Raises DataError that names the row if it is what is wrong with it."""
+        """Returns the record. Raises DataError that names the row if it is what is wrong with it."""
         if isinstance(record, str):
             raise DataError(f"{self.place(row)}: {record}")
         return record
@@ -335,7 +335,7 @@ class ParquetRows:
                 raise DataError(f"{group.path}: {rows} has {start - group.start} rows; the file is damaged")
 
     def _measure(self, group: _Group, batch: Any) -> None:
-        """Count the decoded bytes of a batch of whole rows."""
+        """Counts the decoded bytes of a batch of whole rows."""
         read, size = self._decoded.get(group.start, (0, 0))
         if read:
             self._known_bytes -= group.size * size / read
@@ -397,8 +397,8 @@ def _is_list(kind: Any) -> bool:
 
 
 def _plain(column: Any) -> Any:
-    """A column of text, not as a dictionary, as views or as bytes, for which not all of pyarrow's functions are there.
-    Raises ArrowInvalid for bytes that are not UTF-8."""
+    """Returns a column of text, not as a dictionary, as views or as bytes, for which not all of pyarrow's functions are
+    there. Raises ArrowInvalid for bytes that are not UTF-8."""
     import pyarrow as pa
 
     return column.cast(pa.large_string())
@@ -455,11 +455,11 @@ class FileRows(ParquetRows):
         return not (_others(self.data) or self.data.fields["rejected"]) and self.are_texts(texts)
 
     def problem(self, row: int, record: Record | str) -> Example:
-        """The problem of a row, without the tokenizer's template. Raises DataError as `problem_in` and `checked`."""
+        """Returns a row's problem, without the tokenizer's template. Raises DataError as `problem_in` and `checked`."""
         return problem_in(self.checked(row, record), *self.line(row), self.data)
 
     def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
-        """The conversations of these ascending rows, without other fields; none where rows are problems."""
+        """Yields the conversations of these ascending rows, without other fields; none where rows are problems."""
         if self.data.fields["messages"] is None:
             return
         for row, record in self.records(rows, self.columns):
@@ -467,7 +467,7 @@ class FileRows(ParquetRows):
 
 
 def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = None, lists: bool) -> list[Record]:
-    """The first ``most`` rows of a .jsonl or .parquet file: item i is of line, or row, i + 1.
+    """Returns the first ``most`` rows of a .jsonl or .parquet file: item i is of line, or row, i + 1.
 
     ``key`` is the config key that gave ``path``; ``lists``: prompts may be ones. Raises DataError with all bad rows.
     """
@@ -494,7 +494,7 @@ def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = Non
 
 
 def _others(data: FileKeys) -> tuple[str, ...]:
-    """The fields besides those of texts that a row must have."""
+    """Returns the fields besides those of texts that a row must have."""
     written = (data.fields["messages"], data.fields["rejected"], data.fields["tools"], data.fields["context"])
     names = (*written, data.fields["margin"], data.fields["system"], data.fields["demonstration"])
     return tuple(dict.fromkeys(name for name in names if name is not None and name not in fields_of(data)))
@@ -527,7 +527,7 @@ class _ReadRows:
 
 
 def _row_texts(read: _ReadRows, by: ProblemKey) -> ProblemTexts:
-    """The texts that each row is compared by."""
+    """Returns the texts that each row is compared by."""
     files, form, texts = read.files, form_of(read.files.data), 1 + by.answers
 
     def hashes() -> NDArray[np.int64]:

@@ -65,7 +65,7 @@ class PromptPool(Sequence[Prompt]):
 
     @abstractmethod
     def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
-        """The prompt of the draw ``upcoming.number``, which this row is; None if it is too long."""
+        """Returns the prompt of the draw ``upcoming.number``, which this row is; None if it is too long."""
 
     def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
         """Reads what `at` needs for this row and some that follow, and renders the row. Returns whether it is short
@@ -79,23 +79,23 @@ class PromptPool(Sequence[Prompt]):
 
     @abstractmethod
     def conversations(self) -> Iterator[Prompt]:
-        """The conversations among them, each read once and not held."""
+        """Returns the conversations among them, each read once and not held."""
 
     @abstractmethod
     def row_of(self, name: str) -> int:
-        """The row of the prompt with this id."""
+        """Returns the row of the prompt with this id."""
 
     @abstractmethod
     def name_of(self, row: int) -> str:
-        """The prompt's id."""
+        """Returns the prompt's id."""
 
     @abstractmethod
     def sources(self, names: Sequence[str]) -> Mapping[str, NDArray[np.integer]]:
-        """The rows of each of these sources."""
+        """Returns the rows of each of these sources."""
 
     @abstractmethod
     def digest(self, rows: NDArray[np.integer], of: DigestOf = "rows") -> str:
-        """A checksum of all prompts of one source, as `digest_of_prompts`."""
+        """Returns a checksum of all prompts of one source, as `digest_of_prompts`."""
 
     @overload
     def __getitem__(self, row: int) -> Prompt: ...
@@ -241,11 +241,11 @@ class FilePool(PromptPool):
         return hashlib.blake2b(self._files.checksum().encode() + self._kept.tobytes(), digest_size=16).hexdigest()
 
     def _named(self, prompt: Prompt) -> Prompt:
-        """The prompt with the source in its id, if that is one of a mixture."""
+        """Returns the prompt with the source in its id, if that is one of a mixture."""
         return replace(prompt, id=f"{self._source}/{prompt.id}", source=self._source) if self._source else prompt
 
     def _move(self, number: int, upcoming: NextDraw) -> None:
-        """Hold the following window, or, if it lacks the row that is drawn, one that begins with it."""
+        """Holds the following window, or, if it lacks the row that is drawn, one that begins with it."""
         following, self._following = self._following, None
         held = following.result() if following is not None else None
         if held is None or held.batch(number) is None:
@@ -254,7 +254,7 @@ class FilePool(PromptPool):
         self._following = self._reader.submit(self._read, held.stop, upcoming)
 
     def _read(self, start: int, upcoming: NextDraw) -> _Held:
-        """The window that begins with this draw, across the end of an epoch if need be."""
+        """Returns the window that begins with this draw, across the end of an epoch if need be."""
         each = self._files.row_bytes
         most = max(_WINDOW_BYTES // each, min(len(self) // _MOST_WINDOWS, _LARGE_WINDOW_BYTES // each), 1)
         stop = start + min(most, _MOST_ROWS, len(self))
@@ -281,7 +281,7 @@ class _Held:
         self._starts = np.cumsum([0, *map(len, batches)])
 
     def batch(self, number: int) -> Any:
-        """The row alone; None if it is not held."""
+        """Returns the row alone; None if it is not held."""
         at = int(np.searchsorted(self._numbers, number))
         if at == len(self._numbers) or self._numbers[at] != number:
             return None
@@ -349,7 +349,7 @@ class JoinedPool(PromptPool):
 
 
 def _inside(upcoming: NextDraw, start: int, count: int) -> NextDraw:
-    """The draws of the part that has ``count`` rows from ``start`` on, with the rows' numbers in it."""
+    """Returns the draws of the part that has ``count`` rows from ``start`` on, with the rows' numbers in it."""
 
     def rows(first: int, stop: int) -> NDArray[np.integer]:
         found = upcoming.rows(first, stop)
@@ -411,7 +411,7 @@ class PromptTable:
         return bool(drawn)
 
     def update(self, seen: Iterable[tuple[str, float]], step: int, left_out: Set[int]) -> None:
-        """Add the share of right completions of each prompt that ``step`` ended, by its id and in the order drawn.
+        """Adds the share of right completions of each prompt that ``step`` ended, by its id and in the order drawn.
 
         ``left_out``: rows that are not drawn for another reason.
         """
@@ -440,7 +440,7 @@ class PromptTable:
             self.values[row] = (kept * self.values[row] + sum(rewards)) / self.counts[row]
 
     def value_of(self, name: str) -> float:
-        """The value of the prompt, from its completions of earlier steps."""
+        """Returns the value of the prompt, from its completions of earlier steps."""
         return float(self.values[self._prompts.row_of(name)])
 
     def keep_enough(self, left_out: Set[int]) -> None:
@@ -467,7 +467,7 @@ class PromptTable:
                 )
 
     def row(self) -> dict[str, float]:
-        """The metrics ``curriculum/…``."""
+        """Returns the metrics ``curriculum/…``."""
         known = self.rates[~np.isnan(self.rates)]
         mean = {"curriculum/mean_pass_rate": float(known.mean())} if len(known) else {}
         return {"curriculum/retired": int((self.retired >= 0).sum()), **mean}
@@ -480,7 +480,7 @@ class PromptTable:
         return TableState(**columns)
 
     def restore(self, state: TableState | None) -> None:
-        """Continue from ``state``. Raises CheckpointError if it is of other data."""
+        """Continues from ``state``. Raises CheckpointError if it is of other data."""
         found = 0 if state is None else len(state.visits)
         if state is None or found != len(self.visits):
             raise CheckpointError(
@@ -532,7 +532,7 @@ class PromptStream:
         self._shares = Proportions(self._weights or {"": 1.0})
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts, across the end of an epoch if need be."""
+        """Returns the next ``n`` prompts, across the end of an epoch if need be."""
         return [self._next(self._shares.next()) for _ in range(n)]
 
     def read_ahead(self) -> None:
@@ -568,11 +568,11 @@ class PromptStream:
                     break
 
     def digest(self) -> Mapping[str, str]:
-        """A checksum of each source's prompts, which `state` and `restore` compare: read once."""
+        """Returns a checksum of each source's prompts, which `state` and `restore` compare: read once."""
         return self._digests
 
     def leave_out(self, prompt: Prompt) -> None:
-        """Draw ``prompt`` no more. Raises DataError if no other of its source is left."""
+        """Stops drawing ``prompt``. Raises DataError if no other of its source is left."""
         self.left_out.add(self._pool.row_of(prompt.id))
         name = prompt.source if self._weights else ""
         rows = self._epochs[name].rows
@@ -583,13 +583,13 @@ class PromptStream:
             self.table.keep_enough(self.left_out)
 
     def epochs(self, more: int = 0) -> dict[str, float]:
-        """The epochs of each source of a mixture that were drawn, or will be after so many ``more`` prompts."""
+        """Returns the epochs of each source of a mixture that were drawn, or will be after ``more`` prompts."""
         found, whole = self._epochs, sum(self._weights.values())
         shares = {name: more * weight / whole for name, weight in self._weights.items()}
         return {name: found[name].passed + share / len(found[name].rows) for name, share in shares.items()}
 
     def state(self) -> dict[str, int] | MixtureState:
-        """The position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""
+        """Returns the position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""
         if not self._weights:
             (only,) = self._epochs.values()
             size, digest = len(self._pool), _short(self._digests[""])
@@ -609,7 +609,7 @@ class PromptStream:
         return MixtureState(position=sum(taken.values()), sources=sources)
 
     def restore(self, state: Mapping[str, int] | MixtureState, left_out: Sequence[int] = ()) -> None:
-        """Continue from ``state``; where weights have changed, shares are counted from there on.
+        """Continues from ``state``; where weights have changed, shares are counted from there on.
 
         Raises CheckpointError if it belongs to another data set.
         """
@@ -689,5 +689,5 @@ class PromptStream:
 
 
 def _short(digest: str) -> int:
-    """60 bits of it, which checkpoints of one source have."""
+    """Returns 60 bits of it, which checkpoints of one source have."""
     return int(digest[:15], 16)

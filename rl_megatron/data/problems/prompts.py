@@ -67,11 +67,11 @@ Sum = tuple[int, int]
 
 
 def split_sums(*, digits: int, num_eval: int, seed: int, key: str = "data") -> tuple[list[Sum], list[Sum]]:
-    """(train, held-out) pairs of addends below ``10**digits``; ``key``: of the section that says so, for errors.
+    """Returns (train, held-out) pairs of addends below ``10**digits``; ``key``: of the section that says so, for
+    errors.
 
-    ``num_eval`` unordered pairs are held out, each in one order; train has both orders of the other pairs.
-    Raises ConfigError if nothing would be left to train on.
-    """
+    ``num_eval`` unordered pairs are held out, each in one order; train has both orders of the other pairs. Raises
+    ConfigError if nothing would be left to train on."""
     limit = 10**digits
     num_sums = limit * (limit + 1) // 2
     if num_eval >= num_sums:
@@ -92,7 +92,7 @@ def split_sums(*, digits: int, num_eval: int, seed: int, key: str = "data") -> t
 
 
 def _unrank(index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The ``index``-th pairs (large, small) with large >= small, in the order (0,0), (1,0), (1,1), (2,0) ..."""
+    """Returns the ``index``-th pairs (large, small) with large >= small, in the order (0,0), (1,0), (1,1), (2,0) ..."""
     large = np.fromiter(((math.isqrt(8 * k + 1) - 1) // 2 for k in index.tolist()), np.int64, len(index))
     return large, index - large * (large + 1) // 2
 
@@ -159,18 +159,18 @@ def load_prompts(
 def load_held_out(
     data: OneSource, form: RowForm, *, seed: int, rows: RowsOf = "answers", lists: bool = False
 ) -> list[Prompt]:
-    """The held-out prompts of `load_prompts`, without a look at what is trained on; ``lists``: they may be ones, with
-    which an environment begins."""
+    """Returns the held-out prompts of `load_prompts`, without a look at training data; ``lists``: they may be ones,
+    with which an environment begins."""
     return formed(_held_out("data", data, form.tokenizer, seed, rows=rows, lists=lists), data, form)
 
 
 def taught_in(source: str, teachers: Mapping[str, TeacherSection] | None) -> dict[str, TeacherSection]:
-    """The ``teachers``, by name, that read the prompts of a source of a mixture; empty for the only source."""
+    """Returns the ``teachers``, by name, that read the prompts of a source of a mixture; empty for the only source."""
     return {name: one for name, one in (teachers or {}).items() if source in (one.sources or (source,))}
 
 
 def formed(problems: Sequence[Example], source: OneSource | FileKeys, form: RowForm) -> list[Prompt]:
-    """The prompts of a source's problems: conversations without tokens, others with them. Raises as `tokenize`."""
+    """Returns prompts of a source's problems: conversations without tokens, others with them. Raises as `tokenize`."""
     if isinstance(source, FileKeys) and source.fields["messages"] is not None:
         return unrendered(problems)
     return tokenize(problems, form, chat=isinstance(source, FileKeys) and source.chat_template)
@@ -195,7 +195,7 @@ def _judged_by(environment: EnvironmentSection | None, reward: RewardSection | N
 
 
 def key_of_written(samples: bool, rows: RowsOf) -> ProblemKey | None:
-    """The fields by which written rows are equal; None where the job ``samples`` answers."""
+    """Returns the fields by which written rows are equal; None where the job ``samples`` answers."""
     return None if samples else ANSWERED._replace(fields=(LABEL,) if rows == "labels" else ())
 
 
@@ -237,14 +237,14 @@ def _texts(problems: Sequence[Example], by: ProblemKey) -> ProblemTexts:
 
 
 def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-    """The prompts with the source in their ids, if it is one of a mixture."""
+    """Returns the prompts with the source in their ids, if it is one of a mixture."""
     return [replace(one, id=f"{source}/{one.id}", source=source) for one in prompts] if source else list(prompts)
 
 
 def _problems(
     key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, rows: RowsOf = "answers", lists: bool
 ) -> tuple[list[Example] | FileRows, list[Example]]:
-    """Both splits of a source; ``key``: of its section."""
+    """Returns both splits of a source; ``key``: of its section."""
     if isinstance(source, ArithmeticData):
         return _arithmetic_problems(key, source, seed, pairs=rows == "pairs")
     _check_templates(source, tokenizer, key)
@@ -261,7 +261,7 @@ def _problems(
 def _held_out(
     key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, rows: RowsOf = "answers", lists: bool
 ) -> list[Example]:
-    """The held-out split of a source alone."""
+    """Returns the held-out split of a source alone."""
     if isinstance(source, ArithmeticData):
         return _arithmetic_problems(key, source, seed, pairs=rows == "pairs")[1]
     _check_templates(source, tokenizer, key)
@@ -285,10 +285,10 @@ def _check_templates(data: FileKeys, tokenizer: PreTrainedTokenizerBase, key: st
 
 
 def first_problem(data: OneSource, key: str) -> Prompt:
-    """The first training problem, its text without a chat template; id and tokens are made up. ``key``: of the section.
+    """Returns the first training problem, its text without a chat template; id and tokens are made up. ``key``: of the
+    section.
 
-    Raises DataError.
-    """
+    Raises DataError."""
     made_up = Prompt(id="made-up", text="", token_ids=(0, 1), answer="")
     if isinstance(data, ArithmeticData):
         made = _arithmetic(1, 1, data)
@@ -324,8 +324,8 @@ def _arithmetic_problems(
 
 
 def wrong_answer(problem: Example) -> str:
-    """A number of as many digits as the answer, which it is not: with equal chance one digit is another, or any number
-    may be it. It depends on the problem alone."""
+    """Returns another number of as many digits as the answer: with equal chance one digit differs, or any number may be
+    it. It depends on the problem alone."""
     source, right = random.Random(problem.id), problem.answer
     if source.random() < 0.5:
         at = source.randrange(len(right))
@@ -343,8 +343,8 @@ def read_problems(
     *,
     lists: bool,
 ) -> list[Example]:
-    """The problems of the files' first ``most`` rows; no others are read. Only ``chat_template`` needs the tokenizer.
-    Raises DataError that names all bad rows."""
+    """Returns the problems of the files' first ``most`` rows; no others are read. Only ``chat_template`` needs the
+    tokenizer. Raises DataError that names all bad rows."""
     found, bad = list[Example](), list[str]()
     for file in files_in(path, key):
         left = None if most is None else most - len(found)

@@ -100,8 +100,8 @@ def bad_answer(row: Mapping[str, Any], answer: str) -> str | None:
 
 
 def is_desirable(prompt: Prompt) -> bool:
-    """The label of a row of one answer. Raises DataError that names the prompt for a row without one, or with another
-    value than true and false (or 1 and 0)."""
+    """Returns the label of a row of one answer. Raises DataError that names the prompt for a row without one, or with
+    another value than true and false (or 1 and 0)."""
     label = prompt.meta.get(LABEL)
     if isinstance(label, int) and label in (0, 1):
         return bool(label)
@@ -110,7 +110,7 @@ def is_desirable(prompt: Prompt) -> bool:
 
 
 def margin_of(record: Record, place: str, data: FileKeys) -> float:
-    """The number in the field of margins; 0 without a field. Raises DataError for anything else there."""
+    """Returns the number in the field of margins; 0 without a field. Raises DataError for anything else there."""
     if data.fields["margin"] is None:
         return 0.0
     value = _field_at(record.others, place, data.fields["margin"])
@@ -123,7 +123,7 @@ def margin_of(record: Record, place: str, data: FileKeys) -> float:
 
 
 def demonstration_in(row: Mapping[str, Any], place: str, name: str) -> str:
-    """The text of a demonstration in a row. Raises DataError for anything else there."""
+    """Returns the text of a demonstration in a row. Raises DataError for anything else there."""
     value = _field_at(row, place, name)
     if not (isinstance(value, str) and value.strip()):
         raise DataError(f"{place}: field {name!r} is {start_of(value)}; a demonstration is a text; remove the row")
@@ -131,7 +131,7 @@ def demonstration_in(row: Mapping[str, Any], place: str, name: str) -> str:
 
 
 def system_of(record: Record, place: str, data: FileKeys) -> str:
-    """The text of the system's message in a row, empty without one. Raises DataError for anything else there."""
+    """Returns the text of the system's message in a row, empty without one. Raises DataError for another value."""
     if data.fields["system"] is None:
         return ""
     value = _field_at(record.others, place, data.fields["system"])
@@ -217,7 +217,7 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
 
 
 def _list_at(record: Record, name: str, place: str, *, in_structs: bool) -> list[dict[str, Any]]:
-    """The list of objects in a field, which may be its JSON text; empty where it is null. Raises DataError."""
+    """Returns the list of objects in a field, which may be its JSON text; empty where it is null. Raises DataError."""
     found = value = _field_at(record.others, place, name)
     if isinstance(value, str) and value.startswith("["):
         try:
@@ -233,7 +233,7 @@ def _list_at(record: Record, name: str, place: str, *, in_structs: bool) -> list
 
 
 def _field_at(row: Mapping[str, Any], place: str, name: str) -> Any:
-    """The value of a field. Raises DataError where the row lacks it, or it has bytes that are not text."""
+    """Returns the value of a field. Raises DataError where the row lacks it, or it has bytes that are not text."""
     try:
         value = value_at(row, name)
     except KeyError:
@@ -250,7 +250,7 @@ def _is_message(value: object) -> bool:
 
 
 def _messages_in(text: str) -> list[Any] | None:
-    """The messages that a text has as JSON; None if it is another text."""
+    """Returns the messages that a text has as JSON; None if it is another text."""
     try:
         found: Any = parse(text) if text.lstrip(" \t\r\n").startswith("[") else None
         text.encode() if found is None else _to_json(found).encode()
@@ -275,8 +275,8 @@ def _no_message(at: int, one: object, *, rendered: bool) -> str | None:
 
 
 def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """The tool with its parameters as an object: some files have them as JSON text, because a column of Arrow has one
-    schema for all. Raises DataError that begins with ``where``."""
+    """Returns the tool with its parameters as an object: some files have them as JSON text, because a column of Arrow
+    has one schema for all. Raises DataError that begins with ``where``."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(text := function.get("parameters"), str):
         return tool
@@ -357,7 +357,7 @@ class Example:
         return () if is_text else (*self.messages[:-1], {**self.messages[-1], "content": self.text})
 
     def hashed(self, texts: int) -> str:
-        """The part of what is compared that is quickly read: as of `ProblemKey.hashed`."""
+        """Returns the quickly read part of what is compared: as of `ProblemKey.hashed`."""
         return normalize_whitespace(
             *filter(None, (self.form.replace("{prompt}", self.asked.strip()), self.answer)[:texts])
         )
@@ -381,7 +381,7 @@ def form_of(data: FileKeys) -> str:
 
 
 def _value_at(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a field, null where the row lacks it."""
+    """Returns the value of a field, null where the row lacks it."""
     try:
         return value_at(row, name)
     except KeyError:
@@ -389,7 +389,7 @@ def _value_at(row: Mapping[str, Any], name: str) -> Any:
 
 
 def fields_of(data: FileKeys) -> tuple[str, ...]:
-    """The fields of texts that each row must have."""
+    """Returns the fields of texts that each row must have."""
     if data.fields["messages"] is not None:
         return ()
     pairs = () if data.fields["rejected"] is None else (data.fields["rejected"],)
@@ -399,8 +399,8 @@ def fields_of(data: FileKeys) -> tuple[str, ...]:
 def render_row(
     record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase | None
 ) -> Example:
-    """The problem in a row of a file, with its templates. Raises DataError as `check_pair` and `messages_of` do, and
-    where the tokenizer's template fails."""
+    """Returns the problem in a row of a file, with its templates. Raises DataError as `check_pair` and `messages_of`
+    do, and where the tokenizer's template fails."""
     (problem,) = rendered_rows([record], path, line, data, tokenizer)
     if isinstance(problem, DataError):
         raise problem
@@ -426,8 +426,8 @@ def rendered_rows(
 
 
 def problem_in(record: Record, path: Path, line: int, data: FileKeys) -> Example:
-    """The problem in a row of a file, without the tokenizer's template, or its conversation. Raises DataError as
-    `check_pair`, `messages_of` and `conversation_text` do."""
+    """Returns the problem in a row of a file, without the tokenizer's template, or its conversation. Raises DataError
+    as `check_pair`, `messages_of` and `conversation_text` do."""
     one = _before_template(record, path, line, data) if data.fields["messages"] is None else None
     if isinstance(one, DataError):
         raise one
@@ -458,7 +458,7 @@ def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> E
 
 
 def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Example:
-    """The conversation in a row of a file, or the pair of them. Raises as `conversation_text`, which it has."""
+    """Returns the conversation in a row of a file, or the pair of them. Raises as `conversation_text` does."""
     place = f"{path}:{line}"
     text = conversation_text(record, place, data, in_structs=path.suffix == ".parquet")
     margin = margin_of(record, place, data)
@@ -533,14 +533,14 @@ def _failed(place: str, error: TemplateFailed) -> DataError:
 
 
 def fields_in(prompt: str) -> list[str]:
-    """The fields of a row that a teacher's prompt names, each once, besides the problem and its answer."""
+    """Returns the fields of a row that a teacher's prompt names, each once, besides the problem and its answer."""
     names = dict.fromkeys(name for _, name in prompt_parts(prompt) if name is not None)
     return [name for name in names if name not in (*_OF_PROBLEM, OTHER_COMPLETION_FIELD)]
 
 
 def _with_fields(problem: Example, parts: Sequence[tuple[str, str | None]], key: str) -> str:
-    """A teacher's prompt of a problem, of its `prompt_parts`. Raises DataError that names the place for a field that
-    its row lacks, or that is null."""
+    """Fills the `prompt_parts` of a teacher's prompt with a problem. Raises DataError that names the place for a field
+    that its row lacks, or that is null."""
     known = {**dict(zip(_OF_PROBLEM, (problem.asked, problem.answer), strict=True)), OTHER_COMPLETION_FIELD: _PLACE}
 
     def of_field(name: str) -> str:
@@ -560,9 +560,9 @@ def _with_fields(problem: Example, parts: Sequence[tuple[str, str | None]], key:
 
 
 def tokenize(problems: Sequence[Example], form: RowForm, *, chat: bool = False) -> list[Prompt]:
-    """The prompts in their order, ``chat``: their texts are chats. One that is too long, or whose prompt of a teacher
-    is, raises DataError, or is dropped with a warning. Raises DataError for a field that a teacher's prompt lacks, and
-    for a token that the model's embedding lacks."""
+    """Returns the prompts in their order, ``chat``: their texts are chats. One that is too long, or has a teacher's
+    prompt that is, raises DataError, or is dropped with a warning. Raises DataError for a field that a teacher's prompt
+    lacks, and for a token that the model's embedding lacks."""
     prompts: list[Prompt] = []
     long: list[tuple[Example, PromptExcess]] = []
     for problem, prompt in zip(problems, _prompts(problems, form, chat), strict=True):
@@ -586,7 +586,7 @@ def tokenize(problems: Sequence[Example], form: RowForm, *, chat: bool = False) 
 
 
 def tokenize_one(problem: Example, form: RowForm, *, chat: bool = False) -> Prompt | PromptExcess:
-    """The prompt, as `tokenize` makes it, or why it is too long."""
+    """Returns the prompt, as `tokenize` makes it, or why it is too long."""
     return next(_prompts([problem], form, chat))
 
 
@@ -621,7 +621,7 @@ def _prompts(problems: Sequence[Example], form: RowForm, chat: bool) -> Iterator
 def _of_teacher(
     problems: Sequence[Example], tokenizer: PreTrainedTokenizerBase, name: str, teacher: TeacherSection, chat: bool
 ) -> Iterator[tuple[int, ...] | PromptExcess]:
-    """The prompt that a teacher reads in place of each problem's."""
+    """Returns the prompt that a teacher reads in place of each problem's."""
     key = f"algorithm.kl.teachers.{name}"
     assert teacher.prompt is not None
     assert teacher.max_prompt_tokens is not None
@@ -654,7 +654,7 @@ def _split_template(text: str, problem: Example) -> tuple[str, str]:
 def _split_around(
     before: tuple[int, ...] | PromptExcess, behind: tuple[int, ...] | PromptExcess, most: int, key: str
 ) -> tuple[int, ...] | PromptExcess:
-    """The tokens around another completion, with ``OTHER_COMPLETION_TOKEN`` between them, which is no token."""
+    """Returns the tokens around another completion, with ``OTHER_COMPLETION_TOKEN`` between them, which is no token."""
     if isinstance(before, PromptExcess):
         return before
     if isinstance(behind, PromptExcess):

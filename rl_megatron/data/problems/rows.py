@@ -53,7 +53,7 @@ def listed(problems: Sequence[str]) -> str:
 
 
 def record_of(row: Mapping[str, object], fields: tuple[str, ...], *, lists: bool = False) -> Record | str:
-    """The fields of a row, or what is wrong with it. The first must be text; with ``lists`` it may be one."""
+    """Returns the fields of a row, or what is wrong with it. The first must be text; with ``lists`` it may be one."""
     texts = []
     others = {name: value for name, value in row.items() if name not in fields}
     for name in fields:
@@ -76,12 +76,12 @@ def record_of(row: Mapping[str, object], fields: tuple[str, ...], *, lists: bool
 
 
 def _positional(number: float) -> str:
-    """Its digits without a power of ten, in which many read another number: 0.00001, not 1e-05."""
+    """Writes it without a power of ten, in which many read another number: 0.00001, not 1e-05."""
     return format(Decimal(repr(number)), "f")
 
 
 def values_of(column: Any) -> list[Any]:
-    """The values of one column; text stays bytes, so that bad UTF-8 is found row by row."""
+    """Returns the values of one column; text stays bytes, so that bad UTF-8 is found row by row."""
     import pyarrow as pa
 
     is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
@@ -121,8 +121,8 @@ def _json_of(column: Any) -> list[Any]:
 
 
 def widen_dtypes(column: Any) -> Any:
-    """Floats of 16 or 32 bits as those of 64: whole numbers as they are, others by their shortest decimal, 0.1 as 0.1;
-    other columns as they are."""
+    """Widens floats of 16 or 32 bits to 64: whole numbers as they are, others by their shortest decimal, 0.1 as 0.1.
+    Leaves other columns as they are."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -137,7 +137,7 @@ def widen_dtypes(column: Any) -> Any:
 
 
 def _dates(column: Any) -> list[Any]:
-    """Dates, times and durations; Arrow's text of those that Python has not: nanoseconds, and the year 10000."""
+    """Returns dates, times and durations; Arrow's text of those that Python has not: nanoseconds, the year 10000."""
     import pyarrow as pa
 
     try:
@@ -161,7 +161,7 @@ def decoded_row(row: dict[str, Any]) -> Mapping[str, object] | str:
 
 
 def as_json(value: object) -> object:
-    """Convert a value of a parquet column to JSON: dates and decimals to text, NaN to null, bytes to their UTF-8 text.
+    """Converts a value of a parquet column to JSON: dates and decimals to text, NaN to null, bytes to their UTF-8 text.
     Bytes that are not UTF-8, or have a NUL like UTF-16, become `Base64`."""
     match value:
         case str() | None | bool() | int():
@@ -181,7 +181,7 @@ def as_json(value: object) -> object:
 
 
 def kinds_of(fields: Iterable[Any]) -> dict[str, Any]:
-    """Arrow's type of each column of a schema; of a struct, those of its fields."""
+    """Returns Arrow's type of each column of a schema; of a struct, those of its fields."""
     import pyarrow as pa
 
     return {one.name: kinds_of(one.type) if pa.types.is_struct(one.type) else one.type for one in fields}
@@ -198,7 +198,7 @@ def check_there(path: Path, schema: Iterable[Any], fields: Iterable[str]) -> Non
 
 
 def missing_field(name: str, row: Mapping[str, Any]) -> str:
-    """Say which field a row lacks, those that it and its objects have, and the one of a similar name."""
+    """Says which field a row lacks, those that it and its objects have, and the one of a similar name."""
     names = sorted(set(_leaves(row)))
     near = difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -206,7 +206,7 @@ def missing_field(name: str, row: Mapping[str, Any]) -> str:
 
 
 def without_null_keys(value: object) -> object:
-    """The value, in whose objects Arrow's structs have the keys of all rows."""
+    """Returns the value without null keys: Arrow's structs have the keys of all rows."""
     if isinstance(value, dict):
         return {key: without_null_keys(inner) for key, inner in value.items() if inner is not None}
     return [without_null_keys(inner) for inner in value] if isinstance(value, list) else value
@@ -220,7 +220,7 @@ def has_bytes(value: object) -> bool:
 
 
 def bytes_field(name: str) -> str:
-    """Say that a field has `Base64`."""
+    """Says that a field has `Base64`."""
     return f"field {name!r} has bytes that are not UTF-8 text; write the column as text"
 
 
@@ -233,17 +233,17 @@ def unread_field(name: str, row: Mapping[str, Any], key: str) -> str:
 
 
 def null_field(name: str, key: str) -> str:
-    """Say that a field has no value which the config ``key`` has a teacher read."""
+    """Says that a field that the config ``key`` has a teacher read has no value."""
     return f"field {name!r} is null, or a number that is not finite, for {key}; give it a value, or remove the row"
 
 
 def equal_fields(better: str, worse: str) -> str:
-    """Say that the two fields of a pair are equal."""
+    """Says that the two fields of a pair are equal."""
     return f"fields {better!r} and {worse!r} are equal, so nothing says which is better; remove the row"
 
 
 def beyond_embedding(token: int, vocab_size: int) -> str:
-    """Say that the embedding lacks a token of a text, and what to do."""
+    """Says that the embedding lacks a token of a text, and what to do."""
     return (
         f"has the token {token}, but the model's embedding has {vocab_size} rows; give the model its own tokenizer, or "
         "resize its embedding to the tokenizer (resize_token_embeddings)"
@@ -251,7 +251,7 @@ def beyond_embedding(token: int, vocab_size: int) -> str:
 
 
 def start_of(value: object) -> str:
-    """The start of a bad value, for errors."""
+    """Returns the start of a bad value, for errors."""
     return f"{value!r:.80}"
 
 
@@ -262,7 +262,7 @@ def _leaves(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def truncate_text(text: str) -> str:
-    """Its first 500 characters."""
+    """Returns its first 500 characters."""
     return truncate(text, _MAX_SHOWN)
 
 
@@ -271,8 +271,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def local_files(data: FileKeys, key: str, names: Iterable[str]) -> FileKeys:
-    """The section with paths on this machine for these ``names``, train or eval: files of the hub are downloaded into
-    its cache, if they are not there.
+    """Returns the section with paths on this machine for these ``names``, train or eval: files of the hub are
+    downloaded into its cache, if they are not there.
 
     ``key``: of the section. Raises DataError where a file is neither in the cache nor to be had.
     """
@@ -296,7 +296,7 @@ def local_files(data: FileKeys, key: str, names: Iterable[str]) -> FileKeys:
 
 
 def files_in(path: Path, key: str) -> list[Path]:
-    """The file, or the parquet files of a folder by name. Raises DataError where a folder has none, and for a list."""
+    """Returns the file, or a folder's parquet files by name. Raises DataError where it has none, and for a list."""
     if any(mark in str(path) for mark in ",*") and not os.path.exists(path):
         raise DataError(
             f"{key}={truncate_text(str(path))}: no such file; give one file, or a folder of .parquet files "
@@ -359,5 +359,5 @@ def _broken_text(row: Mapping[str, object]) -> str | None:
 
 
 def _finite(text: str) -> float | None:
-    """None for NaN and infinity, which JSON lacks."""
+    """Returns None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value := float(text)) else None

@@ -423,7 +423,7 @@ class FrozenReference:
     start_folder: Path
 
     async def begin(self, roles: RunComponents, *, fresh: bool) -> None:
-        """Give its ranks its weights; a ``fresh`` run keeps the policy's first if they are these."""
+        """Gives its ranks its weights; a ``fresh`` run keeps the policy's first if they are these."""
         if fresh and self.folder is None:
             remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
             await roles.weights.push(0)
