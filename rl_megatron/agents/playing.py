@@ -34,7 +34,7 @@ _MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
 
 
 class EnvironmentCallError(Exception):
-    """The environment raised, was ``late`` or answered what is no answer; the text says in which call."""
+    """The environment raised, was ``late`` or returned a wrong value; the text says in which call."""
 
     def __init__(self, said: str, *, late: bool = False) -> None:
         super().__init__(said)
@@ -54,14 +54,14 @@ class TrajectoryEnd:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRunner:
-    """One trajectory that is under way."""
+    """One trajectory in progress."""
 
     episode: Episode
     task: Prompt
     seed: int
     section: EnvironmentSection
-    cut: Callable[[OpenAIMessage], OpenAIMessage]  # a message to what ``max_observation_tokens`` leaves of it
-    sampled: Callable[[], None]  # called once, when it asks the engine no more
+    cut: Callable[[OpenAIMessage], OpenAIMessage]  # returns what ``max_observation_tokens`` leaves of a message
+    sampled: Callable[[], None]  # called once, when it needs the engine no longer
     thread: LoopThread
     endpoint: Endpoint
     started: bool = False  # its environment may be there

@@ -202,7 +202,7 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     async def interrupt(self) -> None:
-        """Trajectories under way are not kept: a resume starts them over."""
+        """Keeps no trajectory in progress: a resume starts them over."""
 
     @override
     def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:

@@ -258,8 +258,7 @@ class EpisodeThreads:
         self._free: list[LoopThread] = []
 
     async def take(self, admitted: Callable[[], None]) -> LoopThread:
-        """Returns a thread for one trajectory. First come, first served; calls ``admitted`` once there is room for
-        it."""
+        """Returns a thread for one trajectory, first come, first served. Calls ``admitted`` once there is room."""
         await self._room.acquire()
         admitted()
         if self._free:

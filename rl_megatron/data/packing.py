@@ -99,7 +99,7 @@ def _needed(sizes: NDArray[np.int64], budget: int) -> int:
 
 
 def _first_fit(fit: Callable[[int], NDArray[np.int64] | None], least: int) -> tuple[int, NDArray[np.int64]]:
-    """Returns the lowest number from ``least`` on that fits, and how. A number that fits also fits with one bin more.
+    """Returns the lowest number of bins from ``least`` on that fits, and how. One more than a fitting number fits, too.
 
     Steps of a 64th, so of one below 128, and then halves of the last.
     """

@@ -63,7 +63,7 @@ def opened(share: Share) -> tuple[dict[str, Any], list[NDArray[Any]]]:
 
 
 OwnLayers = Mapping[str, tuple[int, ...]]
-"""Of each column with entries of layers, those of one rank, as indices into its second dimension."""
+"""Column with entries of layers -> the layers of one rank, as indices into its second dimension."""
 
 
 def has_layers(share: Share) -> bool:

@@ -401,7 +401,7 @@ def supervised_samples(rows: Sequence[SupervisedRow]) -> Samples:
 
 def check_tokens(rows: Iterable[SupervisedRow], vocab_size: int) -> None:
     """Raises DataError for a row with a token that an embedding of ``vocab_size`` rows lacks. Engines refuse such a
-    token; of what is written without one the learner would read zeros for it."""
+    token; for rows that no engine reads, the learner would take zeros for it."""
     for row in rows:
         if (most := int(row.token_ids.max())) >= vocab_size:
             raise DataError(f"prompt {row.id!r} {beyond_embedding(most, vocab_size)}")

@@ -129,7 +129,7 @@ class _Part:
 
 
 def _parts_of(groups: Sequence[RolloutGroup]) -> Iterator[_Part]:
-    """Yields each part by name: sources have their own. One of weight 0 is left out, and may be beyond float32."""
+    """Yields each part by name: sources have their own. One of weight 0 is recorded only; it may exceed float32."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     trajectories = ((group.prompt.id, one) for group in groups for one in group.trajectories)
     for place, (prompt, one) in enumerate(trajectories):

@@ -66,7 +66,7 @@ def peak_of(name: str) -> Peak | None:
 def seconds_at_peak(
     shape: ModelShape, gpus: Sequence[str], learner: LearnerSection = WHOLE
 ) -> Callable[[Iterable[int]], float] | None:
-    """Says how many seconds training on sequences of such lengths takes ``gpus``, by name, at their bfloat16 peak.
+    """Says how many seconds training on sequences of these lengths takes ``gpus``, by name, at their bfloat16 peak.
 
     Over the seconds that it took it is the MFU. None if there is no GPU, or the peak of one is not known.
     """

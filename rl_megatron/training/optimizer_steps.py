@@ -234,5 +234,5 @@ def critic_learning_rate(config: RunConfig, step: int) -> float:
 
 
 def steps_for_epochs(epochs: float, rows: int, batch_size: int) -> int:
-    """Returns the steps of so many passes over ``rows``, of ``epochs`` as it is written: as a float 1.1 is more."""
+    """Returns the steps of ``epochs`` passes over ``rows``; ``epochs`` is read as written, as the float 1.1 is more."""
     return math.ceil(Fraction(str(epochs)) * rows / batch_size)

@@ -167,14 +167,14 @@ class PolicyUpdate:
     roles: RunComponents
     attention_cost: float
     seconds_at_peak: Callable[[Iterable[int]], float] | None = None
-    """Of training the policy on sequences of such lengths; None where its GPUs' peak is not known."""
+    """Seconds at the GPUs' peak of training the policy on sequences of these lengths; None where that is not known."""
     training_flops: Callable[[Iterable[int]], float] | None = None
-    """Of the same, for the metric flops/train; None: not counted."""
+    """FLOPs of the same, for the metric flops/train; None: not counted."""
     tracked: Callable[[str], float] | None = None
     """The value of a prompt by its id, where the baseline is tracked."""
     state: AlgorithmState = field(init=False)
     packers: Packers = field(init=False)
-    """Those of the policy and of all roles with a layout of their own."""
+    """Packers of the policy and of all roles with a layout of their own."""
     hooks: tuple[StepHooks, ...] = field(init=False)
     """The sides of active features."""
     policy_steps: OptimizerSteps = field(init=False)

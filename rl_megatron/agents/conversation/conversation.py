@@ -62,8 +62,8 @@ class TokenRows:
 
 
 Branch = Rewritten | Literal["edited", "again"]
-"""Why a prompt begins a row after the first: its template's reason; ``edited`` if the last assistant message was not
-sampled after these messages; ``again`` if there is none."""
+"""The reason why a prompt begins a row after the first: its template's; ``edited`` if the last assistant message was
+not sampled after these messages; ``again`` if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from rl_megatron.errors import RLMegatronError
 
 ChatMessage = Mapping[str, Any]
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one thing; tidied messages have the first
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one thing; normalized messages have the first
 LOSABLE = ("tool_calls", "function_call", "refusal")
 """Keys of an assistant's message that say something, and that some templates do not read; with the first some leave out
 the content."""

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]
 """As in OpenAI's requests: each has ``type`` and ``function``."""
 Rewritten = Literal["thinking", "context", "closing", "refused"]
-"""Why what a template writes now cannot follow the last turn's tokens.
+"""The reasons why a template's new text cannot follow the last turn's tokens.
 
-It drops the ``thinking`` of turns, and nothing else; it shows the ``context`` before the turn, or the turn, otherwise
-than before; it writes another ``closing`` token than was sampled; or it ``refused`` the turn without its calls' texts.
-"""
+It drops the ``thinking`` of turns, and nothing else; it shows the ``context`` before the turn, or the turn,
+otherwise than before; it writes another ``closing`` token than was sampled; or it ``refused`` the turn without its
+calls' texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ class RowTexts:
 
 
 def _check_turn(place: int, message: ChatMessage) -> None:
-    """Raises UnsupportedMessages for a tidied message that no model should learn to write."""
+    """Raises UnsupportedMessages for a normalized message that no model should learn to write."""
     for call in message.get("tool_calls", ()):
         if not isinstance(arguments := call["function"]["arguments"], Mapping):
             raise UnsupportedMessages(

@@ -119,7 +119,7 @@ class RequestCounts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenConversation:
-    """One open conversation, its answers by what was asked last, and all turns that are being sampled."""
+    """One open conversation, its answers by the digest of their request, and all turns that are being sampled."""
 
     served: ConversationHandler
     requests: RequestCounts = field(default_factory=RequestCounts)
@@ -175,8 +175,7 @@ class ConversationRegistry:
         return self._lines[_digest(key)].requests
 
     def line(self, headers: Mapping[bytes, bytes]) -> OpenConversation:
-        """Returns a request's conversation. Raises RequestRejected: 401 for no key or a foreign one, 410 after its
-        end."""
+        """Returns a request's conversation. Raises RequestRejected: 401 for no or a foreign key, 410 after its end."""
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise RequestRejected(401, "no key; send the conversation's as Authorization: Bearer")

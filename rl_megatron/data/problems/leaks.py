@@ -1,4 +1,4 @@
-"""Finds problems that are there twice: in what is trained on, or there and in what is held out.
+"""Finds duplicate problems: among those to train on, or of held-out ones.
 
 A problem leaks if the policy is asked what is held out; two to train on are equal if their reward reads the same, too
 (`ProblemKey`). Texts are equal if they differ in white space alone. Rows whose 64-bit hash is equal are compared again

@@ -1,4 +1,4 @@
-"""Loads the problems of a run: what is trained on as a pool, without what is there twice, and what is held out.
+"""Loads the problems of a run: training problems as a pool, without duplicates, and held-out problems.
 
 Additions are generated: ``37+08=`` with answer ``540``, lowest digit first. No held-out sum is in the training split.
 """

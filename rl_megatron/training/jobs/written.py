@@ -86,7 +86,7 @@ class DatasetObjective(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedRows:
-    """Units with rows of at most so many tokens, and how many rows were left out and cut."""
+    """Units with rows that fit, and how many rows were left out and cut."""
 
     units: Sequence[Unit]
     dropped: int
@@ -216,10 +216,10 @@ class DatasetJob:
     units_of: UnitsOf
     objective: DatasetObjective
     optimizer_steps: OptimizerSteps
-    """Those of the objective."""
+    """The optimizer steps of the objective."""
     name: str
     end_token_ids: EndTokens = field(default_factory=dict)
-    """After what is learned of each source; empty where no end is."""
+    """The tokens after what is learned of each source; empty where there are none."""
     dropped: int = 0
     """Rows that are not in the data, as they were too long when it was read."""
     seconds_at_peak: Callable[[Iterable[int]], float] | None = None
