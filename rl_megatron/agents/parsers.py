@@ -17,8 +17,8 @@ _THINK = "<think>"
 class ParsedReply:
     """An assistant's message in OpenAI's form: content, ``reasoning_content`` and ``tool_calls`` where it has them.
 
-    Where a call cannot be read there are no calls, and the content is all the text after the reasoning, as the model
-    wrote it; ``problem`` says what is wrong with the first such call.
+    Where a call cannot be read there are no calls. The content is all the text after the reasoning, as the model wrote
+    it, and ``problem`` says what is wrong with the first such call.
     """
 
     message: Mapping[str, Any]
@@ -50,8 +50,8 @@ def parse_json(written: str) -> object:
 
 
 def parse_readable_json(value: object) -> object:
-    """Returns the value of JSON, if templates and clients can read it. Raises ValueError for one that is nested more
-    than 64 deep, for NaN and infinity, and for a half of a surrogate pair, which no tokenizer takes."""
+    """Returns the value of JSON, if templates and clients can read it. Raises ValueError for a nesting of more than 64,
+    for NaN and infinity, and for a half of a surrogate pair, which no tokenizer takes."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         lists = [[*one.values()] if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]

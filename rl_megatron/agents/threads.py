@@ -1,8 +1,8 @@
 """Threads with an event loop each, in which the user's code of one trajectory runs: code that blocks one blocks no
 other.
 
-A call that is not answered in time is given up, whether or not the code heeds its cancellation, and the thread with it:
-a thread cannot be killed, but it is a daemon and delays no exit. Its processes are ended, with all that they started.
+A call that is not answered in time is given up, with its thread, whether or not the code heeds its cancellation. A
+thread cannot be killed, but it is a daemon and delays no exit. Its processes are ended, with all that they started.
 Linux keeps for each thread the children that it forked, in /proc/self/task/<thread>/children. This process adopts those
 below it when their parents end. They become children of its first thread, and their marks name their owners.
 """

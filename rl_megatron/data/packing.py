@@ -2,8 +2,8 @@
 
 A sequence of l positions costs ``l + c * l**2``: the matrix products grow with l, causal attention with its square.
 Longest first, each sequence goes to the micro-batch with the least work that has room (LPT, Graham 1969, under a
-capacity). Micro-batches of similar work then share an index m, because expert parallelism makes the ranks wait for
-each other at each index, and the ranks' totals are balanced row by row.
+capacity). Micro-batches of similar work then share an index m, because expert parallelism makes the ranks wait for each
+other at each index. The ranks' totals are balanced row by row.
 
 The number of micro-batches is searched for, and one try is a pass over all sequences. So the search begins at the
 smallest number that any packing needs, and takes steps in proportion to it.
@@ -152,7 +152,7 @@ def causal_attention_cost(*, linear_parameters: float, attention_width: float) -
     """Returns c in work(l) = l + c * l**2, from floating-point operations of a forward or a backward pass.
 
     ``linear_parameters`` counts the weights that multiply one token (active experts only, output layer included): two
-    operations each. ``attention_width`` is num_layers * num_heads * head_dim: scores and values cost two operations
+    operations each. ``attention_width`` is num_layers * num_heads * head_dim. Scores and values cost two operations
     each per width and visible position, and a causal token sees l / 2 positions.
     """
     return attention_width / linear_parameters
@@ -163,9 +163,9 @@ class Packer:
     """Packs sequences into D x M micro-batches of at most ``max_tokens`` positions, for the ranks of one learner.
 
     ``unit`` neighboring sequences (2 for preference pairs) stay together, with ``whole_groups`` also a group's in one
-    minibatch. ``padding`` has the most sequences of a micro-batch, and what the learner pads it to, or else to a
-    multiple of ``multiple`` and of what ``dims`` need. The learner pads, but padding counts: a padded micro-batch also
-    has at most ``max_tokens`` positions, rounded up to the padding's multiple.
+    minibatch. ``padding`` has the most sequences of a micro-batch, and the sizes that the learner pads it to. Otherwise
+    the learner pads to a multiple of ``multiple`` and of what ``dims`` need. The learner pads, but padding counts: a
+    padded micro-batch also has at most ``max_tokens`` positions, rounded up to the padding's multiple.
     """
 
     dims: ParallelDims
@@ -256,8 +256,8 @@ class Packer:
         """Returns positions trained on, the share of padding among computed positions, and the imbalance of the ranks'
         work.
 
-        Imbalance is the work of the slowest rank at each micro-batch (ranks wait for each other there), summed, over
-        the mean rank's work; 1 is even."""
+        Imbalance is the work of the slowest rank, summed over micro-batches, over the mean rank's work; 1 is even.
+        Ranks wait for each other at each micro-batch."""
         slowest = mean = 0.0
         real = computed = 0
         multiple = math.lcm(sequence_multiple(self.dims) * self.dims.tp, self.multiple)
@@ -378,8 +378,8 @@ def _sorted(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
 def finish_minibatch(
     batch: Batch, weighted: Callable[[Samples, NDArray[np.int64]], Samples] = lambda samples, part: samples
 ) -> Batch:
-    """Returns a minibatch with its ``nll_weights`` divided by how many of its tokens have one, and with the columns
-    that ``weighted`` gives it for its part. They are as long as those of all samples."""
+    """Returns a minibatch with its ``nll_weights`` divided by how many of its tokens have one. It has the columns that
+    ``weighted`` gives it for its part. They are as long as those of all samples."""
     part = minibatch_sequences(batch)
     samples = weighted(_divide_nll_weights(batch.samples, part), part)
     return replace(batch, samples=samples, micro_batches=MicroBatches(samples, batch.sequences, batch.spare))

@@ -1,11 +1,11 @@
 """Columns of a step's rows on their way from the controller to ranks: both ends.
 
-The controller sends a data-parallel rank a *share*: what the rank does not hold yet for one pass, as one array of bytes
-without a pickle. A share has a header in JSON, the numbers of the rows that the pass takes, and columns of rows, each
-array at a multiple of 8 bytes. Each column goes to a data-parallel rank once a step, in the shortest of the forms below
-that gives its numbers back to the bit. How a column is sent (`Form`) is found once for all its rows, in parts that stay
-in the processor's cache; a share is then copied row by row into the memory that is sent. Letters: S sequences (rows),
-T positions of those of one block, D data-parallel ranks, M micro-batches.
+The controller sends a data-parallel rank a *share*: the data that the rank lacks for one pass, as one array of bytes
+without a pickle. A share has a header in JSON, the numbers of the rows that the pass takes, and columns of rows. Each
+array is at a multiple of 8 bytes. Each column goes to a data-parallel rank once a step, in the shortest of the forms
+below that gives its numbers back to the bit. The form of a column (`Form`) is found once for all its rows, in parts
+that stay in the processor's cache. A share is then copied row by row into the memory that is sent. Letters: S sequences
+(rows), T positions of those of one block, D data-parallel ranks, M micro-batches.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ def _room_for(size: int) -> int:
 
 SCORING_COLUMNS = (*KEPT, "mask")  # columns that a pass without a loss reads, and all extra ones
 Form = Literal["whole", "bits", "last", "copy", "masked", "trained", "spread", "ragged"]
-"""How a column is sent: all its numbers; as bits; the last of each row, if the others are the next input; nothing, if
-it is equal to another column; those at masked-in positions, if the others are 0; a number a row, times the mask; a
-number a row; counts and values."""
+"""The forms in which a column is sent. ``whole``: all its numbers. ``bits``: as bits. ``last``: the last of each row,
+if the others are the next input. ``copy``: nothing, as it is equal to another column. ``masked``: those at masked-in
+positions, if the others are 0. ``trained``: a number a row, times the mask. ``spread``: a number a row. ``ragged``:
+counts and values."""
 
 _SHOWN = 8  # rows in a message
 

@@ -131,7 +131,7 @@ def _trajectory(
 def split_into_steps(group: RolloutGroup, scored: Sequence[RewardResult], decode: Decode) -> RolloutGroup:
     """Returns the group with a turn for each step of its completions, which have one turn.
 
-    A step ends with the token that has its last character; several that end within one token are one step, of the sum
+    A step ends with the token that has its last character. Several that end within one token are one step, with the sum
     of their rewards. The text after the last step belongs to it.
     """
     parts = zip(group.trajectories, scored, strict=True)
@@ -207,8 +207,8 @@ def tokens_after_prompt(one: Trajectory) -> int:
 
 
 def _known_beginnings(one: Trajectory) -> list[int]:
-    """Returns how many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
-    neighbors have most in common: the last row is compared with its two, and taken out, and so on."""
+    """Returns how many tokens each row begins with in common with one before it. In the order of their tokens,
+    neighbors have most in common. So the last row is compared with its two, and taken out, and so on."""
     rows = [row.token_ids for row in one.chains]
     keys = [*map(cmp_to_key(_compared), rows)]
     order = sorted(range(len(rows)), key=keys.__getitem__)
@@ -370,8 +370,8 @@ def supervised_rows(
 
 
 def answer_end_token(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
-    """Returns the one of ``stop_token_ids`` after an answer that is learned: the tokenizer's ``eos_token``, else the
-    first that is a token of it; None if there is none."""
+    """Returns the one of ``stop_token_ids`` after an answer that is learned. It is the tokenizer's ``eos_token``, else
+    the first that is a token of it; None if there is none."""
     if tokenizer.eos_token_id in stop_token_ids:
         return int(tokenizer.eos_token_id)
     known = set(tokenizer.get_vocab().values())
@@ -642,8 +642,8 @@ class _Row(Sequence[Samples]):
 def _placeholder(samples: Samples, spare: int) -> Samples:
     """Returns a sequence of one position with nothing masked in, for a rank without work to join the collectives.
 
-    After it are up to ``spare`` - 1 positions that no sequence has, so that padding is not one token many times, which
-    would all go to the same experts. They have the first positions' tokens and extra columns.
+    After it are up to ``spare`` - 1 positions that no sequence has. Padding by one token many times would all go to the
+    same experts. They have the first positions' tokens and extra columns.
     """
     first = torch.arange(len(samples.input_ids))[:spare]
     some = {name: picked(column, first) for name, column in samples.every_column.items()}
@@ -695,8 +695,8 @@ def scored_row(name: str, ids: Sequence[int]) -> SupervisedRow:
 
 
 def set_margins(rows: Sequence[SupervisedRow]) -> Samples:
-    """Returns `supervised_samples` with a row's margin in ``returns`` where its first learned token is predicted, which
-    is the only one of a row that is scored, and 0 elsewhere."""
+    """Returns `supervised_samples` with ``returns``: a row's margin where its first learned token is predicted, and 0
+    elsewhere. That token is the only one of a row that is scored."""
     samples = supervised_samples(rows)
     returns = torch.zeros(len(samples.targets))
     returns[_first_learned(samples)] = torch.tensor([row.margin for row in rows])

@@ -1,8 +1,8 @@
 """Writes and reads checkpoint folders: a temporary name, a manifest, fsync, then the final name.
 
-``checkpoints/step_000010/`` holds the shards in ``learner/`` and, if there is a critic, ``critic/``; the controller's
-state in ``trainer.json`` and, tokens and texts of groups that wait and prompts' pass rates, in ``stream/``; and in
-``manifest.json`` the size and checksum of every file, as its writer reported them.
+``checkpoints/step_000010/`` holds the shards in ``learner/`` and, if there is a critic, ``critic/``. The controller's
+state is in ``trainer.json``; tokens and texts of groups that wait and prompts' pass rates are in ``stream/``.
+``manifest.json`` has the size and checksum of every file, as its writer reported them.
 ``warm_start_000040/`` is the same for a warm start that was stopped. A folder with its final name is complete.
 """
 

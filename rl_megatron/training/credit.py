@@ -1,10 +1,10 @@
 """Assigns an advantage to every trained token: KL, baseline, credit, whitening, in that order, of shaped rewards.
 
 Works on the whole rollout batch before it is split into minibatches, so advantages do not depend on the split. First
-rewards are shaped, and the groups found whose shaped rewards differ; a weighted sum of rewards may be split into its
+rewards are shaped, and the groups found that have different ones. A weighted sum of rewards may be split into its
 parts, each with advantages of its own: GDPO (arXiv:2601.05242).
-Letters: K trajectories (a completion is one), k of them whose reward has a part, n turns of all of them, S sequences,
-N positions of all of them. S is K unless a trajectory has several rows.
+Letters: K trajectories (a completion is one), k of them with a reward that has a part, n turns of all of them. S
+sequences, N positions of all of them. S is K unless a trajectory has several rows.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class RewardedTurns:
 def rewarded_turns(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> RewardedTurns:
     """Returns all turns. The last one of a trajectory has the rest of its reward, and the change that shaping made.
 
-    Sums are in float64, so that equal rewards and returns stay equal in float32; ``judged`` [K] is taken where shaping
+    Sums are in float64, so that equal rewards and returns stay equal in float32. ``judged`` [K] is taken where shaping
     acted, and where it is that of a single turn.
     """
     trajectories = [one for group in groups for one in group.trajectories]

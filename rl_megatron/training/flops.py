@@ -1,9 +1,9 @@
 """Floating-point operations of a model's steps, and peaks of known GPUs: the share of a peak that a run uses (MFU).
 
 A multiplication and an addition are two. Counted are the matrix products of a model's parameters and of attention, with
-the keys that a position attends to, and of experts those that a token chose: the model's work whatever computes it.
-Left out are norms, activations, rotary angles, softmax and the optimizer, padding, what is computed again, gradients of
-weights that stand still, and a policy's value layer (algorithm.critic.backbone=policy), which has one output. PaLM
+the keys that a position attends to. Of experts, those that a token chose are counted: the model's work whatever
+computes it. Norms, activations, rotary angles, softmax, the optimizer, padding and recomputation are left out. So are
+gradients of frozen weights, and a policy's value layer (algorithm.critic.backbone=policy), which has one output. PaLM
 (arXiv:2204.02311, appendix B) defines MFU so, but counts every key as attended to.
 """
 
@@ -31,9 +31,9 @@ class Peak:
     that outside of tensor cores. ``mxfp8``: it multiplies float8 with a scale for each 32 values, as Blackwell does.
 
     ``names`` are parts of the name that CUDA gives it. Sources, all NVIDIA's: the data sheets of A100 (June 2021), H100
-    (2024), H200 (2024), of H100 NVL and H200 NVL the halves of their sparse figures, the Blackwell architecture brief
-    (2024) for B200 at 1,000 W and GB200 at 1,200 W, the pages of DGX B300 and GB300 NVL72 (2025). H20 has no data
-    sheet in public: its peak is what resellers print.
+    (2024) and H200 (2024). For H100 NVL and H200 NVL they are the halves of their sparse figures. B200 at 1,000 W and
+    GB200 at 1,200 W are from the Blackwell architecture brief (2024). B300 is from the pages of DGX B300 and GB300
+    NVL72 (2025). H20 has no public data sheet: its peak is what resellers print.
     """
 
     names: Sequence[str]
@@ -129,7 +129,7 @@ def _adapters(shape: ModelShape, adapters: AdapterLayouts) -> float:
 
 def _draft(shape: ModelShape, batch: _Batch) -> float:
     """Returns training FLOPs of a draft layer: a linear that joins two hidden states, a layer as the decoder's last
-    one, which attends, and the output matrix, which is detached."""
+    one, and the output matrix. The layer attends; the output matrix is detached."""
     last, hidden = shape.num_layers - 1, shape.hidden_size
     own = 4.0 * hidden * hidden + _of_layer(shape, sparse=last in shape.moe_layers, delta=False)
     trained = batch.tokens * own + _attention(shape, batch, [last])

@@ -41,8 +41,8 @@ LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
 def policy_score_kinds(config: RunConfig) -> frozenset[Want]:
-    """Returns the scores that the policy must give: none, or log-probs; others that features need; the entropy if it
-    chooses tokens; the norms that weigh an optimal baseline."""
+    """Returns the scores that the policy must give: none, or log-probs. Features may need others, a choice of tokens
+    the entropy, and an optimal baseline the norms that weigh it."""
     wanted = feature.wanted(config)
     if not config.algorithm.scores_policy and not wanted:
         return wanted

@@ -107,8 +107,8 @@ def _at(places: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """Chooses tokens of each minibatch by scores [N] of the policy at the start of the update, on the controller: the
-    same tokens for every layout."""
+    """Chooses tokens of each minibatch by scores [N] of the policy at the start of the update. It runs on the
+    controller: the same tokens for every layout."""
 
     algorithm: AlgorithmSection
     logprobs: Tensor
@@ -117,8 +117,8 @@ class TokenChoice:
     shares: list[float] = field(default_factory=list)  # share of chosen tokens of each minibatch
 
     def __call__(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
-        """Returns the samples for a minibatch of the sequences ``part``: without advantages where no loss shall be, or
-        with weights of the KL to the old policy."""
+        """Returns the samples for a minibatch of the sequences ``part``. They have no advantages where no loss shall
+        be, or weights of the KL to the old policy."""
         (places,) = torch.where(minibatch_token_mask(samples, part))
         if not len(places):
             return samples
@@ -391,9 +391,9 @@ class PolicyUpdate:
     ) -> tuple[list[CompletedStep | None], list[CompletedStep | None]]:
         """Makes the optimizer steps of policy and critic; of each, None if it was skipped.
 
-        The policy makes none from the minibatch on at which it is further from the old one than
-        ``algorithm.old_kl_limit``; a critic that is a second model makes all. Writes work that was done, and where the
-        policy ended, into the row.
+        The policy stops at the minibatch at which it is further from the old one than ``algorithm.old_kl_limit``. A
+        critic that is a second model makes all steps. Writes work that was done, and where the policy ended, into the
+        row.
         """
         section, roles = self.config.algorithm, self.roles
         rate, critic_rate = learning_rate(self.config, step), critic_learning_rate(self.config, step)

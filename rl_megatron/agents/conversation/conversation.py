@@ -62,8 +62,8 @@ class TokenRows:
 
 
 Branch = Rewritten | Literal["edited", "again"]
-"""The reason why a prompt begins a row after the first: its template's; ``edited`` if the last assistant message was
-not sampled after these messages; ``again`` if there is none."""
+"""The reason why a prompt begins a row after the first: its template's, or one of two others. ``edited``: the last
+assistant message was not sampled after these messages. ``again``: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,8 +125,8 @@ class Conversation:
         """Returns the prompt for the turn that answers ``messages``. It changes nothing, and calls may be concurrent.
 
         It extends the row of the last assistant message, if that was sampled after the messages before it and the
-        template allows (of equal turns, the newest one's row). Raises UnsupportedMessages, also for calls of messages
-        that were not sampled, if the template leaves them out."""
+        template allows. Of equal turns it extends the newest one's row. Raises UnsupportedMessages, also for calls of
+        messages that were not sampled, if the template leaves them out."""
         given = normalize_messages(messages)
         last = _last_turn(given)
         path = self._known(given, last, tools)

@@ -1,6 +1,6 @@
 """Messages as clients of OpenAI's chat completions send them, in one form, and when two of them are the same.
 
-A client that sends an assistant message back drops what it does not know, writes null for what is empty, and orders
+A client that sends an assistant message back drops what it does not know and writes null for what is empty. It orders
 keys and the arguments of calls as it likes.
 """
 

@@ -21,9 +21,9 @@ Tools = Sequence[Mapping[str, Any]]
 Rewritten = Literal["thinking", "context", "closing", "refused"]
 """The reasons why a template's new text cannot follow the last turn's tokens.
 
-It drops the ``thinking`` of turns, and nothing else; it shows the ``context`` before the turn, or the turn,
-otherwise than before; it writes another ``closing`` token than was sampled; or it ``refused`` the turn without its
-calls' texts."""
+``thinking``: it drops the thinking of turns, and nothing else. ``context``: it shows the text before the turn, or the
+turn, otherwise than before. ``closing``: it writes another token than was sampled. ``refused``: it refused the turn
+without its calls' texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

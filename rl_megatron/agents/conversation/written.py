@@ -2,11 +2,11 @@
 
 A turn is trained on after the very prompt for which the model would sample it, as the chat template writes that. Where
 a template shows a turn otherwise later on (Qwen3 drops its thinking), the turns after it begin a new row. The
-template's texts and the turns' are encoded apart, as they are when a model samples. To find what the template writes
-after a turn, it is rendered with marks in that turn, and the text after the last mark is encoded alone. Marks are
-characters of Unicode's private use. No model has code of its own here.
+template's texts and the turns' are encoded apart, as they are when a model samples. To find the template's text after a
+turn, that turn is rendered with marks. The text after the last mark is encoded alone. Marks are characters of Unicode's
+private use. No model has code of its own here.
 
-In a pair of conversations, what follows the messages that both begin with is the better and the worse answer.
+In a pair of conversations, the rest after the messages that both begin with is the better and the worse answer.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ def split_answer_pair(prompts: Sequence[Prompt], conversations: ConversationRows
 
     Raises DataError that names the prompt, as `ConversationRows.rows_of` does. Also if they first differ in a message
     that is not the assistant's, or one has no turn to learn there. Also if a template shows one of these turns
-    otherwise later on, so that they are in several rows, or shows both alike, as it trims white space.
+    otherwise later on, so that they are in several rows. Also if it shows both alike, as it trims white space.
     """
     found = conversations.rows_of([side for prompt in prompts for side in behind_common(prompt)])
     pairs = []

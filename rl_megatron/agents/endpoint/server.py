@@ -418,8 +418,8 @@ class BoundedProtocol(H11Protocol):
 
     @staticmethod
     def backlog() -> int:
-        """Returns how many connections asyncio may accept before it counts the first: at most a quarter of the files,
-        which are left where half of them are counted connections."""
+        """Returns how many connections asyncio may accept before it counts the first. At most a quarter of the files:
+        that is left where half of them are counted connections."""
         return min(_BACKLOG, _most_files() // 4)
 
     @override

@@ -1,8 +1,8 @@
 """Finds duplicate problems: among those to train on, or of held-out ones.
 
-A problem leaks if the policy is asked what is held out; two to train on are equal if their reward reads the same, too
-(`ProblemKey`). Texts are equal if they differ in white space alone. Rows whose 64-bit hash is equal are compared again
-by 128 bits of BLAKE2b, which are computed of these rows alone; so two different texts of one hash are both kept.
+A problem leaks if the policy is asked a held-out one. Two to train on are equal if their reward reads the same, too
+(`ProblemKey`). Texts are equal if they differ in white space alone. Rows with an equal 64-bit hash are compared again
+by 128 bits of BLAKE2b, which are computed of these rows alone. So two different texts of one hash are both kept.
 """
 
 from __future__ import annotations

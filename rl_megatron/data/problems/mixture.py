@@ -44,9 +44,9 @@ class MixtureState:
 class Proportions:
     """Says which source is next, so that after n prompts each had its share of n, less or more than one prompt.
 
-    A source is eligible while that is below its share of n + 1; of these the one is next whose next prompt is due
-    first, and of equal ones the first in ``weights`` (Baruah et al., Proportionate progress, Algorithmica 1996). The
-    largest deficit first, without the condition, strays by more than one from six sources on.
+    A source is eligible while its prompts are below its share of n + 1. Of these the next is the one with the earliest
+    due prompt, and of equal ones the first in ``weights``. Source: Baruah et al., Proportionate progress, Algorithmica
+    1996. The largest deficit first, without the condition, strays by more than one from six sources on.
     """
 
     def __init__(self, weights: Mapping[str, float], taken: Mapping[str, int] | None = None) -> None:

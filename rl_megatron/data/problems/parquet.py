@@ -100,8 +100,8 @@ _MEASURED_GROUPS, _MEASURED_ROWS = 16, 64  # number of groups that are measured,
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A row group: its file and its number there, and its rows' numbers: of its file and of all files; ``encoded``, the
-    bytes of a row by the footer, which counts a text that many rows have once."""
+    """A row group: its file and its number there, and its first row's numbers there (``first``) and of all files.
+    ``encoded`` is the bytes of a row by the footer, which counts a text that many rows have once."""
 
     path: Path
     index: int
@@ -220,8 +220,8 @@ class ParquetRows:
         return any(pc.any(pc.match_substring_regex(one.cast(pa.large_binary()), r"^\s*\[")).as_py() for one in parts)
 
     def hashes(self, texts: int = 1, form: str = "{prompt}") -> NDArray[np.int64]:
-        """Returns 64 bits of each row's first ``texts`` fields, columns of text, as `leaks` has them: the first in its
-        ``form``, without a difference of white space.
+        """Returns 64 bits of each row's first ``texts`` fields, columns of text, as `leaks` has them. The first is in
+        its ``form``; a difference of white space does not count.
 
         Raises DataError that names all bad rows: those with fields that are null, empty or not text.
         """

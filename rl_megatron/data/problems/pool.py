@@ -377,8 +377,8 @@ class TableState:
 class PromptTable:
     """One row a prompt: how often it was trained on, its pass rate, whether it is drawn, and its value, SPO's baseline.
 
-    It is updated at the end of a step, in the order in which prompts were drawn, so that it is a function of the steps.
-    ``sources`` has the rows of each source.
+    It is updated at the end of a step, in the order of draws, so that it is a function of the steps. ``sources`` has
+    the rows of each source.
     """
 
     def __init__(
@@ -503,8 +503,8 @@ class PromptStream:
 
     With ``weights`` each prompt is of one of these sources, which follow each other by `Proportions`; without, all
     prompts are of one source. ``left_out`` are the rows of ``prompts`` that are drawn no more. With a ``curriculum``
-    `table` has their pass rates, which the caller updates, saves and restores, and says which are drawn; with a
-    ``track_decay`` their values too.
+    `table` has their pass rates and says which are drawn; with a ``track_decay`` it has their values, too. The caller
+    updates, saves and restores it.
     """
 
     def __init__(

@@ -117,14 +117,14 @@ def load_prompts(
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
     With ``rows`` of pairs generated problems have a wrong answer, too, as files have with ``fields.rejected``. A prompt
     that is too long for ``form`` raises or is dropped, with a warning that counts these. Where nothing ``samples``, the
-    long ones of parquet files stay: the caller that draws one drops its row, so that an epoch has each row once.
+    long ones of parquet files stay. The caller that draws one drops its row, so that an epoch has each row once.
     ``on_leak`` says what to do with a problem to train on that is held out here or in ``sets`` (by the key of their
     section). Of equal problems the first alone is trained on then; None: they are not for training. Problems are equal
-    if what the policy is asked is, and what their judges read: the answer, and the fields of ``environments`` and
-    ``rewards`` (by the source's key). Problems of other judges are never equal. Where nothing ``samples``, nor are
-    those with different answers or labels, for training alone. ``begun_by_messages``: as of the function of this name.
-    Training prompts have the prompts that their ``teachers`` (by name) read in their place. Raises DataError that names
-    files and lines.
+    if the policy is asked the same and their judges read the same. Judges read the answer, and the fields of
+    ``environments`` and ``rewards`` (by the source's key). Problems of other judges are never equal. Where nothing
+    ``samples``, nor are those with different answers or labels, for training alone. ``begun_by_messages``: as of the
+    function of this name. Training prompts have the prompts that their ``teachers`` (by name) read in their place.
+    Raises DataError that names files and lines.
     """
     sources = data_sources(data)
     given = {key: (key, source, form.tokenizer, seed) for key, source in {**sources, **(sets or {})}.items()}
@@ -177,8 +177,8 @@ def formed(problems: Sequence[Example], source: OneSource | FileKeys, form: RowF
 
 
 def _compared_by(environment: EnvironmentSection | None, reward: RewardSection | None) -> ProblemKey:
-    """Returns the key that compares problems of this environment or reward: the fields that it reads, or all fields
-    where custom code or a server reads them."""
+    """Returns the key that compares problems of this environment or reward. It has the fields that are read, or all
+    fields where custom code or a server reads them."""
     if environment is not None:
         return ProblemKey(fields=() if environment.function in ("calculator", "guess") else None)
     functions = [] if reward is None else list(reward.functions.values())

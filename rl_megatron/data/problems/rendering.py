@@ -275,7 +275,7 @@ def _no_message(at: int, one: object, *, rendered: bool) -> str | None:
 
 
 def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the tool with its parameters as an object: some files have them as JSON text, because a column of Arrow
+    """Returns the tool with its parameters as an object. Some files have them as JSON text, because a column of Arrow
     has one schema for all. Raises DataError that begins with ``where``."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(text := function.get("parameters"), str):

@@ -271,7 +271,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def local_files(data: FileKeys, key: str, names: Iterable[str]) -> FileKeys:
-    """Returns the section with paths on this machine for these ``names``, train or eval: files of the hub are
+    """Returns the section with paths on this machine for these ``names``, train or eval. Files of the hub are
     downloaded into its cache, if they are not there.
 
     ``key``: of the section. Raises DataError where a file is neither in the cache nor to be had.

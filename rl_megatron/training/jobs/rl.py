@@ -103,8 +103,8 @@ class RLJob:
         return {"step": 0, "phase": "rl"} if fresh else None
 
     async def start_models(self, *, fresh: bool) -> bool:
-        """Loads the weights of frozen models, and on a fresh start those of a critic and of a reference that follows
-        the policy, which a checkpoint restores itself.
+        """Loads the weights of frozen models. On a fresh start it loads those of a critic and of a reference that
+        follows the policy, too, which a checkpoint restores itself.
 
         Returns whether there was anything to load.
         """

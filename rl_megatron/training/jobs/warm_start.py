@@ -123,7 +123,7 @@ class WarmStart:
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 
     async def _look_ahead(self) -> None:
-        """Makes the rows of the steps that are left, until one has no new prompt: a bad row would lose the steps before
+        """Makes the rows of the steps that are left, until one has no new prompt. A bad row would lose the steps before
         it, which have no checkpoint. The first ``TOKENS_KEPT`` are kept for their steps. Raises as `_drawn`."""
         before, left_out, seen = self.prompts.state(), tuple(self.prompts.left_out), set[str]()
         steps, tokens, note = self.config.warm_start.steps, 0, seldom(self.note)

@@ -438,9 +438,9 @@ class FrozenReference:
 
 @dataclass(slots=True, kw_only=True)
 class PairObjective(DatasetObjective):
-    """The objective of rows that are pairs: the better answer is more probable than the worse, or has the higher score,
-    by the model's ``wants`` of both. The loss may compare these with log-probs of the frozen ``reference``, which are
-    computed once for held-out rows."""
+    """The objective of rows that are pairs: the better answer is more probable than the worse, or has the higher score.
+    The model gives its ``wants`` of both. The loss may compare these with log-probs of the frozen ``reference``, which
+    are computed once for held-out rows."""
 
     wants: Want = "logprobs"
     samples_of: SamplesOf = supervised_samples
@@ -495,7 +495,7 @@ class PairObjective(DatasetObjective):
 
 @dataclass(slots=True, kw_only=True)
 class LabeledAnswers(PairObjective):
-    """The objective of rows that are single answers: those with the label true become more probable, the others less,
+    """The objective of rows that are single answers. Those with the label true become more probable, the others less,
     by `KtoLoss` with the reference point of each batch."""
 
     samples_of: SamplesOf = set_margins
