@@ -73,8 +73,8 @@ class EpisodeRunner:
     requests: RequestCounts | None = None  # counts of an agent's clients, if it has any
 
     async def run(self, made: EnvironmentFactory | Agent) -> TrajectoryEnd:
-        """Plays to the end, but for `close`. Raises EnvironmentCallError, and what `Episode.reply` raises of the
-        engine."""
+        """Plays to the end, but for `close`. Raises EnvironmentCallError, and the engine's errors as
+        `Episode.reply`."""
         try:
             if isinstance(made, Agent):
                 return await self._led(made)

@@ -1,5 +1,4 @@
-"""Threads with an event loop each, in which the user's code of one trajectory runs: code that blocks one blocks no
-other.
+"""Threads with an event loop each, in which the user's code of one trajectory runs: no thread blocks another.
 
 A call that is not answered in time is given up, with its thread, whether or not the code heeds its cancellation. A
 thread cannot be killed, but it is a daemon and delays no exit. Its processes are ended, with all that they started.

@@ -253,11 +253,11 @@ class Packer:
         return split_minibatches(samples.num_sequences, num, seed, unit=self.unit)
 
     def metrics(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Returns positions trained on, the share of padding among computed positions, and the imbalance of the ranks'
-        work.
+        """Returns positions trained on, padding's share of computed positions, and the imbalance of the ranks' work.
 
         Imbalance is the work of the slowest rank, summed over micro-batches, over the mean rank's work; 1 is even.
-        Ranks wait for each other at each micro-batch."""
+        Ranks wait for each other at each micro-batch.
+        """
         slowest = mean = 0.0
         real = computed = 0
         multiple = math.lcm(sequence_multiple(self.dims) * self.dims.tp, self.multiple)

@@ -99,10 +99,9 @@ def _room_for(size: int) -> int:
 
 SCORING_COLUMNS = (*KEPT, "mask")  # columns that a pass without a loss reads, and all extra ones
 Form = Literal["whole", "bits", "last", "copy", "masked", "trained", "spread", "ragged"]
-"""The forms in which a column is sent. ``whole``: all its numbers. ``bits``: as bits. ``last``: the last of each row,
-if the others are the next input. ``copy``: nothing, as it is equal to another column. ``masked``: those at masked-in
-positions, if the others are 0. ``trained``: a number a row, times the mask. ``spread``: a number a row. ``ragged``:
-counts and values."""
+"""The forms in which a column is sent. ``whole``: all its numbers. ``bits``: as bits. ``last``: each row's last, if the
+others are the next input. ``copy``: nothing, as it equals another column. ``masked``: at masked-in positions, if the
+others are 0. ``trained``: a number a row, times the mask. ``spread``: a number a row. ``ragged``: counts and values."""
 
 _SHOWN = 8  # rows in a message
 

@@ -175,10 +175,10 @@ def _between(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
 
 
 def char_ends_to_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) -> list[int]:
-    """Returns the number of tokens that have at least each of the ascending ``ends`` in characters of the text; at
-    least 1.
+    """Returns how many tokens have at least each of the ascending ``ends`` in characters of the text; at least 1.
 
-    Decodes pieces of about a step's length, not the text again for each."""
+    Decodes pieces of about a step's length, not the text again for each.
+    """
     found, at, chars = [], 0, 0  # `chars` characters in the first `at` tokens
     for end in ends:
         context = max(at - _CONTEXT, 0)
@@ -230,7 +230,7 @@ def _common(one: TokenIds, other: TokenIds) -> int:
 
 
 def _compared(one: TokenIds, other: TokenIds) -> int:
-    """Returns a number below 0 if ``one`` precedes ``other`` in the order of tokens, above 0 if it follows."""
+    """Returns a number below 0 if ``one`` precedes ``other`` by tokens, above 0 if it follows; copies neither."""
     at = _common(one, other)
     return int(one[at]) - int(other[at]) if at < min(len(one), len(other)) else len(one) - len(other)
 
@@ -258,9 +258,9 @@ def to_samples(
 
     Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. ``trajectory_of`` is there
     where a trajectory has several rows, ``group_of`` with ``groups_of``, and ``turn_of`` with ``turns_of``.
-    ``demonstrated``, with its flag, marks rows that have turns without spans. Of what engines returned of tokens there
-    are only ``columns``; None: all that rows have. Raises DataError for a row without a sampled token, and for a column
-    that some rows lack or that does not fit its row.
+    ``demonstrated``, with its flag, marks rows that have turns without spans. Of the columns that engines returned for
+    tokens there are only ``columns``; None: all that rows have. Raises DataError for a row without a sampled token, and
+    for a column that some rows lack or that does not fit its row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
@@ -430,7 +430,7 @@ def gather_rows(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> NDArray[np.int64]:
-    """Returns the masked-in positions of each sequence, [S]."""
+    """Returns the number of masked-in positions of each sequence, [S]."""
     bounds = cu_seqlens.numpy()
     out = np.zeros(len(bounds) - 1, np.int64)
     some = np.flatnonzero(np.diff(bounds))  # `reduceat` gives an empty segment the next one's first
@@ -611,7 +611,7 @@ def micro_batch_for_pass(micro_batch: Samples, *, replays: bool, last_tokens: bo
 
 
 def computed_lengths(batch: Batch) -> list[list[NDArray[np.int64]]]:
-    """Returns positions of every sequence that ranks compute, by micro-batch [D][M], also where there is none."""
+    """Returns the positions of every sequence that ranks compute, by micro-batch [D][M], including empty ones."""
     lengths = batch.samples.cu_seqlens.diff().numpy() + batch.last_tokens
     return [[lengths[ids.numpy()] if len(ids) else np.ones(1, np.int64) for ids in row] for row in batch.sequences]
 

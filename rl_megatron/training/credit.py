@@ -89,7 +89,7 @@ def parts_advantages(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tenso
 
 
 def parts_differ(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
-    """Marks groups [groups] bool that their parts give an advantage: a sum that is not 0, but for rounding.
+    """Marks groups, [groups] bool, with parts that give an advantage: a sum that is not 0 but for rounding.
 
     It looks at the group alone: where the std is of the batch, advantages of two parts are taken not to cancel.
     """
@@ -185,7 +185,7 @@ def groups_with_gradient(
     """Marks groups that have two different shaped rewards, or bests of ``best_of`` of them, and so a gradient.
 
     With credit=turn, two of its turns that have one baseline must differ, or with a ``turn_weight`` two of its
-    trajectories. Custom advantages decide by giving a group any. With advantage_of=parts, it is `parts_differ`.
+    trajectories. With custom advantages, their function must give some. With advantage_of=parts, it is `parts_differ`.
     Demonstrations are compared, too.
     """
     if not groups:

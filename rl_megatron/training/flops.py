@@ -78,12 +78,12 @@ def seconds_at_peak(
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], learner: LearnerSection = WHOLE) -> float:
-    """Returns FLOPs of forward and backward over sequences of these ``lengths``, causally attended to, without
-    recomputation.
+    """Returns FLOPs of forward and backward over sequences of ``lengths``, with causal attention and no recomputation.
 
     Frozen weights under adapters have no gradients, whatever the learner computes on the way to the adapters'
     (docs/sft.md), nor have frozen routers. Attention's products and the adapters' own have all passes. Draft layers are
-    counted if ``shape`` has them trained."""
+    counted if ``shape`` has them trained.
+    """
     batch = _Batch.of(shape, lengths)
     weights, pairs = batch.tokens * _weights(shape), _between_positions(shape, batch)
     if (adapters := adapter_layouts(learner)) is not None:

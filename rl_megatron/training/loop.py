@@ -64,7 +64,7 @@ class Job(Protocol):
         ...
 
     async def before_save(self, stop: asyncio.Event) -> None:
-        """Makes ``state`` include all pending work. Called right before it. Waits for no evaluation once ``stop`` is
+        """Makes ``state`` include all pending work. Called right before it. Waits for no evaluation if ``stop`` is
         set."""
         ...
 

@@ -208,8 +208,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def schedule(config: RunConfig, step: int, *, after: int = 0) -> float:
     """Returns the factor of the learning rate at RL step ``step`` (from 1): linear warm-up, then the configured decay,
-    to ``train.lr_min`` over ``train.learning_rate``. A model that is trained ``after`` a number of steps has 0 in
-    these."""
+    to ``train.lr_min`` over ``train.learning_rate``. A model that is trained ``after`` some steps has 0 in these.
+    """
     if step <= after:
         return 0.0
     train = config.train

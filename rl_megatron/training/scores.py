@@ -67,10 +67,10 @@ class ScoredSamples:
 
 
 class RankTasks:
-    """Runs calls to several models concurrently. Calls to models that share processes run one after the other, in
-    order.
+    """Runs calls to several models concurrently. Calls to models that share processes run one after the other.
 
-    A phase counts only the seconds spent waiting for it, so that phases add up to the time that passed."""
+    A phase counts only the seconds spent waiting for it, so that phases add up to the time that passed.
+    """
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch

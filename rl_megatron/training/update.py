@@ -392,7 +392,7 @@ class PolicyUpdate:
         """Makes the optimizer steps of policy and critic; of each, None if it was skipped.
 
         The policy stops at the minibatch at which it is further from the old one than ``algorithm.old_kl_limit``. A
-        critic that is a second model makes all steps. Writes work that was done, and where the policy ended, into the
+        critic that is a second model makes all steps. Writes the work done, and where the policy ended, into the
         row.
         """
         section, roles = self.config.algorithm, self.roles

@@ -176,7 +176,7 @@ class Conversation:
     def add(self, asked: TurnPrompt, completion: Completion, message: ChatMessage) -> Turn | None:
         """Adds what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
 
-        Returns the turn at its place in its row; None if no token was sampled. Raises UnsupportedMessages for another
+        Returns the turn at its place in its row; None without a sampled token. Raises UnsupportedMessages for another
         role."""
         (answer,) = normalize_messages((message,))
         if answer["role"] != "assistant":

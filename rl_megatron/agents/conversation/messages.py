@@ -31,10 +31,10 @@ class UnsupportedMessages(RLMegatronError, ValueError):
 
 
 def normalize_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Returns the messages without null keys. Content is text, reasoning is ``reasoning_content``, arguments are
-    parsed.
+    """Returns messages without null keys. Content is text, reasoning ``reasoning_content``, and arguments are parsed.
 
-    Arguments that are not JSON stay the text that they are. Raises UnsupportedMessages that names the message."""
+    Arguments that are not JSON stay the text that they are. Raises UnsupportedMessages that names the message.
+    """
     if not messages:
         raise UnsupportedMessages("messages is empty; send at least one")
     return tuple(_tidied(place, message) for place, message in enumerate(messages, 1))

@@ -54,12 +54,12 @@ class ChatRenderer:
         self._shows_tools = set[str]()  # roles of first messages with which the template shows tools
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
-        """Returns the template's text, with the generation prompt if ``opened``. Raises UnsupportedMessages with its
-        reason.
+        """Returns the template's text, with the generation prompt if ``opened``. Raises UnsupportedMessages.
 
         Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
         A message with a role that the template passes over is refused; a ``developer``'s is then tried as the system's.
-        Tools are refused where the template shows none, which may depend on a system's message."""
+        Tools are refused where the template shows none, which may depend on a system's message.
+        """
         roles = self._jinja(tools).roles
         for place, message in enumerate(messages):
             if (message["role"], place == 0) not in roles and message["content"]:

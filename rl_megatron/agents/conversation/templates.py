@@ -45,10 +45,10 @@ class Template(Protocol):
     def proceed(
         self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
     ) -> tuple[TokenIds, RenderedPrompt] | Rewritten:
-        """Returns the tokens that follow the turn that answered ``before``; ``messages`` has it next after those of
-        ``before``.
+        """Returns the tokens after the turn that answered ``before``; ``messages`` has it after those of ``before``.
 
-        ``ended`` is the stop token that the turn ends with, None if it was cut. Raises UnsupportedMessages."""
+        ``ended`` is the stop token that the turn ends with, None if it was cut. Raises UnsupportedMessages.
+        """
         ...
 
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:

@@ -156,11 +156,11 @@ class ChatTemplate(ChatRenderer, Template):
     def _behind(
         self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[str, bool, str | None] | Rewritten:
-        """Returns the text after the turn's last mark, whether it has the turn's calls, and the whole text without
-        marks.
+        """Returns the text after the turn's last mark, whether it has the turn's calls, and the whole without marks.
 
         The whole is None where it lacks the calls' arguments, or thinking. Where a template trims a content that has no
-        mark at its end, the whole differs from `render`'s, which `_extends` then compares."""
+        mark at its end, the whole differs from `render`'s, which `_extends` then compares.
+        """
         place = len(before.messages)
         turn = messages[place]
         for has_calls in (False, True) if "tool_calls" in turn else (False,):

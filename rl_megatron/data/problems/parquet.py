@@ -100,8 +100,8 @@ _MEASURED_GROUPS, _MEASURED_ROWS = 16, 64  # number of groups that are measured,
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A row group: its file and its number there, and its first row's numbers there (``first``) and of all files.
-    ``encoded`` is the bytes of a row by the footer, which counts a text that many rows have once."""
+    """A row group: its file and number there, and its first row's numbers there (``first``) and of all files
+    (``start``). ``encoded`` is the bytes of a row by the footer, which counts a text that many rows have once."""
 
     path: Path
     index: int

@@ -67,11 +67,11 @@ Sum = tuple[int, int]
 
 
 def split_sums(*, digits: int, num_eval: int, seed: int, key: str = "data") -> tuple[list[Sum], list[Sum]]:
-    """Returns (train, held-out) pairs of addends below ``10**digits``; ``key``: of the section that says so, for
-    errors.
+    """Returns (train, held-out) pairs of addends below ``10**digits``; ``key``: of the section, for errors.
 
     ``num_eval`` unordered pairs are held out, each in one order; train has both orders of the other pairs. Raises
-    ConfigError if nothing would be left to train on."""
+    ConfigError if nothing would be left to train on.
+    """
     limit = 10**digits
     num_sums = limit * (limit + 1) // 2
     if num_eval >= num_sums:
@@ -285,10 +285,10 @@ def _check_templates(data: FileKeys, tokenizer: PreTrainedTokenizerBase, key: st
 
 
 def first_problem(data: OneSource, key: str) -> Prompt:
-    """Returns the first training problem, its text without a chat template; id and tokens are made up. ``key``: of the
-    section.
+    """Returns the first training problem, its text without a chat template; id and tokens are made up.
 
-    Raises DataError."""
+    ``key``: of the section. Raises DataError.
+    """
     made_up = Prompt(id="made-up", text="", token_ids=(0, 1), answer="")
     if isinstance(data, ArithmeticData):
         made = _arithmetic(1, 1, data)

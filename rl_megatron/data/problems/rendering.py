@@ -174,9 +174,9 @@ def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool)
 def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:
     """Returns messages and tools in JSON, and the number of the ``first`` message after context alone, if there is any.
 
-    ``in_structs``: lists come from Arrow's structs, where each row has the keys of all, null where it lacks them. These
-    are left out. Raises DataError that names the ``place`` for a row without a message of the assistant, and for two
-    messages of the system. Also for messages that begin with those of the context, and as `check_pair` does.
+    ``in_structs``: lists come from Arrow's structs, where each row has the keys of all, null where it lacks them. Null
+    keys are left out. Raises DataError that names the ``place`` for a row without a message of the assistant, and for
+    two messages of the system. Also for messages that begin with those of the context, and as `check_pair` does.
     """
     assert data.fields["messages"] is not None
     check_pair(record, place, data)

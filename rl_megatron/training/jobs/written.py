@@ -391,7 +391,7 @@ def _as_prompt(row: SupervisedRow) -> Prompt:
 def held_out_parts(
     prompts: Sequence[Prompt], units_of: UnitsOf, samples_of: SamplesOf, config: RunConfig
 ) -> list[Samples]:
-    """Returns held-out rows that fit, in parts of ``batch_size`` prompts, and logs how many do not. Raises DataError if
+    """Returns held-out rows that fit, in parts of ``batch_size`` prompts; logs how many do not. Raises DataError if
     none does."""
     section, parts, kept, dropped, cut, without = config.written, list[Samples](), 0, 0, 0, SkippedRows()
     for start in range(0, len(prompts), section.batch_size):
