@@ -433,7 +433,7 @@ def _discounted(samples: Samples, credit: _Credit, section: AlgorithmSection) ->
 
 
 def _less_optimal(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    """Subtracts from returns the group's baseline at the same place that has the least variance of the gradient."""
+    """Subtracts the baseline of least gradient variance, over the group's tokens at the same place, from returns."""
     returns, norms = _discounted(samples, credit, section).advantages, credit.logit_norms
     assert norms is not None
     advantages = less_optimal_baseline(returns, norms, samples.mask, samples.cu_seqlens, group_of=credit.group_of)

@@ -175,14 +175,14 @@ def _router(shape: ModelShape) -> float:
 
 
 def _delta_net(shape: ModelShape) -> float:
-    """Returns those of its linears and the convolution."""
+    """Returns forward FLOPs of its linears and the convolution."""
     m = shape.delta
     assert m is not None
     return 2.0 * shape.hidden_size * (m.inputs + m.outputs) + 2.0 * m.kernel * m.mixed
 
 
 def _latent(shape: ModelShape, m: LatentAttention) -> float:
-    """Returns those down into latents and out of the heads, and up from the latents."""
+    """Returns forward FLOPs down into latents and out of the heads, and up from the latents."""
     hidden, heads = shape.hidden_size, shape.num_heads
     queries = heads * (m.nope_dim + m.rope_dim)
     down = hidden * (m.query_rank or queries) + hidden * (m.kv_rank + m.rope_dim) + heads * m.value_dim * hidden

@@ -64,7 +64,7 @@ class Job(Protocol):
         ...
 
     async def before_save(self, stop: asyncio.Event) -> None:
-        """Makes ``state`` include all pending work. Called right before it. Waits for no evaluation if ``stop`` is
+        """Makes ``state`` include all pending work. Called right before it. Waits for no evaluation once ``stop`` is
         set."""
         ...
 
@@ -189,7 +189,7 @@ class Loop:
         row |= await self.job.evaluate(watch)
         if isinstance(before := row.get("seconds/step"), float):  # else the row of step 0, which has no times
             row |= (times := watch.row()) | {"seconds/step": before + times["seconds/step"]}
-        await self.recorder.write(row, again=True)  # only now with it, as this resume too may be stopped before
+        await self.recorder.write(row, again=True)  # written without it before, as this resume may be stopped first, too
         accuracy = row.get("eval/accuracy")
         if isinstance(accuracy, float) and self.resumed is not None and self.pace.checkpoints is not None:
             await asyncio.to_thread(self.checkpoints.note_accuracy, self.resumed, accuracy)

@@ -38,7 +38,7 @@ class CompletedStep:
 
 
 def policy_row(steps: Sequence[CompletedStep]) -> Row:
-    """Returns metrics over the policy's optimizer steps: of the loss, gradient norm and observers."""
+    """Returns metrics over the policy's optimizer steps: loss, gradient norm, and those of loss and observers."""
     if not steps:
         return {}
     row = _merged([made.of_loss for made in steps]) | {"grad_norm": _grad_norm(steps)}

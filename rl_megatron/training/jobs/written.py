@@ -326,7 +326,7 @@ class DatasetJob:
         return {**row, **self.roles.rank_metrics()}
 
     def _work(self, samples: Samples, watch: Stopwatch) -> Row:
-        """Returns the FLOPs of training on the samples, and adds them to the phase's seconds at the GPUs' peak."""
+        """Returns metrics of the work of training on the samples; adds its seconds at the GPUs' peak to the phase."""
         lengths = samples.cu_seqlens.diff().tolist()
         if self.seconds_at_peak is not None:
             watch.at_peak(self.seconds_at_peak(lengths))
@@ -384,7 +384,7 @@ class DatasetJob:
 
 
 def _as_prompt(row: SupervisedRow) -> Prompt:
-    """Returns its prompt, with all that the row's sequence begins with, by which it is named."""
+    """Returns its prompt, named by what the row's sequence begins with: a conversation has no tokens."""
     return Prompt(id=row.id, text="", token_ids=tuple(row.token_ids[:-1].tolist()), answer="")
 
 
