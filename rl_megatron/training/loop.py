@@ -189,7 +189,7 @@ class Loop:
         row |= await self.job.evaluate(watch)
         if isinstance(before := row.get("seconds/step"), float):  # else the row of step 0, which has no times
             row |= (times := watch.row()) | {"seconds/step": before + times["seconds/step"]}
-        await self.recorder.write(row, again=True)  # written without it before, as this resume may be stopped first, too
+        await self.recorder.write(row, again=True)  # written without it before, as this resume may be stopped, too
         accuracy = row.get("eval/accuracy")
         if isinstance(accuracy, float) and self.resumed is not None and self.pace.checkpoints is not None:
             await asyncio.to_thread(self.checkpoints.note_accuracy, self.resumed, accuracy)
