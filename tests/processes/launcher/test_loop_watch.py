@@ -29,7 +29,7 @@ def stand_still():
     {still}
 
 stacks.register(Path(sys.argv[1], "rank-3.txt"), silence={silence})
-stacks.living()
+stacks.postpone_stack_dump()
 {before}
 stand_still()
 """

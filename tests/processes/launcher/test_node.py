@@ -55,21 +55,21 @@ import signal, socket, sys
 from launcher.worker import forking, node
 assert "numpy" not in sys.modules  # only `import_all` keeps it from starting threads
 forking.import_all(())
-print(forking.hindrance())
+print(forking.no_fork_reason())
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGHUP}})
-print(forking.hindrance())
+print(forking.no_fork_reason())
 held = socket.create_server(("127.0.0.1", 0))
-print(forking.hindrance())
+print(forking.no_fork_reason())
 class Driver:
     state = 3  # not initialized
     def cuCtxGetCurrent(self, context):
         return self.state
 forking.ctypes.CDLL = lambda *_, **__: Driver()
-print(forking.hindrance())
+print(forking.no_fork_reason())
 Driver.state = 0
-print(forking.hindrance())
+print(forking.no_fork_reason())
 {THREAD}
-print(forking.hindrance())
+print(forking.no_fork_reason())
 """
 
 
