@@ -1,19 +1,19 @@
 """What a layer and the output layer cost a rank, in closed form: products, messages, seconds by term, bytes. No torch.
 
 Matrix products run at a share of the peak that grows with their rows and their narrower side, or at the speed of memory
-if that is slower. Beside its products a layer has attention, passes over memory, messages, and launches, which count
-where they take longer than the GPU. Muon orthogonalizes matrices (`features.muon`), which takes seconds of its own.
+if that is slower. Besides products a layer has attention, passes over memory, messages, and launches, which count
+where they take longer than the GPU. Muon's orthogonalization of matrices (`features.muon`) takes extra seconds.
 
 Messages are those of a tensor-parallel or expert-parallel group, for a token of one layer. Columns are numbers of a
 token on the larger side of a collective, as a dry run counts them (tests/recipes). With sequence parallelism
-(arXiv:2205.05198) each block of a layer gathers its input, again in the backward pass for the gradient of its weights,
-where it also gathers the gradient of its output; it scatters the sums of its output and of its input's gradient. Of
-latents only those are gathered that are projected up.
+(arXiv:2205.05198) each block of a layer gathers its input, and gathers it again in the backward pass for the gradient
+of its weights, together with the gradient of its output. It scatters the sums of its output and of its input's
+gradient. Only latents that are projected up are gathered.
 
-Bytes are what a rank holds while one of its layers computes, beside what all layers keep. Dry runs count the same of
-torch's layers: the way to the experts and back has four copies of the rows at once, and their backward pass two beside
-the gradients of the layer's experts. Of TransformerEngine's layers, which they cannot count, it is twice what a layer
-makes, an upper bound that lies within 3 % of published peaks.
+Bytes are those that a rank holds while one of its layers computes, besides the activations that all layers keep. Dry
+runs count the same for torch's layers: the way to the experts and back has four copies of the rows at a time, and its
+backward pass two in addition to the gradients of the layer's experts. Dry runs cannot count TransformerEngine's
+layers: they count twice the bytes that a layer creates, an upper bound within 3 % of published peaks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BYTES_READ = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """All that a layer's seconds depend on, so that layouts which differ otherwise share them."""
+    """All inputs of a layer's seconds: layouts with equal inputs share the result."""
 
     shape: ModelShape
     gpu: Gpu
@@ -68,18 +68,18 @@ class LayerKind:
 
     @property
     def size(self) -> float:
-        """Bytes of an element of what lies between products, or is sent."""
+        """Bytes of an element between products, or in messages."""
         return BYTES_READ[self.precision] if self.precision == "float32" else 2.0
 
     def __hash__(self) -> int:
-        """Hashes what differs between layouts of one model, whose hash takes longer, and between the constants of a
-        fit: of equal hashes each table of results has to compare all."""
+        """Hashes fields that differ between layouts of one model or between constants of a fit; the model's hash takes
+        longer. Tables of results compare all fields of keys with equal hashes."""
         own = (self.sparse, self.tp, self.ep, self.etp, self.cp, self.tokens, self.dispatcher, self.again, self.scored)
         return hash((own, self.constants))
 
 
 def product_seconds(rows: float, wide: float, deep: float, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
-    """Seconds of a product of [rows, wide] and [wide, deep] at ``rate`` FLOP/s; read elements have ``size`` bytes."""
+    """Returns seconds of a product [rows, wide] x [wide, deep] at ``rate`` FLOP/s; elements read have ``size`` bytes."""
     narrow = min(wide, deep)
     computed = 2 * rows * wide * deep / rate * (1 + c.tile / rows) * (1 + c.tile / narrow)
     moved = (wide * deep * size + rows * (wide * size + max(2.0, size) * deep)) / (gpu.hbm * GB * MEMORY)
@@ -87,7 +87,7 @@ def product_seconds(rows: float, wide: float, deep: float, rate: float, gpu: Gpu
 
 
 def rate_of(gpu: Gpu, precision: str, constants: Constants) -> float:
-    """FLOP/s that large products reach. The clocks of GPUs with few watts for their peak fall (`Constants.power`).
+    """Returns FLOP/s that large products reach. GPUs with few watts for their peak lower clocks (`Constants.power`).
 
     Float32 is multiplied as such, not as TF32, outside of the tensor cores.
     """
@@ -100,18 +100,18 @@ def rate_of(gpu: Gpu, precision: str, constants: Constants) -> float:
     return peak.bfloat16 * 1e12 * constants.gemm * share
 
 
-_AMPLE = 700 / 989.5  # W for a TFLOP/s: an H100's
+_AMPLE = 700 / 989.5  # W per TFLOP/s of an H100
 
 
 def products(k: LayerKind, sizes: Sequence[tuple[float, float, float]]) -> Iterator[float]:
-    """Seconds of each product of such (rows, wide, deep)."""
+    """Yields seconds of each product (rows, wide, deep)."""
     rate, size = rate_of(k.gpu, k.precision, k.constants), BYTES_READ[k.precision]
     for rows, wide, deep in sizes:
         yield product_seconds(rows, wide, deep, rate, k.gpu, k.constants, size)
 
 
 def linears(k: LayerKind) -> list[tuple[float, float, float]]:
-    """Products of a layer without its experts, as (rows, wide, deep) of a rank."""
+    """Returns products of a layer without its experts, as (rows, wide, deep) of a rank."""
     s, rows, tp = k.shape, k.tokens / k.cp, k.tp
     h = s.hidden_size
     if s.latent is None:
@@ -129,8 +129,8 @@ def linears(k: LayerKind) -> list[tuple[float, float, float]]:
 
 
 def mixer_columns(s: ModelShape) -> tuple[float, float]:
-    """Columns that the first linear of grouped-query attention or of a delta net gives, and that its last one takes:
-    the mean over layers."""
+    """Returns columns of the output of the first linear of attention (grouped-query) or of a delta net, and of the
+    input of the last one, in the mean over layers."""
     gates = s.num_heads if s.output_gate else 0
     given, taken = float((s.num_heads + gates + 2 * s.num_kv_heads) * s.head_dim), float(s.num_heads * s.head_dim)
     if s.delta is None:
@@ -140,7 +140,7 @@ def mixer_columns(s: ModelShape) -> tuple[float, float]:
 
 
 def latent_up(k: LayerKind) -> list[tuple[float, float, float]]:
-    """Products that project latents up to heads."""
+    """Returns products that project latents up to heads."""
     s, rows, m = k.shape, k.tokens / k.cp, k.shape.latent
     assert m is not None
     of_queries = [(rows, m.query_rank, s.num_heads * s.head_dim / k.tp)] if m.query_rank else []
@@ -148,13 +148,13 @@ def latent_up(k: LayerKind) -> list[tuple[float, float, float]]:
 
 
 def gated(k: LayerKind, width: int) -> list[tuple[float, float, float]]:
-    """Products of a gated MLP: gate and up together, then down."""
+    """Returns products of a gated MLP: gate and up together, then down."""
     rows, h = k.tokens / k.cp, k.shape.hidden_size
     return [(rows, h, 2 * width / k.tp), (rows, width / k.tp, h)]
 
 
 def attention_flops(s: ModelShape, length: float) -> float:
-    """Forward FLOPs of scores and their product with the values, for a token, the mean over the layers' windows.
+    """Returns forward FLOPs per token of scores and their product with values, in the mean over the layers' windows.
 
     A delta net's are those of its chunks (`learner.model.delta.rule`), forward, and forward again in the backward pass.
     """
@@ -171,12 +171,12 @@ def attention_flops(s: ModelShape, length: float) -> float:
 
 
 Matrix = tuple[float, float, float]
-"""Rows and columns, and how many there are."""
+"""(rows, columns, number of such matrices)."""
 
 
 def orthogonal_seconds(matrix: Matrix, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
-    """Seconds of the Newton-Schulz iteration over matrices [m, n], the shorter side first: X X', its square, and
-    its product with X. ``rate`` and ``size`` as of `product_seconds`."""
+    """Returns seconds of the Newton-Schulz iteration over matrices [m, n], the shorter side first: X X', its square,
+    and its product with X. ``rate`` and ``size`` as in `product_seconds`."""
     rows, columns, count = matrix
     m, n = sorted((rows, columns))
     products = ((m, n, m), (m, m, m), (m, m, n))
@@ -184,7 +184,7 @@ def orthogonal_seconds(matrix: Matrix, rate: float, gpu: Gpu, c: Constants, size
 
 
 def matrices(s: ModelShape, ep: int) -> tuple[list[Matrix], list[Matrix]]:
-    """The matrices of all layers but the experts', and those of a rank's share of the experts, each whole."""
+    """Returns the matrices of all layers but the experts', and those of a rank's share of experts, each whole."""
     sparse, h = len(s.moe_layers), s.hidden_size
     dense = [*_of_attention(s), *_of_delta_nets(s), *_gated(h, s.dense_width, s.num_layers - sparse)]
     if not sparse:
@@ -194,7 +194,7 @@ def matrices(s: ModelShape, ep: int) -> tuple[list[Matrix], list[Matrix]]:
 
 
 def _gated(hidden: int, width: int, count: float) -> Iterator[Matrix]:
-    """Gate, up and down of ``count`` MLPs."""
+    """Yields gate, up and down of ``count`` MLPs."""
     if width:
         yield width, hidden, 3 * count
 
@@ -224,7 +224,7 @@ def _of_delta_nets(s: ModelShape) -> Iterator[Matrix]:
 
 
 PROBABILITY, COUNT = 4, 8  # bytes of an expert's probability, and of a count of tokens
-LOGPROBS = 4  # float32 numbers of a token that the output layer's ranks reduce: maxima, sums, logits, entropies
+LOGPROBS = 4  # float32 numbers per token that the output layer's ranks reduce: maxima, sums, logits, entropies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,26 +236,26 @@ class Columns:
 
     @property
     def both(self) -> float:
-        """Gathered and scattered together."""
+        """The sum of gathered and scattered numbers."""
         return self.gathered + self.scattered
 
 
 def forward_columns(shape: ModelShape, *, sparse: bool) -> Columns:
-    """The columns of the forward pass of a layer with experts or without."""
+    """Returns the columns of the forward pass of a layer with or without experts."""
     inputs, outputs, up, rotary = _sizes(shape, sparse)
     return Columns(gathered=inputs + up + rotary, scattered=outputs)
 
 
 def backward_columns(shape: ModelShape, *, sparse: bool) -> Columns:
-    """The columns of its backward pass. Rotary keys are no product's input: only their gradient travels."""
+    """Returns the columns of the backward pass. Rotary keys are not a product's input: only their gradient is sent."""
     inputs, outputs, up, rotary = _sizes(shape, sparse)
     return Columns(gathered=inputs + outputs + up, scattered=inputs + up + rotary)
 
 
 def _sizes(shape: ModelShape, sparse: bool) -> tuple[float, float, float, float]:
-    """Whole inputs that a layer gathers, and outputs that it scatters; latents that it projects up, and rotary keys.
+    """Returns sizes of a layer's gathered inputs, scattered outputs, latents that it projects up, and rotary keys.
 
-    Experts get their tokens by the all-to-all; shared ones are a block as a dense MLP is.
+    Experts get their tokens by the all-to-all; shared ones are a block like a dense MLP.
     """
     mlp = 0 if sparse and not shape.shared_width else 1
     h, m = shape.hidden_size, shape.latent
@@ -265,12 +265,12 @@ def _sizes(shape: ModelShape, sparse: bool) -> tuple[float, float, float, float]
 
 
 def head_gathers(*, float32: bool) -> int:
-    """How often the output layer gathers hidden states of a token: a float32 head keeps them for its backward pass."""
+    """Returns the times a token's hidden states are gathered: a float32 head keeps them for its backward pass."""
     return 1 if float32 else 2
 
 
 def replicated(shape: ModelShape, layers: float, sparse: float, *, last: bool) -> float:
-    """Parameters that all ranks of a tensor-parallel group hold whole: norms, routers, down-projections."""
+    """Counts parameters that all ranks of a tensor-parallel group hold whole: norms, routers, down-projections."""
     h, m = shape.hidden_size, shape.latent
     each = 2.0 * h + (2 * shape.head_dim if shape.qk_norm == "head" else 0)
     if m is not None:
@@ -281,11 +281,11 @@ def replicated(shape: ModelShape, layers: float, sparse: float, *, last: bool) -
 
 
 _ALONE = {"moe_act"}
-"""Modules that torch's layers compute again for one expert after the other, but where they take all at once."""
+"""Modules that torch's layers recompute expert by expert, unless a grouped product takes all experts together."""
 
 
 def peak_beyond_activations(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """Most bytes that a pass of ``rank`` holds beside what its layers keep of micro-batches."""
+    """Returns the most bytes that a pass of ``rank`` holds, besides the activations that its layers keep."""
     size, d = BYTES[learner.dtype], learner.dims
     kinds = {n: (n in shape.moe_layers, n in shape.delta_layers) for n in rank.layers}
     unlike = {(kinds[n], shape.windows[n] if shape.windows else 0): n for n in rank.layers}.values()
@@ -297,26 +297,26 @@ def peak_beyond_activations(learner: LearnerSection, shape: ModelShape, rank: Ra
 
 
 def _between_stages(learner: LearnerSection, shape: ModelShape, rank: Rank) -> int:
-    """Gradients that megatron's schedule holds while a micro-batch passes backward: of the stage's output, as received,
-    which a whole layer that is computed again counts itself; and of its input of the micro-batch before, as sent."""
+    """Counts gradients that megatron's schedule holds during a backward pass: the received one of the stage's output,
+    and the sent one of the last micro-batch's input. Recomputed whole layers count the first one themselves."""
     counted = learner.recompute.uniform is not None and not wants_transformer_engine(learner, shape)
     return (rank.stage > 0) + (rank.stage < learner.pp - 1 and not counted)
 
 
 def in_forward(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """Most bytes that a pass without gradients holds: all that one layer makes, kept or not."""
+    """Returns the most bytes that a pass without gradients holds: all tensors of one layer, kept or not."""
     return max((_made(learner, shape, rank, layer) for layer in rank.layers), default=0.0)
 
 
 def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
-    """What ``layer`` computes again for its backward pass, and what its larger half holds beside that."""
+    """Returns bytes that ``layer`` recomputes for its backward pass, and that its larger half holds in addition."""
     if wants_transformer_engine(learner, shape):
         gradients = _gradients(learner, shape, layer, matrices=2)
         return 2 * _made(learner, shape, rank, layer) + max(gradients, _embedding(learner, shape, rank))
     parts = halves(learner, shape, layer, rank.longest)
     if (
         learner.recompute.uniform is not None
-    ):  # its input is kept already, and in its place comes the gradient of its output
+    ):  # the layer's input is kept already, and the gradient of its output takes the input's place
         again, attention = sum(parts.values()), parts["attention"]
     else:
         frees = freed(learner, shape, layer, rank.longest)
@@ -330,13 +330,12 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
 
 
 def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
-    """Bytes beside what a layer with experts keeps: in its forward pass rows as sorted, as they arrived, as they left
-    the experts and as sorted back; in the backward pass the gradients of outputs and inputs, of all
-    experts' weights, which return together, and one expert's products.
+    """Returns bytes that a layer with experts holds besides those it keeps. The forward pass has rows when sorted, when
+    they arrive, when they leave the experts and when sorted back. The backward pass has the gradients of outputs and
+    inputs, those of all experts' weights, which return together, and one expert's products.
 
-    Or the products of all experts at once, with their weights laid side by side: at first four as wide as experts, six
-    of those with biases, and then the gradients of two, beside those of the weights
-    (tests/unit/options/test_bytes.py measures it)."""
+    A grouped product takes all experts together, with concatenated weights: first four products as wide as experts, six
+    with biases. Gradients of two products and of the weights follow (tests/unit/options/test_bytes.py measures it)."""
     d, size = learner.dims, BYTES[learner.dtype]
     rows = rank.tokens * shape.experts_per_token / d.tp
     one = rows * shape.hidden_size * size
@@ -355,8 +354,8 @@ def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int)
 
 
 def _dense(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
-    """Bytes beside what a dense layer keeps: gradients of gate and up, or of their weights; or before these the
-    output's gradient, which sequence parallelism gathers, with those of down's input and weight."""
+    """Returns bytes that a dense layer holds besides those it keeps: gradients of gate and up, or of their weights.
+    Before these, sequence parallelism gathers the output's gradient, next to those of down's input and weight."""
     size = BYTES[learner.dtype]
     product, one = shape.dense_width / learner.tp * rank.tokens * size, _gradients(learner, shape, layer, matrices=1)
     gathered = rank.tokens * shape.hidden_size * size + product + one if learner.tp > 1 else 0.0
@@ -364,23 +363,23 @@ def _dense(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -
 
 
 def _gradients(learner: LearnerSection, shape: ModelShape, layer: int, *, matrices: int) -> float:
-    """Bytes of the gradients that are there at once before they are added up: of ``matrices`` of a dense ``layer``, or
+    """Returns bytes of the gradients that coexist before they are accumulated: of ``matrices`` of a dense ``layer``, or
     of all its experts."""
     d, size = learner.dims, BYTES[learner.dtype]
     if layer in shape.moe_layers:
         apart = shape.stacked_experts and not uses_grouped_gemm(learner, shape)
-        matrices *= 2 if apart else 1  # which are then put together
+        matrices *= 2 if apart else 1  # separate gradients are then stacked
         return matrices * shape.hidden_size * shape.expert_width * shape.num_experts / d.ep / d.etp * size
     return matrices * shape.hidden_size * shape.dense_width / d.tp * size
 
 
 def _embedding(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """Bytes of the embedding's gradient."""
+    """Returns bytes of the embedding's gradient."""
     return shape.hidden_size * shape.vocab_size / learner.tp * BYTES[learner.dtype] if rank.stage == 0 else 0.0
 
 
 def _group(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """Bytes that layers keep which are recomputed together with the one that computes (``recompute.uniform``)."""
+    """Returns bytes of the layers that are recomputed together with the computing one (``recompute.uniform``)."""
     together = (learner.recompute.uniform or 1) - 1
     if not together:
         return 0.0
@@ -389,28 +388,28 @@ def _group(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
 
 
 def _made(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
-    """Bytes that ``rank`` makes while it computes one layer, kept or not."""
+    """Returns bytes of all tensors that ``rank`` creates while it computes one layer, kept or not."""
     d, hidden = learner.dims, shape.hidden_size
     per_token = 4.0 * hidden + sum(_attention(shape, layer))  # inputs and outputs of both norms
     if layer in shape.moe_layers:
         chosen = shape.experts_per_token
-        per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # sent, arrived, left, combined
+        per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # rows when sent, on arrival, after the experts, combined
         per_token += 3 * shape.shared_width + 2 * shape.num_experts
-    else:  # sequence parallelism gathers what comes into the MLP
+    else:  # sequence parallelism gathers the MLP's input
         per_token += 3 * shape.dense_width + hidden * (d.tp if d.tp > 1 else 0)
     plain = probabilities(learner, shape, layer, rank.longest)
     return rank.tokens * (per_token / d.tp * BYTES[learner.dtype] + plain + delta_bytes(learner, shape, layer))
 
 
 def _attention(shape: ModelShape, layer: int) -> Iterator[float]:
-    """Elements per token of queries, keys, values and the output, before and after rotation; or what a delta net's
-    linears give and take."""
+    """Yields elements per token of queries, keys, values and the output, before and after rotation; or the outputs and
+    inputs of a delta net's linears."""
     heads = shape.num_heads
     if shape.delta is not None and layer in shape.delta_layers:
         yield shape.delta.inputs + shape.delta.outputs
         return
     if shape.output_gate:
-        yield 2 * heads * shape.head_dim  # as projected, and multiplied
+        yield 2 * heads * shape.head_dim  # the projected gate, and its product with the output
     if (latent := shape.latent) is None:
         yield (2 * heads + 2 * shape.num_kv_heads) * shape.head_dim  # q, k, v and the output
         yield (heads + shape.num_kv_heads) * shape.head_dim  # rotated q and k
@@ -424,7 +423,7 @@ Seconds = dict[str, float]
 
 @lru_cache(maxsize=4096)
 def layer_seconds(k: LayerKind) -> Mapping[str, float]:
-    """Seconds of one layer, forward, backward and what is computed again, by term."""
+    """Returns seconds of one layer by term: forward, backward and recomputation."""
     sparse = len(k.shape.moe_layers)
     if not (sparse if k.sparse else k.shape.num_layers - sparse):
         return {}
@@ -440,7 +439,7 @@ def layer_seconds(k: LayerKind) -> Mapping[str, float]:
     launches = c.host * (0.5 if k.graphs else 1.0) * (1.0 if k.sparse else 0.5)
     launches *= 1 if k.scored else 3 + full
     busy = sum(out.values())
-    out["host"] = (busy**4 + launches**4) ** (1 / 4) - busy  # behind the GPU as long as they are shorter
+    out["host"] = (busy**4 + launches**4) ** (1 / 4) - busy  # launches hide while they are shorter than the GPU's work
     return out
 
 
@@ -448,7 +447,7 @@ _MESSAGES = {"all-to-all", "tensor parallel", "context parallel"}
 
 
 def _backward(k: LayerKind, name: str) -> float:
-    """Seconds of a term's backward pass over those of its forward pass."""
+    """Returns seconds of a term's backward pass divided by those of its forward pass."""
     if name == "tensor parallel":
         columns = (backward_columns(k.shape, sparse=k.sparse).both, forward_columns(k.shape, sparse=k.sparse).both)
         return columns[0] / columns[1]
@@ -456,7 +455,7 @@ def _backward(k: LayerKind, name: str) -> float:
 
 
 def _parts_again(k: LayerKind, forward: Mapping[str, float]) -> Mapping[str, float]:
-    """Forward seconds of the parts of a layer that are computed again."""
+    """Returns forward seconds of the parts of a layer that are computed again."""
     out: Seconds = {}
     between = forward["between products"]
     if "core_attn" in k.again:
@@ -500,14 +499,14 @@ def _forward(k: LayerKind) -> Seconds:
             kept += share * (s.delta.inputs + s.delta.outputs - kept)
         out["context parallel"] = (
             0.3 * rows * kept * k.size * (k.cp - 1) / k.tp / link
-        )  # a ring, mostly behind attention
+        )  # a ring, mostly hidden by attention
     if k.sparse:
         _add_experts(k, own, out)
     return out
 
 
 def _add_experts(k: LayerKind, own: float, out: Seconds) -> None:
-    """Products of the experts, what lies between them, and the messages of both ways."""
+    """Adds products of the experts, passes over memory between them, and messages in both directions."""
     s, c, gpu = k.shape, k.constants, k.gpu
     local, chosen = s.num_experts / k.ep, s.experts_per_token
     rows = own * chosen * k.etp * (c.imbalance if k.natural else 1.0)
@@ -524,27 +523,27 @@ def _add_experts(k: LayerKind, own: float, out: Seconds) -> None:
     if group > 1:
         nodes = max(1.0, group / gpu.domain)
         copies = float(chosen) if k.dispatcher == "alltoall" else nodes * (1 - (1 - 1 / nodes) ** chosen)
-        moved = own * (hidden * k.size + PROBABILITY / 2) * (c.imbalance if k.natural else 1.0)  # those go one way
+        moved = own * (hidden * k.size + PROBABILITY / 2) * (c.imbalance if k.natural else 1.0)  # probabilities go one way
         slow = c.plain if k.dispatcher == "alltoall" else 1.0
         far = moved * copies * (1 - 1 / nodes) / (gpu.network * GB)
         near = moved * chosen * k.etp * (1 - 1 / group) / (gpu.nvlink * GB)
-        # Counts are gathered on the way there alone, not in the backward pass.
+        # Counts are gathered only on the way to the experts, not in the backward pass.
         counts = k.ep * s.num_experts * COUNT / 2 / (gpu.network if nodes > 1 else gpu.nvlink) / GB / c.links
         out["all-to-all"] = 2 * max(far, near) / c.links / slow + counts
 
 
 def _per_byte(k: LayerKind) -> float:
-    """Seconds of a byte of what a tensor-parallel group gathers or scatters: each rank has its own share already."""
+    """Returns seconds per byte that a tensor-parallel group gathers or scatters; a rank already has its own share."""
     return (k.tp - 1) / k.tp / (k.gpu.nvlink * GB * k.constants.links)
 
 
 def _unquantized(k: LayerKind) -> str:
-    """The precision of what no recipe computes in float8: attention and the output layer."""
+    """Returns the precision of attention and the output layer, which no recipe computes in float8."""
     return "float32" if k.precision == "float32" else "bfloat16"
 
 
 def embedding_seconds(k: LayerKind) -> Mapping[str, float]:
-    """Messages of the embedding of the first stage: its sums are scattered, and their gradient gathered."""
+    """Returns seconds of the first stage's embedding: its sums are scattered, and their gradient is gathered."""
     if k.tp == 1:
         return {}
     whole = k.tokens / k.cp * k.shape.hidden_size * k.size
@@ -553,10 +552,10 @@ def embedding_seconds(k: LayerKind) -> Mapping[str, float]:
 
 @lru_cache(maxsize=4096)
 def head_seconds(k: LayerKind, drafts: int) -> Mapping[str, float]:
-    """The output layer and log-probs of the last stage, and draft layers as ``k``, forward and backward.
+    """Returns seconds of the last stage's output layer, log-probs and draft layers like ``k``, forward and backward.
 
-    Where it is computed again ("head"), its products are of float32 (``learner.head_dtype``), and norms of the logits'
-    gradients ("norms") multiply once more.
+    If the output layer is computed again ("head"), its products are in float32 (``learner.head_dtype``), and norms of
+    the logits' gradients ("norms") multiply once more.
     """
     s, c, rows = k.shape, k.constants, k.tokens / k.cp
     again, norms = "head" in k.again, "norms" in k.again

@@ -62,16 +62,16 @@ from tools.planner.layers import in_forward, peak_beyond_activations
 from tools.planner.terms import changes, memory, num_in_flight
 
 Phase = Literal["", "training", "sampling"]
-RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
-_SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is not set
+RESERVED = 0.06  # share of a GPU for CUDA and NCCL contexts, and for blocks that the allocator cannot join
+_SERVER_SHARE = 0.9  # share of a GPU that an engine takes if memory_fraction is not set
 ASLEEP = 2e9
 """Bytes of a GPU that a server keeps while its weights and cache are released: its CUDA context, NCCL's buffers, CUDA
 graphs. Assumed, not measured."""
 _RING = 2 * 64 * 2**20  # two slots, in a learner's memory that a server's rank maps
 WINDOW_LAYERS: Mapping[str, int] = {"vllm": 3, "sglang": 0}
-"""Layers of which a server has memory beside its kernels' weights while a version comes straight into it, besides the
-tensors outside of layers: one that arrives, one that is verified, and what kernels make of that (docs/engines.md). A
-server of the user's own counts as one that receives in place."""
+"""The number of layers that a server holds in addition to its kernels' weights while it receives a version directly,
+besides the tensors outside of layers: one layer arrives, one is verified, and one is converted for kernels
+(docs/engines.md). A custom server counts as one that receives in place."""
 CHANGES: Mapping[str, str] = {
     "parameters": "raise learner.tp, learner.pp or learner.ep",
     "gradients": "raise learner.tp, learner.pp or learner.ep, or with learner.dtype=bfloat16 set "
@@ -92,14 +92,14 @@ CHANGES: Mapping[str, str] = {
     "rollout.server.addresses",
     "reserved": "take GPUs with more memory",
 }
-"""What makes each term smaller, for messages (`advice`)."""
+"""The changes that make each term smaller, for messages (`advice`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """Bytes that ``rank``'s GPU must hold, by purpose, in the order of `CHANGES`, then installed options' terms.
 
-    ``phase``: in "training" or "sampling", where learner and servers take turns; else it is empty.
+    ``phase`` is "training" or "sampling" if learner and servers take turns, otherwise empty.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """Bytes in all."""
+        """The total number of bytes."""
         return sum(self.terms.values())
 
     @property
@@ -120,16 +120,16 @@ class Footprint:
 
 
 def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
-    """Footprints of the ranks that may be the fullest: the first of each pipeline stage, also of separate roles, and
-    those that share a GPU with an engine server, in each phase.
+    """Returns footprints, in each phase, of the ranks that may be the fullest.
 
+    These are the first rank of each pipeline stage, also of separate roles, and ranks that share a GPU with a server.
     Raises ConfigError if the layout does not divide the model's sizes.
     """
     return _footprints(config, shape, every=True)
 
 
 def _footprints(config: RunConfig, shape: ModelShape, here: int | None = None, *, every: bool) -> list[Footprint]:
-    """`footprints`; if not ``every`` one, of ranks beside as many servers the first of each stage: others are alike."""
+    """Returns `footprints`; unless ``every``, of ranks with equal stage and number of servers only the first."""
     of = {role: config.of_role(role) for role in (LEARNER, *separate(config))}
     layouts = {role: role_layout(config, shape, role) for role in of}
     inner = {role: layout.dims.world_size // layout.dims.pp for role, layout in layouts.items()}
@@ -156,7 +156,7 @@ def _footprints(config: RunConfig, shape: ModelShape, here: int | None = None, *
 
 
 def fullest(config: RunConfig, shape: ModelShape, here: int | None = None) -> Footprint:
-    """The footprint with the most bytes; ``here`` as in `gpus_on_learner_nodes`. Raises as `footprints` does."""
+    """Returns the footprint with the most bytes; ``here`` as in `gpus_on_learner_nodes`. Raises like `footprints`."""
     return max(_footprints(config, shape, here, every=False), key=lambda m: m.total)
 
 
@@ -206,7 +206,7 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
 
 
 def fullest_line(config: RunConfig, shape: ModelShape) -> str:
-    """A line about the fullest GPU of a run; empty if nothing is known of its GPUs. Raises as `check_memory`."""
+    """Returns a line about the fullest GPU, empty if the GPUs' memory is unknown. Raises like `check_memory`."""
     found = check_memory(config, shape)
     if found is None:
         return ""
@@ -215,8 +215,8 @@ def fullest_line(config: RunConfig, shape: ModelShape) -> str:
 
 
 def rank_lines(config: RunConfig, shape: ModelShape, role: str, rank: int) -> list[str]:
-    """The plan of a rank's GPU in its fuller phase, and how the largest term is made smaller. A rank that the plan does
-    not have is as the first one of its stage. Raises ConfigError if the layout does not divide the model's sizes."""
+    """Returns the plan of a rank's GPU in its fuller phase, and the change that makes the largest term smaller. A rank
+    missing in the plan equals the first of its stage. Raises ConfigError if the layout does not divide the sizes."""
     inner = config.learner.dims.world_size // config.learner.dims.pp
     found = [one for one in footprints(config, shape) if one.role == role and one.stage == rank // inner]
     planned = max([one for one in found if one.rank == rank] or found, key=lambda one: one.total)
@@ -228,31 +228,31 @@ def rank_lines(config: RunConfig, shape: ModelShape, role: str, rank: int) -> li
 
 
 def advice(config: RunConfig, term: str, known: Mapping[str, str] = CHANGES) -> str:
-    """What makes a term of the run's footprints smaller, of ``known``, or of those that only some keys have."""
+    """Returns the change that makes a term of the run's footprints smaller, from ``known`` or from `changes`."""
     if term == "engine" and not config.rollout.served:
         return "lower rollout.slots or rollout.max_new_tokens, or take servers (rollout=vllm, sglang)"
     return {**known, **changes()}[term]
 
 
 def server_weights(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of the model on each GPU of a server: its share of the experts, and of the rest in a dp replica."""
+    """Returns bytes of the model on each GPU of a server: its share of experts, and of the rest in a dp replica."""
     return weights_on_gpu(config.rollout.server, weights_served(config, shape))
 
 
 def weights_served(config: RunConfig, shape: ModelShape) -> Elements:
-    """Bytes of the whole model in engines, with the scales of what a push quantizes."""
+    """Returns bytes of the whole model in engines, with the scales of quantized tensors."""
     hf = hf_layout(shape)
     layout = encoded_layout(config, hf, hf)
     return elements(layout, 0, bytes_served(config, hf))
 
 
 def weights_on_gpu(server: ServerSection, whole: Elements) -> float:
-    """Bytes of `weights_served` on each GPU of a server."""
+    """Returns bytes of `weights_served` on each GPU of a server."""
     return (whole.dense * server.dp + whole.experts) / server.ranks
 
 
 def bytes_served(config: RunConfig, hf: Layout) -> Callable[[str], int]:
-    """Bytes of an element of a tensor, by its Hugging Face pattern, in engines; ``hf`` is the plain checkpoint's."""
+    """Returns bytes per element in engines as a function of the tensor's pattern in ``hf``, the plain checkpoint's."""
     each, encoding, plain = BYTES[config.learner.dtype], encoding_of(config), DType(config.learner.dtype)
     if encoding is None:
         return lambda name: each
@@ -262,13 +262,13 @@ def bytes_served(config: RunConfig, hf: Layout) -> Callable[[str], int]:
 
 
 def encoded_layout(config: RunConfig, layout: Layout, hf: Layout) -> Layout:
-    """A layout with what engines hold beside the tensors of ``hf``, the plain checkpoint's."""
+    """Returns a layout with the tensors that engines hold in addition to those of ``hf``, the plain checkpoint's."""
     encoding = encoding_of(config)
     return layout if encoding is None else encoding.layout(layout, hf)
 
 
 def server_window(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes beside the kernels' weights on each GPU of a server, in which it receives a version's layers in turn."""
+    """Returns bytes on each GPU of a server, besides the kernels' weights, for layers that it receives in turn."""
     server, count = config.rollout.server, WINDOW_LAYERS.get(config.rollout.engine, 0)
     if not config.transport.direct or not count:
         return 0.0
@@ -284,8 +284,8 @@ def server_window(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _beside_servers(config: RunConfig, here: int | None) -> dict[str, Counter[int]]:
-    """The number of servers on the GPU of each rank that shares it with some, by role: on one machine, where separate
-    roles' ranks follow the learner's, of all; in a job of the learner alone, as others have nodes of their own."""
+    """Counts the servers on the GPU of each rank that shares it with some, by role. On one machine separate roles'
+    ranks follow the learner's and are included. In a job other roles have their own nodes, so only the learner is."""
     on = Counter(gpu for gpus in gpus_on_learner_nodes(config, here) for gpu in gpus)
     counts = {LEARNER: config.learner.dims.world_size} if here is None else ranks_by_role(config)
     firsts = zip(counts.items(), accumulate(counts.values(), initial=0), strict=False)
@@ -296,10 +296,9 @@ def _beside_servers(config: RunConfig, here: int | None) -> dict[str, Counter[in
 
 
 def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, servers: int) -> tuple[Terms, Terms]:
-    """The terms of one rank beside so many ``servers``, and those of the critic that is counted in them, if there is
-    one.
+    """Returns the terms of one rank that shares its GPU with ``servers``, and those of a critic counted in them.
 
-    A separate critic has values for logits; a separate reference and teachers need no backward pass.
+    A separate critic has values instead of logits; a separate reference and teachers need no backward pass.
     """
     learner, algorithm, shape = config.learner, config.algorithm, layout.shape
     if role == "critic":
@@ -307,9 +306,9 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     own = dict(memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
-    # Of the layer that computes, and the gradients beside it; while one does, there are no logits.
+    # The computing layer's bytes, and its gradients'; there are no logits while a layer computes.
     own["activations"] += max(peak_beyond_activations(learner, shape, rank) - own["logits"], 0.0)
-    own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # after the passes
+    own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # the optimizer steps after the passes
     if role in frozen_folders(config):
         own |= {"gradients": 0.0, "optimizer": 0.0, "activations": in_forward(learner, shape, rank), "step": 0.0}
     beside = {"critic": algorithm.needs_critic, "reference": config.needs_reference}
@@ -334,13 +333,13 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     elif servers:
         terms["engine"] = servers * _server(config, shape)
         if config.transport.last_hop:
-            terms["weight push"] += (1 + servers) * _RING  # to send to other ranks, and to hand on
+            terms["weight push"] += (1 + servers) * _RING  # one ring to send to other ranks, and one to pass on to each server
     return terms, critic
 
 
 def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms, servers: int) -> Iterator[tuple[Phase, Terms]]:
-    """What ``terms`` are in each phase, beside so many ``servers``. Ranks of separate roles keep theirs on the GPU;
-    reward models score while servers sample."""
+    """Yields ``terms`` in each phase of a GPU shared with ``servers``. Ranks of separate roles keep theirs on the GPU.
+    Reward models score while servers sample."""
     turns = config.rollout.served and config.rollout.server.colocated and (role == LEARNER or servers > 0)
     if not turns or role in scoring_roles(config):
         yield "", terms
@@ -352,8 +351,8 @@ def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms, servers: 
 
 
 def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:
-    """What stays of the terms of a rank of the learner once ``kinds``, as of ``learner.offload.leaving``, have left its
-    GPU; the ``critic``'s are counted in them."""
+    """Returns the terms that stay on a learner rank's GPU after ``kinds`` (as in ``learner.offload.leaving``) have
+    left. ``terms`` include those of ``critic``."""
     out, copies = dict(terms), {"fp8 weights"} & set(terms) if kinds else set()
     for kind in {"gradients", "optimizer"} & set(kinds) | copies:
         out[kind] = 0.0
@@ -364,9 +363,9 @@ def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:
 
 
 def _server(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of a server on each of its GPUs, with the memory in which it receives layers.
+    """Returns bytes of a server on each of its GPUs, with the memory in which it receives layers.
 
-    If learner and server take turns, that is there only while the server has no cache.
+    If learner and server take turns, that memory is allocated only while the server has no cache.
     """
     section, weights = config.rollout.server, server_weights(config, shape)
     own = (section.memory_fraction or _SERVER_SHARE) * (config.slurm.gpu_memory_gb or 0) * GB or weights
@@ -375,7 +374,7 @@ def _server(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _of_critic(layout: Layout, rank: Rank) -> Rank:
-    """``rank`` with a critic's parameters: a value layer of one row, in the output layer's place."""
+    """Returns ``rank`` with a critic's parameters: a value layer of one row replaces the output layer."""
     last = rank.stage == layout.dims.pp - 1
     held = [layout.chunks(spec)[0][0].shape for spec in layout.rows() if spec.name.startswith("output_layer.")]
     less = sum(map(prod, held)) - layout.shape.hidden_size - 1 if last else 0
@@ -384,8 +383,8 @@ def _of_critic(layout: Layout, rank: Rank) -> Rank:
 
 
 def _local_engine(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of the in-process engine: a whole copy of the model, and for every slot a cache of keys and values, and of
-    delta nets the last inputs of their convolutions and a state in float32 (`DeltaStates`)."""
+    """Returns bytes of the in-process engine: a whole copy of the model, and a cache of keys and values for every slot.
+    Delta nets add the last inputs of their convolutions and a state in float32 (`DeltaStates`)."""
     cache = 2 * len(shape.attention_layers) * shape.num_kv_heads * shape.widest_head
     rollout, each, nets, net = config.rollout, BYTES[config.learner.dtype], len(shape.delta_layers), shape.delta
     cached = (rollout.max_prompt_tokens + config.longest_completion) * cache * each
@@ -396,26 +395,26 @@ def _local_engine(config: RunConfig, shape: ModelShape) -> float:
 
 
 _STATE = 12  # bytes: a float32 copy of the parameter, and both moments
-_MOMENT = 4  # of which Muon's matrices have one
+_MOMENT = 4  # bytes; Muon's matrices have one moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A checkpoint: bytes in all and by the busiest node, and steps from one to the next."""
+    """A checkpoint: bytes in total and by the busiest node, and steps from one to the next."""
 
     total: int
     by_node: int
     every: int  # steps; 0: only after the last
-    most: int  # checkpoints that are on the disk at once
-    best: int  # of these, checkpoint.keep_best: as many more for each other way in which a resume measures accuracy
+    most: int  # the most checkpoints that are on the disk at the same time
+    best: int  # checkpoint.keep_best, included in ``most``; as many more per other way to measure accuracy
 
     def describe(self) -> str:
-        """A line to show."""
+        """Returns a line to show."""
         when = f"every {self.every} steps" if self.every else "after the last step"
         return f"a checkpoint, {when}: {self.total / GB:,.1f} GB, up to {self.by_node / GB:,.1f} GB by one node"
 
     def describe_disk(self) -> str:
-        """A line to show of the disk that the run needs."""
+        """Returns a line about the disk that the run needs."""
         more = f"; {self.best * self.total / GB:,.1f} GB more after a resume that measures accuracy otherwise"
         return (
             f"  up to {self.most} checkpoints at once: {self.most * self.total / GB:,.1f} GB of disk (checkpoint.keep*)"
@@ -424,13 +423,12 @@ class Save:
 
 
 def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> dict[int, int]:
-    """Bytes of weights and optimizer that each rank writes of the model of ``role``, and on the learner's of a
-    reference that follows the policy; ranks left out write none.
+    """Returns bytes of weights and optimizer that each rank of ``role`` writes; missing ranks write none.
 
-    Of ranks with the same parameters the first of a data-parallel group writes (megatron-core 0.16.1,
-    ``fully_reshardable`` gathers its optimizer state there), the experts' group for experts. With Muon each writes what
-    it steps, which is counted for the first. What is whole on all tensor-parallel ranks, norms and routers, counts for
-    each. Of a model with adapters they write these alone.
+    The learner's ranks also write a reference that follows the policy. The first rank of a data-parallel group (of the
+    experts' group for experts) writes for ranks with the same parameters: megatron-core 0.16.1 gathers its optimizer
+    state there (``fully_reshardable``). With Muon each rank writes the parameters that it steps, counted for the first.
+    Norms and routers, whole on all tensor-parallel ranks, count for each. A model with adapters writes only these.
     """
     layout, d = learner_layout(config, shape), config.learner.dims
     each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
@@ -451,10 +449,10 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> 
 
 
 def copied_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> dict[int, float]:
-    """Bytes of the host's memory that each learner rank takes for one model while its checkpoint is written apart.
+    """Returns host bytes that each learner rank takes for one model while its checkpoint is written in the background.
 
-    That is a copy of what it writes. Where data-parallel ranks share the optimizer's state out, each copies its shards
-    too, which the first then gathers.
+    A rank copies the bytes that it writes. If data-parallel ranks shard the optimizer's state, each also copies its
+    shards, which the first rank then gathers.
     """
     layout, learner = learner_layout(config, shape), config.learner
     d, out = learner.dims, Counter[int]()
@@ -474,7 +472,7 @@ def copied_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) ->
 
 
 def save_cost(config: RunConfig, shape: ModelShape) -> Save:
-    """A checkpoint of a run, with its critic's. Raises ConfigError if the layout does not divide the model's sizes."""
+    """Returns a run's checkpoint, with its critic's. Raises ConfigError if the layout does not divide the sizes."""
     saved = (LEARNER, "critic") if config.algorithm.needs_critic else (LEARNER,)
     by_node = [_by_node(config, role, bytes_by_rank(config.of_role(role), shape, role)) for role in saved]
     busiest = [max(found.values()) for found in by_node]
@@ -488,7 +486,7 @@ def save_cost(config: RunConfig, shape: ModelShape) -> Save:
 
 
 def _by_node(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counter[int]:
-    """Bytes by the number of the node among the role's."""
+    """Sums bytes by the node's index among the role's nodes."""
     world = config.learner_of(role).dims.world_size
     per_node = world
     if config.run.launcher != "local":
@@ -501,18 +499,18 @@ def _by_node(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counte
 
 
 def _most_at_once(config: RunConfig) -> int:
-    """Checkpoints on the disk while the last is written: those that the rules keep, and itself."""
+    """Returns the number of checkpoints on the disk while the last is written: those that are kept, and itself."""
     section, steps = config.checkpoint, config.train.steps
     written = bool(config.warm_start.steps) + (-(-steps // section.every) if section.every else bool(steps))
     return min(section.keep + section.keep_best + 1, written)
 
 
 _FLOAT = 4  # bytes
-_MOMENTS = 8  # bytes of both, which torch's AdamW does not pin
+_MOMENTS = 8  # bytes of both moments, which torch's AdamW does not pin
 
 
 def host_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes on the node that needs most, with what rounding adds; slabs' ends that stay free are not counted.
+    """Returns bytes on the node that needs most, with rounding; the free ends of slabs are not counted.
 
     Raises ConfigError if the layout does not divide the model's sizes.
     """
@@ -521,7 +519,7 @@ def host_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _held(config: RunConfig, shape: ModelShape, role: str) -> float:
-    """Bytes on the node that needs most of the role's. A critic in the learner's layout has no more than the policy."""
+    """Returns bytes on the role's node that needs most. A critic in the learner's layout needs at most the policy's."""
     each, layout = _ranks_of_a_node(config, role), role_layout(config, shape, role)
     of, inner = config.of_role(role), layout.dims.world_size // layout.dims.pp
     by_stage = [
@@ -535,27 +533,27 @@ def _held(config: RunConfig, shape: ModelShape, role: str) -> float:
 
 
 def why_off_gpus(config: RunConfig) -> list[str]:
-    """The sections of keys for which `host_bytes` are needed."""
+    """Returns the sections of keys that need `host_bytes`."""
     offload, adapters = config.learner.offload.model_dump(exclude_defaults=True), adapter_layouts(config.learner)
     return ["learner.offload"] * bool(offload) + ([] if adapters is None else [adapters.section])
 
 
 def file_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the file of weights that pushes or an export fill in a node's memory; 0 if there is none there.
+    """Returns bytes of the weight file that pushes or an export fill in a node's memory; 0 if it is not there.
 
-    That of a direct transport is filled only where a server is restarted and at the run's end, and is not counted.
+    A direct transport fills it only when a server is restarted and at the run's end, so it is not counted.
     """
     return 0 if sent_straight(config) else filled_bytes(config, shape)
 
 
 def sent_straight(config: RunConfig) -> bool:
-    """Whether pushes pass the file of weights by."""
+    """True if pushes bypass the weight file."""
     return config.rollout.served and config.transport.direct
 
 
 def filled_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the file of weights in a node's memory once it is filled, with the file through which several ranks
-    write a model that they quantize; 0 if there is none there."""
+    """Returns bytes of the filled weight file in a node's memory; 0 if it is not there. The file through which several
+    ranks write a model that they quantize is included."""
     folder = weights_folder(config) if config.fills_files else None
     if folder is None or not folder.is_relative_to(NODE_MEMORY):
         return 0
@@ -569,7 +567,7 @@ def _unquantized(config: RunConfig) -> RunConfig:
 
 
 def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes on the node that needs most for copies of what is saved while training goes on (``checkpoint.async_save``).
+    """Returns bytes on the node that needs most for copies that ``checkpoint.async_save`` writes during training.
 
     Raises ConfigError if the layout does not divide the model's sizes.
     """
@@ -582,7 +580,7 @@ def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _copies(config: RunConfig, shape: ModelShape, role: str) -> float:
-    """The copies of one model, on the node that needs most."""
+    """Returns bytes of the copies of one model on the node that needs most."""
     each, held = _ranks_of_a_node(config, role), copied_by_rank(config.of_role(role), shape, role)
     world = range(0, config.learner_of(role).dims.world_size, each)
     return max(sum(held.get(rank, 0) for rank in range(first, first + each)) for first in world)
@@ -593,12 +591,12 @@ def _ranks_of_a_node(config: RunConfig, role: str) -> int:
 
 
 def pinned(num_bytes: float) -> int:
-    """What torch pins for a request of ``num_bytes``."""
+    """Returns the bytes that torch pins for a request of ``num_bytes``."""
     return 1 << max(int(num_bytes) - 1, 0).bit_length() if num_bytes else 0
 
 
 def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Pinned bytes of a rank while servers sample: each model's state and weights are in slabs of their own."""
+    """Returns pinned bytes of a rank while servers sample. Each model's state and weights have separate slabs."""
     kinds = config.learner.offload.leaving
     terms, critic = gpu_terms(config, layout, rank, LEARNER, servers=0)
     left = [terms["optimizer"], critic.get("optimizer", 0.0)] if "optimizer" in kinds else []
@@ -607,8 +605,8 @@ def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
 
 
 def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
-    """Pinned bytes of a rank for halves of layers of all micro-batches in flight, in slabs, which a policy and a critic
-    take in turns."""
+    """Returns pinned bytes of a rank for halves of layers of all micro-batches in flight, in slabs. A policy and a
+    critic take turns in them."""
     learner = config.learner
     chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
     each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
@@ -616,7 +614,7 @@ def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
 
 
 def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Pinned bytes of a rank for the weights beside its adapters: a push merges these into them, and they come back."""
+    """Returns pinned bytes of a rank for adapted weights: a push merges adapters into them and restores them after."""
     if (adapters := adapter_layouts(config.learner)) is None:
         return 0.0
     adapted = adapters.ranks(layout)
@@ -629,7 +627,7 @@ def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:
 
 
 def _stepped(config: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Pinned bytes of a rank for parameters stepped on the CPU: weight and gradient are pinned, each by itself."""
+    """Returns pinned bytes of a rank for parameters stepped on the CPU: weight and gradient are pinned separately."""
     counts = dict.fromkeys(("asked", "pinned"), 0)
     if not (share := config.learner.offload.optimizer):
         return 0.0
@@ -638,5 +636,5 @@ def _stepped(config: RunConfig, layout: Layout, rank: Rank) -> float:
         size = prod(held) * _FLOAT
         counts["asked"] += layers * each * size
         counts["pinned"] += layers * each * pinned(size)
-    rounded = counts["pinned"] / counts["asked"]  # of whole parameters, of which data-parallel ranks cut few
+    rounded = counts["pinned"] / counts["asked"]  # ratio of whole parameters; data-parallel ranks cut few of them
     return share * rank.stepped(config.learner) * (_MOMENTS + 2 * _FLOAT * rounded)

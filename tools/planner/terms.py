@@ -1,4 +1,4 @@
-"""Bytes of a trained model on one rank of the learner, by purpose, before anything is beside it. No torch."""
+"""Bytes of a trained model on one rank of the learner, by purpose, if the GPU holds nothing else. No torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rl_megatron.weights.layouts.learner import Rank, Terms
 
 _COPIES = 2  # bytes of a weight's copies in float8: one for each direction in which it is multiplied
 _MOMENT = 4  # bytes
-_MOMENTS = 8 / 12  # of the bytes of the optimizer's state
+_MOMENTS = 8 / 12  # share of the optimizer's bytes
 _CHANGES: Mapping[str, str] = {
     "fp8 weights": "raise learner.tp, learner.pp or learner.ep",
 }
 
 
 def changes() -> Mapping[str, str]:
-    """What makes each term smaller that only some keys have, of features too, by term."""
+    """Returns, by term, the changes that shrink terms that only some keys have, with those of features."""
     return {**_CHANGES, **{term: say for one in feature.features().values() for term, say in one.changes.items()}}
 
 
 def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
-    """Bytes of a trained model on a rank, of which ``step`` are there only while the optimizer steps.
+    """Returns bytes of a trained model on a rank; those of ``step`` exist only while the optimizer steps.
 
     Raises ConfigError if a feature's `changes` lacks one of its terms.
     """
@@ -59,10 +59,10 @@ def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
 
 
 def num_in_flight(pp: int, stage: int, sizes: Sequence[int]) -> float:
-    """Of many micro-batches, how many a rank of ``stage`` keeps activations of at once, at most.
+    """Returns the most micro-batches of which a rank of ``stage`` keeps activations, out of many.
 
     ``sizes`` are the layers of the stage's chunks. Several chunks take turns, each with ``pp`` micro-batches, forward
-    from the first chunk and backward from the last, which begins once all chunks have had a turn but the last, and two
+    from the first chunk and backward from the last. Backward begins after a turn of all chunks but the last, and two
     more micro-batches for each later stage. A chunk counts by its share of the stage's layers.
     """
     if len(sizes) == 1:
@@ -74,7 +74,7 @@ def num_in_flight(pp: int, stage: int, sizes: Sequence[int]) -> float:
 
 
 def kept_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """Bytes of one micro-batch's activations that stay on the GPU while others are computed."""
+    """Returns bytes of one micro-batch's activations that stay on the GPU while others are computed."""
     section, whole, out = learner.recompute, rank.tokens * shape.hidden_size * BYTES[learner.dtype] / learner.tp, 0.0
     for _, chunk in groupby(enumerate(rank.layers), lambda at: at[1] - at[0]):  # no chunk of a rank follows another
         layers = [layer for _, layer in chunk]
@@ -94,11 +94,11 @@ def kept_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
 
 
 def logits_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """Bytes on the last stage, with two float32 copies of a chunk, as an entropy bonus has.
+    """Returns bytes on the last stage, with two float32 copies of a chunk, like an entropy bonus needs.
 
-    Hidden states, logits and the gradients of both, and with TransformerEngine's layers that of the weight, before
-    which torch frees the logits, but published peaks have it; or, with a float32 head, hidden states, their
-    gradient, a float32 block of the weight, and its gradient in float32, unless all are added up in that."""
+    They are hidden states, logits and both gradients; with TransformerEngine's layers also the weight's gradient, as
+    in published peaks (torch frees the logits before it). A float32 head has hidden states, their gradient, a float32
+    block of the weight, and its gradient in float32, unless all gradients are accumulated in that."""
     if rank.stage < learner.pp - 1 or shape.scores:
         return 0.0
     rows, size = shape.vocab_size / learner.tp, BYTES[learner.dtype]
@@ -113,10 +113,10 @@ def logits_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> floa
 
 
 def optimizer_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> tuple[float, float]:
-    """Bytes that stay: AdamW's two moments, or Muon's one, and, with bfloat16 parameters, float32 copies, shared out,
-    with Muon by whole parameters: a rank has at least the embedding's or the output layer's. And those of a step:
-    float32 copies of gradients, except for TransformerEngine's Adam, which reads any dtype where it keeps moments in
-    fewer bits, and then has copies of those."""
+    """Returns bytes that stay, and those of a step. AdamW's two moments or Muon's one, and float32 copies of bfloat16
+    parameters, are sharded; Muon shards whole parameters, so a rank has at least the embedding's or output layer's.
+    A step has float32 copies of gradients. TransformerEngine's Adam with moments of fewer bits reads any dtype, and
+    has copies of moments instead."""
     stepped, d, held = rank.stepped(learner), learner.dims, rank.trained
     if learner.optimizer.moments_dtype != "float32":
         copies = 2 * _MOMENT * min(stepped, max(STEPPED_AT_ONCE, rank.largest))
