@@ -12,8 +12,8 @@ gradient. Only latents that are projected up are gathered.
 
 Bytes are those that a rank holds while one of its layers computes, besides the activations that all layers keep. Dry
 runs count the same for torch's layers: the way to the experts and back has four copies of the rows at a time, and its
-backward pass two in addition to the gradients of the layer's experts. Dry runs cannot count TransformerEngine's
-layers: they count twice the bytes that a layer creates, an upper bound within 3 % of published peaks.
+backward pass two in addition to the experts' gradients. They cannot count TransformerEngine's layers, for which twice
+the bytes that a layer creates are an upper bound, within 3 % of published peaks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LayerKind:
 
 
 def product_seconds(rows: float, wide: float, deep: float, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
-    """Returns seconds of a product [rows, wide] x [wide, deep] at ``rate`` FLOP/s; elements read have ``size`` bytes."""
+    """Returns seconds of [rows, wide] x [wide, deep] at ``rate`` FLOP/s; read elements have ``size`` bytes."""
     narrow = min(wide, deep)
     computed = 2 * rows * wide * deep / rate * (1 + c.tile / rows) * (1 + c.tile / narrow)
     moved = (wide * deep * size + rows * (wide * size + max(2.0, size) * deep)) / (gpu.hbm * GB * MEMORY)

@@ -1,15 +1,15 @@
 """Seconds of reinforcement learning's whole step: rollout, log-probs, training, push, and how they overlap. No torch.
 
-Synchronous, they follow each other. With ``train.max_staleness`` = k, sampling and training overlap, and a step takes
-the longest of the learner's seconds, the engines', and W / k, where W are the seconds of the longest completion: a
-batch is trained on at most k steps after it was begun (Little's law; simulated least k: W over the step, within one).
-It takes no more than if they followed each other, as a batch is begun no later than then.
+Synchronous phases follow each other. With ``train.max_staleness`` = k, sampling and training overlap, and a step takes
+the longest of the learner's seconds, the engines', and W / k, where W are the seconds of the longest completion. A
+batch is trained on at most k steps after its start (Little's law; simulated least k: W over the step, within one).
+A step takes at most the synchronous time, because its batch starts no later than in synchronous training.
 
-Sampling is a decode roofline with the tail of lengths. A token of all rows that decode costs the larger of what is read
-(weights, of experts those that some row chose, and the rows' cache, with the states of delta nets) and what is
-computed, and a fixed time for launches and messages. Once no prompt waits, rows end one after the other and the longest
-decodes nearly alone. A server whose draft layer proposes tokens makes a pass of the model over them and the one before
-for each row, and a pass of the draft layer for each proposal, and has so one token more than were accepted
+Sampling is a decode roofline with the tail of lengths. One token for all decoding rows costs the larger of reading and
+computing, and a fixed time for launches and messages. Read are weights (of experts only those that some row chose) and
+the rows' cache, with the states of delta nets. Once no prompt waits, rows end one after the other, and the longest
+decodes nearly alone. If a draft layer proposes tokens, the model makes one pass over the proposals and the token before
+them for each row, and the draft layer one pass for each proposal. A row gets one token more than were accepted
 (arXiv:2211.17192).
 """
 
@@ -41,26 +41,26 @@ READ = 0.6  # share of a GPU's memory rate at which engines read weights and cac
 COMPUTED = 0.5  # share of the peak in prompts' passes and large batches; assumed
 TOKEN_SECONDS = 2e-3  # sampling and scheduling of a token; assumed
 LAYER_SECONDS, FAR_LAYER_SECONDS = 6.5e-5, 4.6e-4
-"""Launches of a layer of a token and what its messages take beside their bytes, in engines inside NVLink's domain and
-in larger ones.
+"""Seconds of a layer's launches for a token and of its messages' latency, in engines inside NVLink's domain and in
+larger ones.
 
-What is left of published tokens beside `TOKEN_SECONDS`, what they read and what they send: DeepSeek-R1 in float8 on 8
-H200, 12.8 to 34.6 ms for 8 to 64 rows (SemiAnalysisAI/InferenceX, issue 870: 40 to 69 µs a layer); Qwen3-30B-A3B on an
+The rest of published times of a token without `TOKEN_SECONDS`, reading and sending: DeepSeek-R1 in float8 on 8 H200,
+12.8 to 34.6 ms for 8 to 64 rows (SemiAnalysisAI/InferenceX, issue 870: 40 to 69 µs a layer); Qwen3-30B-A3B on an
 A100, 9.6 ms (tenstorrent/tt-inference-server, issue 340: 54 µs); DeepSeek-R1 on two nodes of 8 H100, 31.2 ms for one
 row (tt-inference-server, issue 356).
 """
 SPREAD = 0.6  # standard deviation of the logarithm of lengths; assumed
 ACCEPTED = 0.85
-"""Share of a draft layer's proposals that are accepted if all before them are: the least that DeepSeek-V3 was measured
-to have of its one (arXiv:2412.19437, section 5.4.3)."""
+"""Probability that a draft layer's proposal is accepted if all before it are: the lowest measured for DeepSeek-V3's one
+proposal (arXiv:2412.19437, section 5.4.3)."""
 _CLASSES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerShape:
-    """The degrees of a server, what of a GPU's memory its cache has, in bytes, and bytes that it reads for each
-    parameter of the ``experts`` and of the ``others``. Its draft layer proposes ``drafts`` tokens at a step for each
-    row, of which ``accepted`` are in the mean."""
+    """The degrees of a server, its ``cache`` in bytes of a GPU, and the bytes that it reads for each parameter of the
+    ``experts`` and of the ``others``. Its draft layer proposes ``drafts`` tokens for each row at a step, and in the
+    mean ``accepted`` of them are accepted."""
 
     tp: int
     dp: int
@@ -72,28 +72,28 @@ class ServerShape:
 
     @property
     def ranks(self) -> int:
-        """GPUs of a server."""
+        """The number of GPUs of a server."""
         return self.tp * self.dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutEstimate:
     """Seconds of a step's completions: ``alone`` if all start together and the step waits for the last; ``steady`` if
-    others fill the places of those that end; and of the ``longest`` completion in a full engine. ``requests`` in
-    flight fill the servers' places; ``held_back``: whether fewer are allowed."""
+    other completions fill the slots of those that end; ``longest`` for the longest completion in a full engine.
+    ``requests`` in flight fill the servers' slots; ``held_back`` is True if fewer are allowed."""
 
     alone: float
     steady: float
     longest: float
     prompts: float
-    rows: float  # that a server decodes at once
+    rows: float  # the number that a server decodes together
     requests: int
     held_back: bool
 
 
 @lru_cache(maxsize=64)
 def length_distribution(mean: float, most: float) -> tuple[float, ...]:
-    """Lengths of equally many completions, ascending: lognormal, cut off at ``most``, with that ``mean``."""
+    """Returns ascending lengths of equally many completions: lognormal, cut off at ``most``, with that ``mean``."""
     steps = [math.exp(SPREAD * NormalDist().inv_cdf((i + 0.5) / _CLASSES)) for i in range(_CLASSES)]
     low, high = 0.0, 100.0 * most
     for _ in range(60):
@@ -106,7 +106,7 @@ def length_distribution(mean: float, most: float) -> tuple[float, ...]:
 
 
 def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float, context: float) -> float:
-    """Seconds of one token for each of a server's ``rows``, whose prompts and tokens so far are ``context``."""
+    """Returns seconds of one token for each of a server's ``rows``, of ``context`` tokens of prompt and completion."""
     step = TOKEN_SECONDS + _pass_seconds(shape, server, gpu, rows, rows * (1 + server.drafts), context)
     if server.drafts:
         step += server.drafts * _pass_seconds(draft_layer(shape), server, gpu, rows, rows, context)
@@ -116,7 +116,7 @@ def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float,
 def _pass_seconds(
     shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float, positions: float, context: float
 ) -> float:
-    """Seconds of a pass over ``positions`` of ``rows`` together, each of which reads its cache once."""
+    """Returns seconds of a pass over ``positions`` of ``rows`` together; each row reads its cache once."""
     sparse, k = len(shape.moe_layers), shape.experts_per_token
     experts = 3.0 * shape.hidden_size * shape.expert_width * sparse
     others = shape.active_parameters - experts * k
@@ -130,12 +130,12 @@ def _pass_seconds(
 
 
 def _message_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, positions: float) -> float:
-    """Seconds of the bytes of a pass's messages: a tensor-parallel group reduces what attention and a dense MLP give,
-    and with several groups all ranks gather the rows of a layer with experts, and scatter the sums, which is the
-    default of vLLM 0.32.0 (``allgather_reducescatter``) and SGLang 0.5.21."""
+    """Returns seconds of the bytes of a pass's messages. A tensor-parallel group reduces outputs of attention and dense
+    MLPs. With several groups all ranks gather the rows of a layer with experts and scatter the sums, the default of
+    vLLM 0.32.0 (``allgather_reducescatter``) and SGLang 0.5.21."""
 
     def exchanged(rows: float, ranks: int) -> float:
-        """Gathered and scattered, as an all-reduce does both; a node's ranks send together what leaves it."""
+        """Returns seconds to gather and scatter, like an all-reduce; a node's ranks share the bytes that leave it."""
         moved, nodes = 2 * rows * 2.0 * shape.hidden_size, max(1.0, ranks / gpu.domain)
         near, far = moved * (1 - 1 / ranks) / gpu.nvlink, moved * (1 - 1 / nodes) / (gpu.domain * gpu.network)
         return max(near, far) / (GB * FITTED.links)
@@ -147,20 +147,20 @@ def _message_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, positions
 
 @lru_cache(maxsize=8)
 def draft_layer(shape: ModelShape) -> ModelShape:
-    """One draft layer and the model's output layer as a model of their own; the product that joins the two hidden
-    states is left out, a hundredth of what a pass of DeepSeek-V3's layer over 32 rows reads."""
+    """Returns one draft layer and the model's output layer as a separate model. It omits the product that joins the two
+    hidden states, a hundredth of the bytes that a pass of DeepSeek-V3's layer over 32 rows reads."""
     return replace(
         shape, num_layers=1, dense_layers=0, windows=(), delta=None, delta_layers=(), draft_layers=0, drafts=False
     )
 
 
 def tokens_accepted(drafts: int) -> float:
-    """The mean number of ``drafts`` proposals that are accepted, each by `ACCEPTED`."""
+    """Returns the mean number of accepted proposals out of ``drafts``, each by `ACCEPTED`."""
     return sum(ACCEPTED**n for n in range(1, drafts + 1))
 
 
 def cache_bytes(shape: ModelShape, context: float) -> float:
-    """Cache bytes of a row of ``context`` tokens, of the whole model; a layer with a window holds its last tokens."""
+    """Returns a row's cache bytes of ``context`` tokens, of the whole model; a layer with a window holds the last."""
     if shape.latent is not None:
         return 2.0 * shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim) * context
     windows = [shape.windows[layer] if shape.windows else 0 for layer in shape.attention_layers]
@@ -169,8 +169,8 @@ def cache_bytes(shape: ModelShape, context: float) -> float:
 
 
 def state_bytes(shape: ModelShape) -> float:
-    """Of the delta nets of one row, however long it is, of the whole model: a state in float32, as SGLang 0.5.21 has it
-    and vLLM 0.32.0 that of Qwen3.5 (Qwen3-Next's in the model's dtype), and the convolution's last inputs."""
+    """Returns bytes of the delta nets of one row of any length, of the whole model. They are the convolution's last
+    inputs and a state in float32, as in SGLang 0.5.21 and, for Qwen3.5, in vLLM 0.32.0 (Qwen3-Next: model's dtype)."""
     if (net := shape.delta) is None:
         return 0.0
     state = 4.0 * net.value_heads * net.key_dim * net.value_dim
@@ -178,7 +178,7 @@ def state_bytes(shape: ModelShape) -> float:
 
 
 def rows_that_fit(shape: ModelShape, server: ServerShape, context: float) -> float:
-    """Rows of ``context`` tokens that a server's cache holds at once."""
+    """Returns the number of rows of ``context`` tokens that a server's cache holds."""
     cache = cache_bytes(shape, context) + (cache_bytes(draft_layer(shape), context) if server.drafts else 0.0)
     return server.cache * server.dp / _on_gpu(shape, server, cache, state_bytes(shape))
 
@@ -197,12 +197,12 @@ def sampled(
     concurrency: float = math.inf,
     sharing: float = 1.0,
 ) -> RolloutEstimate:
-    """The time of ``completions`` in groups of ``group``, which share a prompt; ``slots`` and its cache bound a
-    server's rows, and ``concurrency`` the groups in flight on all servers, which end with their longest completion.
-    With ``sharing`` servers on each GPU all that they do takes so many times as long."""
+    """Estimates the time of ``completions`` in groups of ``group`` that share a prompt. ``slots`` and the cache bound a
+    server's rows; ``concurrency`` bounds the groups in flight on all servers, which end with their longest completion.
+    With ``sharing`` servers on each GPU all work takes ``sharing`` times as long."""
     mean, each = sum(lengths) / len(lengths), completions / replicas
     flight, held = concurrency * group / replicas, completions > concurrency * group
-    ending = _longest_of(group, lengths) / mean  # of a group's completions on average one of so many still decodes
+    ending = _longest_of(group, lengths) / mean  # on average one of this many completions of a group still decodes
     live = flight / ending
     most = max(1.0, min(slots, rows_that_fit(shape, server, prompt + mean)))
     rows = min(each, most, flight) if held else min(each, most)
@@ -233,15 +233,15 @@ def sampled(
 
 
 def _longest_of(group: int, lengths: Sequence[float]) -> float:
-    """Mean length of the longest of ``group`` completions; ``lengths`` are ascending, and equally likely."""
+    """Returns the mean length of the longest of ``group`` completions; ``lengths`` ascend and are equally likely."""
     count = len(lengths)
     shares = [((i + 1) / count) ** group - (i / count) ** group for i in range(count)]
     return sum(length * share for length, share in zip(lengths, shares, strict=True))
 
 
 def _on_gpu(shape: ModelShape, server: ServerShape, cache: float, state: float) -> float:
-    """Of a row's bytes those on each GPU of a tensor-parallel group, whose ranks share out the heads of keys and values
-    and of delta nets; latents are whole on each."""
+    """Returns a row's bytes on each GPU of a tensor-parallel group. Its ranks share the heads of keys and values and of
+    delta nets; latents are whole on each."""
     heads = 1 if shape.latent is not None else min(server.tp, shape.num_kv_heads)
     return cache / heads + (state / min(server.tp, shape.delta.key_heads) if shape.delta is not None else 0.0)
 
@@ -249,20 +249,19 @@ def _on_gpu(shape: ModelShape, server: ServerShape, cache: float, state: float) 
 Lengths = Sequence[float]
 """Tokens of equally many completions, ascending."""
 MOST_STALENESS = 8
-"""Most steps that a planned run's data may be old; more is for the user to say."""
+"""The highest staleness of a planned run's data; the user may set more."""
 KERNELS = 0.05
 """Share of a GPU that an engine's own kernels and buffers take."""
-_USUAL_FRACTION = 0.9  # of a GPU for a server whose memory_fraction is not set
-_PAUSE = 2.0  # seconds in which servers stop, verify and go on at a push; assumed
+_USUAL_FRACTION = 0.9  # share of a GPU for a server if memory_fraction is not set
+_PAUSE = 2.0  # seconds in which servers stop, verify and resume at a push; assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStep:
-    """A step's ``seconds``, its parts, and of training's the terms; ``staleness`` is what the seconds hold for, and
-    ``least`` with which a step takes no longer than the ``slower`` of learner, engines and reward models on ranks; 0
-    where these take turns.
-    ``sampled``, by servers like ``server``, is held back only if the step would sample in less with more requests in
-    flight."""
+    """A step's ``seconds``, its ``parts``, and the terms of ``training``. The seconds hold for ``staleness``;
+    ``least`` is the lowest with which a step takes no longer than ``slower``, the slowest of learner, engines and
+    reward models on ranks. Both are 0 if these take turns. ``sampled``, by servers like ``server``, is held back only
+    if sampling would take less time with more requests in flight."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -276,15 +275,15 @@ class RlStep:
 
     @property
     def tokens_a_second(self) -> float:
-        """Tokens of prompts and completions a second, of all GPUs together."""
+        """The tokens of prompts and completions per second, of all GPUs together."""
         return self.tokens / self.seconds
 
 
 def learner_work(
     config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, sequences: int | None = None
 ) -> LearnerWork:
-    """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included, on its share of ``sequences``;
-    None: on that of those that are trained on. Raises ConfigError for ``learner.fp8`` on GPUs without it."""
+    """Returns one optimizer step on its share of ``sequences`` of ``mean`` tokens, prompts included; None: of the
+    sequences that are trained on. Raises ConfigError for ``learner.fp8`` on GPUs without it."""
     learner, d = config.learner, config.learner.dims
     if learner.fp8 is not None:
         given = f"learner.fp8={learner.fp8}: {gpu.cuda_name}"
@@ -324,7 +323,7 @@ def learner_work(
 
 
 def _moved(learner: LearnerSection, shape: ModelShape, mean: float) -> tuple[float, float]:
-    """Bytes of a token of a context-parallel rank that leave its GPU, of a layer without experts and of one with."""
+    """Returns bytes per token of a context-parallel rank that leave its GPU: of a layer without experts, and with."""
     sparse = set(shape.moe_layers)
     first = [next((n for n in range(shape.num_layers) if (n in sparse) is kind), None) for kind in (False, True)]
     dense, moe = (0.0 if n is None else sum(offloaded(learner, shape, n, mean)) for n in first)
@@ -332,15 +331,15 @@ def _moved(learner: LearnerSection, shape: ModelShape, mean: float) -> tuple[flo
 
 
 def filled(config: RunConfig, most: float, dp: int, mean: float, sequences: int | None = None) -> tuple[float, float]:
-    """Tokens of a micro-batch of at most ``most``, which is filled but for half a sequence in the mean, and how many
-    micro-batches each of ``dp`` ranks has in an optimizer step on its share of ``sequences``, as in `learner_work`."""
+    """Returns tokens of a micro-batch, and the micro-batches of each of ``dp`` ranks in an optimizer step on its share
+    of ``sequences``, as in `learner_work`. A micro-batch has at most ``most`` tokens, in the mean half a sequence less."""
     share = max(1.0, (sequences or config.trained_per_step) / config.train.minibatches / dp) * mean
     full = max(mean, most - mean / 2)
     return min(full, share), float(max(1, ceil(share / full)))
 
 
 def forward_seconds(work: LearnerWork, batches: int) -> float:
-    """A pass without gradients over what ``batches`` optimizer steps train on."""
+    """Returns seconds of a pass without gradients over the data of ``batches`` optimizer steps."""
     scored = replace(
         work, again=work.again & {"head", "norms"}, micro_batches=work.micro_batches * batches, drafts=0, scored=True
     )
@@ -348,8 +347,8 @@ def forward_seconds(work: LearnerWork, batches: int) -> float:
 
 
 def score_seconds(config: RunConfig, work: LearnerWork) -> float:
-    """The policy's passes of a step without gradients: over all its rows, where the algorithm needs one, and those of
-    features. The first has the norms of an optimal baseline."""
+    """Returns seconds of the policy's passes without gradients in a step: one over all its rows if the algorithm needs
+    it, and those of features. The first has the norms of an optimal baseline."""
     a, batches, seconds = config.algorithm, config.train.minibatches, 0.0
     if a.scores_policy or wanted(config):
         norms = {"norms"} if a.credit == "optimal" else set()
@@ -359,7 +358,7 @@ def score_seconds(config: RunConfig, work: LearnerWork) -> float:
 
 
 def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
-    """Bytes of a push in closed form: in all, sent by the busiest learner rank, received by the busiest server rank.
+    """Returns a push's bytes in closed form: total, sent by the busiest learner rank, received by the busiest server's.
 
     Each server rank gets its share of the weights once, and learner ranks that hold the same parts share the sending.
     """
@@ -372,18 +371,18 @@ def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, floa
 def server_shape(
     config: RunConfig, server: ServerSection, weights: Elements, shape: ModelShape, gpu: Gpu
 ) -> ServerShape:
-    """A server that holds ``weights``, bytes of `weights_served`, with the cache that its memory_fraction leaves.
+    """Returns a server of ``weights``, bytes of `weights_served`, with the cache that its memory_fraction leaves.
 
-    Engines take the fraction of what CUDA reports: 81,559 MiB of an H100 of 80 GB, and so on for the table's.
+    Engines take the fraction of the memory that CUDA reports: 81,559 MiB of an H100 of 80 GB, about as many GiB.
     """
     fraction = (server.memory_fraction or _USUAL_FRACTION) - KERNELS
     cache = fraction * gpu.memory * 2**30 - weights_on_gpu(server, weights)
     experts, others = _held_of(shape)
-    if shape.drafts:  # beside a joining product of its own, a draft layer has the model's output layer
+    if shape.drafts:  # a draft layer has its own joining product, and the model's output layer
         more, beside = _held_of(draft_layer(shape))
         own = beside - shape.hidden_size * (shape.outputs - 2 * shape.hidden_size)
         experts, others = experts + len(shape.drafted) * more, others + len(shape.drafted) * own
-    # Of the embedding a token reads a row.
+    # A token reads only one row of the embedding.
     looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size * BYTES[config.learner.dtype]
     proposed = [one.serving.proposed(server) for one in features().values() if one.serving is not None]
     return ServerShape(
@@ -398,7 +397,7 @@ def server_shape(
 
 
 def _held_of(shape: ModelShape) -> tuple[float, float]:
-    """Parameters of all experts, and all others but the embedding; those of draft layers are left out."""
+    """Returns the number of parameters of all experts, and of all others without the embedding and draft layers."""
     one = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
     return one * shape.num_experts, shape.active_parameters - one * shape.experts_per_token
 
@@ -415,8 +414,8 @@ def rollout_seconds(
     concurrency: float,
     sharing: float = 1.0,
 ) -> RolloutEstimate:
-    """Seconds of a step's completions on ``replicas`` servers, ``sharing`` of them on each GPU, with so many requests
-    in flight."""
+    """Returns seconds of a step's completions on ``replicas`` servers, ``sharing`` of them on each GPU, with
+    ``concurrency`` groups in flight."""
     return sampled(
         shape,
         server,
@@ -442,9 +441,9 @@ def rl_step(
     staleness: int | None = None,
     push: float | None = None,
 ) -> RlStep:
-    """A run's step, with completions of ``lengths``; ``staleness`` None takes the least that costs no time.
+    """Returns a run's step with completions of ``lengths``; ``staleness`` None takes the lowest that costs no time.
 
-    Learner and servers on the same GPUs follow each other whatever it is. ``push`` are seconds of a push without the
+    Learner and servers on the same GPUs take turns with any staleness. ``push`` are seconds of a push without the
     servers' pause; None: by the closed form of `push_bytes`.
     """
     mean = sum(lengths) / len(lengths) + prompt
@@ -470,7 +469,7 @@ def rl_step(
     least = max(1, ceil(engines.longest / slower)) if apart else 0
     k = (min(MOST_STALENESS, least) if staleness is None else staleness) if apart else 0
     rollout = parts["rollout"] = engines.steady if k else engines.alone
-    if engines.held_back:  # or not, where the step's completions all fit
+    if engines.held_back:  # not if all of the step's completions fit
         free = sample(concurrency=inf)
         engines = replace(engines, held_back=(free.steady if k else free.alone) < rollout)
     if scored > rollout:
@@ -493,10 +492,10 @@ def rl_step(
 
 
 def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: float) -> dict[str, LearnerWork]:
-    """Of all models beside the policy, by their roles. A teacher's own prompt is as much longer than the policy's
-    ``prompt`` as its limit is. Reward models read all that is compared."""
+    """Returns the work of all models except the policy, by role. A teacher's own prompt is longer than the policy's
+    ``prompt`` by the ratio of their limits. Reward models read all compared sequences."""
     found, judges = {}, scoring_roles(config)
-    of_teacher = {"reference"} if config.taught_by_average else set()  # of the same model
+    of_teacher = {"reference"} if config.taught_by_average else set()  # the teacher is the same model
     frozen = [role for role in frozen_folders(config) if role not in of_teacher]
     for role in ("critic", *frozen, *self_teachers(config)):
         theirs = config.of_role(role)
@@ -508,7 +507,7 @@ def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: 
 
 
 def servers_on_a_gpu(config: RunConfig) -> float:
-    """The mean number of those that sample for training."""
+    """Returns the mean number of servers on a shared GPU that sample for training."""
     servers = gpus_on_learner_nodes(config)[: config.rollout.server.count]
     gpus = {gpu for server in servers for gpu in server}
     return sum(map(len, servers)) / len(gpus) if gpus else 1.0
@@ -521,8 +520,8 @@ def _push_seconds(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
 
 
 def _others(config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of frozen models and a critic, by their ``works``: on ranks of their own they compute beside the policy,
-    and the step waits for what is longer; each teacher is counted as if it judged all that is sampled."""
+    """Returns seconds of frozen models and a critic by ``works``. On separate ranks they compute along with the policy,
+    and the step waits for the slower. Each teacher is counted as if it scored all sampled sequences."""
     out, beside, batches = dict[str, float](), parts.get("log-probs", 0.0), config.train.minibatches
     forward = {role: forward_seconds(one, batches) for role, one in works.items()}
     for role in (role for role in works if role != "critic"):
@@ -537,13 +536,13 @@ def _others(config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[
 
 
 def _moved_to_host(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of the optimizer's state of a rank that leave its GPU while servers sample."""
+    """Returns bytes of a rank's optimizer state that leave its GPU while servers sample."""
     d = config.learner.dims
     return 12.0 * sum(_held_of(shape)) / d.world_size
 
 
 def unmodeled_features(config: RunConfig) -> Iterator[str]:
-    """Yields what `rl_step` computes that a run with this configuration does not do, as the end of a sentence."""
+    """Yields assumptions of `rl_step` that this configuration does not meet, as ends of a sentence."""
     for key, one in config.training_environments.items():
         yield f"single completions, and {key}.function={one.function} has several turns"
         break
