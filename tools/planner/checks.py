@@ -1,5 +1,5 @@
-"""Preflight's checks by the plan: compares what GPUs and nodes need with their memory, and says what pushes of weights
-and checkpoints of a job cost. It refuses a push into processes that cannot map the memory."""
+"""Preflight's checks by the plan: compares the bytes that GPUs and nodes need with their memory, and reports the cost
+of a job's pushes and checkpoints. A push into processes that cannot map the memory is an error."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tools.planner.memory import (
     why_off_gpus,
 )
 
-_UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
+_UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # units of Slurm's --mem
 
 
 def memory(subject: PreflightContext) -> Iterator[Finding]:
-    """Compares the learner's memory with ``slurm.gpu_memory_gb``, what a run keeps in a node's memory with that, and
-    the file of weights with the file system that it is in, if that is this machine's, and who reads it."""
+    """Compares the learner's memory with ``slurm.gpu_memory_gb`` and a run's data in a node's memory with that memory.
+    Compares the weight file with its file system, if that is this machine's, and checks who reads the file."""
     config = subject.config
     yield from usable_problems(config, here=not subject.for_job)
     if _is_here(subject):
@@ -77,7 +77,7 @@ def _on_nodes(subject: PreflightContext) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What needs ``size`` bytes of a node's memory: its ``keys``, as they are ``given``, ``what`` it is for."""
+    """A need of ``size`` bytes of a node's memory: its ``keys``, as they are ``given``, and ``what`` it is for."""
 
     size: float
     keys: str
@@ -87,7 +87,7 @@ class _Part:
 
 
 def _parts(subject: PreflightContext) -> Iterator[_Part]:
-    """The parts in the order in which they must have room."""
+    """Yields the parts in the order in which they must fit."""
     config, shape, folder = subject.config, subject.shape, weights_folder(subject.config)
     more_nodes = "more nodes (slurm.nodes with learner.dp or learner.ep), or"
     yield _Part(
@@ -114,7 +114,7 @@ def _parts(subject: PreflightContext) -> Iterator[_Part]:
 
 
 def _gpus_here(subject: PreflightContext) -> int | None:
-    """GPUs of this machine, if the run is on it alone and they are known and enough for the ranks; else None."""
+    """Counts this machine's GPUs if the run is only on it and they are known and enough for the ranks; else None."""
     if subject.for_job or subject.config.run.launcher != "local":
         return None
     count = count_visible_gpus(subject.environment.get("CUDA_VISIBLE_DEVICES")) or 0
@@ -122,12 +122,12 @@ def _gpus_here(subject: PreflightContext) -> int | None:
 
 
 def _is_here(subject: PreflightContext) -> bool:
-    """Whether this machine is one of the run's nodes: the controller is on one, but under Ray."""
+    """True if this machine is one of the run's nodes: the controller is on one, except under Ray."""
     return not subject.for_job and subject.config.run.launcher != "ray"
 
 
 def _node(subject: PreflightContext) -> tuple[float | None, str]:
-    """Bytes of a node's memory, None if they are not known here, and who says so."""
+    """Returns bytes of a node's memory, None if they are unknown here, and the source of the number in words."""
     config = subject.config
     if _is_here(subject):
         return psutil.virtual_memory().total, "this machine has"

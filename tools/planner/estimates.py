@@ -1,4 +1,4 @@
-"""What a step, a push and a checkpoint cost, in lines that ``plan`` and ``submit`` show. No torch.
+"""The cost of a step, a push and a checkpoint, in lines that ``plan`` and ``submit`` show. No torch.
 
 Bytes of a push between ranks are those of the real plans, into the layout that vLLM and SGLang have by their degrees,
 and seconds are at stated speeds. Latency, packing, checksums and the engines' own work are left out, so real pushes
@@ -47,11 +47,11 @@ class Links:
     elsewhere: Mapping[int, int] = field(default_factory=dict)
 
     def node(self, process: int) -> int:
-        """The number of the process's node."""
+        """Returns the index of the process's node."""
         return self.elsewhere.get(process, process // self.per_node)
 
     def within(self, a: int, b: int) -> bool:
-        """Whether two processes share a node."""
+        """True if two processes share a node."""
         return self.node(a) == self.node(b)
 
 
@@ -318,8 +318,8 @@ def _adapter_problems(config: RunConfig, shape: ModelShape, route: Route) -> Pus
 
 
 def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = False) -> tuple[Hop, Hop]:
-    """The writers of each file write it together, or one ``alone``; then all servers read theirs at once, a node of a
-    shared file system once."""
+    """Returns the hops of writing and reading files: the writers of a file share it, or one writes ``alone``. Then all
+    servers read theirs at the same time, and a node reads a shared file system once."""
     speeds, nodes = _hardware(config), engine_nodes(config)
     section, writers = config.rollout.server, file_writer_ranks(config)
     each = section.ranks if section.addresses is None else 1
@@ -446,16 +446,16 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A run's push, checkpoint and step; ``step`` is None where nothing is known of it, as on CPUs.
+    """A run's push, checkpoint and step; ``step`` is None if nothing is known of it, as on CPUs.
 
-    ``signal_seconds`` are what a job leaves for a step and a checkpoint before its time is up.
+    ``signal_seconds`` are the seconds that a job leaves for a step and a checkpoint before its time is up.
     """
 
     push: Push
     save: Save
     step: StepTime | None
     signal_seconds: int
-    pushes: bool = True  # whether steps push weights, and not the run's end alone, for its export
+    pushes: bool = True  # False if only the run's end pushes weights, for its export
 
     def lines(self) -> Iterator[str]:
         """The estimate as lines of text, with units."""
@@ -475,7 +475,7 @@ class Estimate:
         yield "all speeds are assumed, none is measured (slurm.speeds)"
 
     def warnings(self) -> Iterator[str]:
-        """What a user should change before the run."""
+        """Yields changes that a user should make before the run."""
         if self.push.route.shared and self.pushes:
             yield (
                 f"each push of weights goes through {self.push.route.file}: {self.push.seconds:,.1f} s at assumed "
@@ -490,7 +490,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
-    """The estimate of a run. Raises ConfigError if the layout or the servers do not fit."""
+    """Returns the estimate of a run. Raises ConfigError if the layout or the servers do not fit."""
     push = push_cost(config, shape)
     saves, step = save_cost(config, shape), _step(config, shape, push)
     signal = config.slurm.signal_seconds
@@ -498,10 +498,10 @@ def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
 
 
 def planned_metrics(config: RunConfig, shape: ModelShape) -> dict[str, float]:
-    """Returns what the plan says of metrics of a run on GPUs, by their names; nothing of one on CPUs.
+    """Returns the plan's values of a run's metrics on GPUs, by their names; none for a run on CPUs.
 
-    memory/peak is of torch's allocator: without what engine servers on the same GPU, contexts and NCCL take. Seconds,
-    mfu/train and the length that a completion is assumed to have are there if ``slurm.speeds.gpu`` names the GPUs.
+    memory/peak is that of torch's allocator, without engine servers on the same GPU, contexts and NCCL. Seconds,
+    mfu/train and a completion's assumed length are included if ``slurm.speeds.gpu`` names the GPUs.
     Raises ConfigError if the layout does not divide the model's sizes.
     """
     if config.learner.device == "cpu":
@@ -531,7 +531,7 @@ def _step(config: RunConfig, shape: ModelShape, push: Push) -> StepTime | None:
 
 
 def _unpredicted(config: RunConfig) -> str:
-    """Why a step's seconds are not predicted; empty if they are."""
+    """Returns the reason that a step's seconds are not predicted; empty if they are."""
     server = config.rollout.server
     if config.slurm.speeds.gpu is None:
         return "set slurm.speeds.gpu to the kind of your GPUs, as h100"

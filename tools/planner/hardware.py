@@ -1,4 +1,4 @@
-"""GPUs by the names that ``rl-megatron scale`` takes, and what the formulas of `time` do not know of them.
+"""GPUs by the names that ``rl-megatron scale`` takes, and constants for the formulas of `time`.
 
 GPUs have memory, links and power; `flops.PEAKS` has their peaks. Sources, all NVIDIA's: the data sheets of A100, H100,
 H200 and of the DGX B200, B300, GB200 NVL72 and GB300 NVL72 systems; of H800 and H20, which have none in public,
@@ -100,7 +100,7 @@ def gpu_named(name: str, key: str = "gpu") -> Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What the formulas do not know: shares of peaks, and costs that follow from no data sheet.
+    """The constants of the formulas: shares of peaks, and costs that follow from no data sheet.
 
     ``gemm`` and ``gemm_fp8``: shares of the peak of large products; of ``tile`` rows or columns a product has half of
     that. ``power``: exponent of a GPU's watts per TFLOP/s, as Blackwell's clocks fall under load. ``attention``: share
@@ -108,7 +108,7 @@ class Constants:
     and the network's rates; ``plain``: of those, by an all-to-all without kernels of its own. ``hidden``: share of
     messages that overlapping hides. ``host``: seconds to launch one layer's forward pass. ``imbalance``: rows of the
     fullest experts over the mean, with natural routing. ``age``: share of time a month that an older stack takes more.
-    ``fixed``: seconds of a step beside all others.
+    ``fixed``: seconds that every step adds to the others.
     """
 
     gemm: float
@@ -145,5 +145,5 @@ PRIOR = Constants(
 FITTED = replace(PRIOR, gemm=0.648, gemm_fp8=0.842, attention=0.589, links=0.659, imbalance=1.156, fixed=0.328)
 """Constants fitted to bench/published_runs.json by bench/step_time.py, which free six of them."""
 RANGE = (0.75, 1.3)
-"""Times the predicted rate of training between which a measured one is expected (docs/cluster.md)."""
+"""The factors of the predicted rate of training between which a measured one is expected (docs/cluster.md)."""
 MEMORY = 0.8  # share of a GPU's memory rate that kernels reach; not fitted: ``passes`` would take it back

@@ -1,6 +1,6 @@
-"""What a planned run is asked for, its learner's layouts with their seconds, and where its servers are.
+"""The request for a planned run, its learner's layouts with their seconds, and the placements of its servers.
 
-They are on the learner's GPUs or on nodes of their own, by the fastest degrees.
+Servers are on the learner's GPUs or on separate nodes, by the fastest degrees.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ MOST_STAGES, MOST_EXPERT_RANKS = 32, 128
 CHANGES_TOGETHER: Mapping[str, str] = {
     term: change.removeprefix(f"set roles.{term}=separate, ") for term, change in CHANGES.items()
 }
-"""`CHANGES` but for roles on GPUs of their own, which no planned layout has."""
-_USUAL = 8192  # tokens of a micro-batch, from which longer ones make products no faster
-_FEW_EXPERTS = 16  # of a layer, up to which each is large enough to cut (etp)
+"""`CHANGES` without roles on separate GPUs, which no planned layout has."""
+_USUAL = 8192  # tokens of a micro-batch; longer ones do not make products faster
+_FEW_EXPERTS = 16  # up to this many experts of a layer, each is large enough to cut (etp)
 _AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """What is asked for: a run on ``gpus`` of a kind, with completions of ``lengths`` and prompts of ``prompt`` tokens.
+    """A run to plan: on ``gpus`` of a kind, with completions of ``lengths`` and prompts of ``prompt`` tokens.
 
-    ``base`` has the keys that the user gave and defaults of the others; ``given`` are the user's, by name, which the
-    search leaves as they are.
+    ``base`` has the keys that the user gave and defaults of the others; ``given`` are the user's values by key, which
+    the search leaves unchanged.
     """
 
     base: RunConfig
@@ -66,17 +66,17 @@ class SearchRequest:
 
     @property
     def per_node(self) -> int:
-        """GPUs of a node."""
+        """The number of GPUs of a node."""
         return min(self.gpus, self.gpu.per_node)
 
     @property
     def mean(self) -> float:
-        """Tokens of a sequence, with its prompt, in the mean."""
+        """The mean number of tokens of a sequence with its prompt."""
         return sum(self.lengths) / len(self.lengths) + self.prompt
 
 
 def with_keys(base: RunConfig, keys: Mapping[str, object]) -> RunConfig:
-    """The configuration with ``section.key`` values of the search, unchecked: they are the search's own."""
+    """Returns the configuration with ``section.key`` values of the search, which are not checked."""
     learner: dict[str, Any] = {}
     server: dict[str, Any] = {}
     slurm: dict[str, Any] = {}
@@ -182,7 +182,7 @@ def _with_work(wanted: SearchRequest, longest: int, degrees: Mapping[str, int]) 
 
 
 def _expert_degrees(wanted: SearchRequest) -> list[int]:
-    """Degrees that divide the experts: powers of two and multiples of 24, at most 128, and the user's."""
+    """Returns degrees that divide the experts: powers of two and multiples of 24, at most 128, and the user's."""
     count, given = wanted.shape.num_experts, wanted.given.get("learner.ep")
     usual = [
         ep for ep in range(1, min(count, MOST_EXPERT_RANKS) + 1) if ep & (ep - 1) == 0 or ep % 24 == 0 or ep == given
@@ -192,13 +192,13 @@ def _expert_degrees(wanted: SearchRequest) -> list[int]:
 
 @cache
 def _counts(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    """Layers of each chunk, fewer beside the output layer and the embedding."""
+    """Returns the layers of each chunk, fewer in chunks with the output layer or the embedding."""
     chunks = pp * vpp
     each, lacking = -(-layers // chunks), -layers % chunks
     counts = [each] * chunks
     for i in [chunks - 1, 0, *range(chunks - 2, 0, -1)][:lacking]:
         counts[i] -= 1
-    if lacking >= 3 and each > 2:  # two fewer on the last, whose output layer takes as long as some
+    if lacking >= 3 and each > 2:  # two fewer on the last: its output layer takes as long as some layers
         counts[-1] -= 1
         counts[next(i for i in range(1, chunks) if counts[i] < each)] += 1
     return tuple(counts)
@@ -206,7 +206,7 @@ def _counts(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 
 @cache
 def stage_layers(layers: int, pp: int, vpp: int) -> str | None:
-    """Layers of each chunk as ``learner.stage_layers`` has them; None if all are the same."""
+    """Returns the layers of each chunk in the form of ``learner.stage_layers``; None if all are equal."""
     counts = _counts(layers, pp, vpp)
     if len(set(counts)) == 1:
         return None
@@ -221,7 +221,7 @@ def _servers(keys: Mapping[str, object]) -> str:
 
 
 def described(keys: Mapping[str, object]) -> str:
-    """A layout in a few words."""
+    """Describes a layout in a few words."""
     d = {axis: keys.get(f"learner.{axis}", 1) for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")}
     learner = " ".join(f"{axis}{degree}" for axis, degree in d.items() if degree != 1)
     apart = keys.get("slurm.engines.nodes")
@@ -238,11 +238,11 @@ def described(keys: Mapping[str, object]) -> str:
 MOST_SERVER_DP = 32
 """The highest degree of a server's data parallelism that is tried."""
 SLOTS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""The values of ``rollout.slots`` that are tried, beside the default and all rows of a server's cache, if it has as
-many."""
-_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the nodes that servers may have for themselves
-_FRACTIONS = (0.6, 0.4, 0.25)  # of a GPU for a server that takes turns with the learner
-_CACHE = 0.12  # of a GPU that a server's cache and kernels take at least
+"""The values of ``rollout.slots`` that are tried if a server's cache has that many rows, besides the default and all
+rows of the cache."""
+_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the nodes that are only for servers
+_FRACTIONS = (0.6, 0.4, 0.25)  # shares of a GPU for a server that takes turns with the learner
+_CACHE = 0.12  # the least share of a GPU for a server's cache and kernels
 
 
 def placements(wanted: SearchRequest) -> Iterator[tuple[float, dict[str, object]]]:

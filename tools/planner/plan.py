@@ -54,7 +54,7 @@ _KEYS = {
     "family": "learner.model",
 }
 """Options of two layouts, and the keys of a configuration that say the same."""
-_NO_FOLDER = Path(os.devnull)  # where model.path is not given, which a configuration for a model must have
+_NO_FOLDER = Path(os.devnull)  # stands for a missing model.path, which a configuration for a model must have
 
 ElementBytes = Annotated[int | None, typer.Option(min=1, help="bytes per element; 2, as of bfloat16, if not given")]
 GpuMemory = Annotated[
@@ -160,7 +160,7 @@ def show_plan(
 
 
 def _too_large(side: str, layout: Layout, element_bytes: int, gpu_memory_gb: float) -> Iterator[str]:
-    """A line for each rank whose weights exceed a GPU's memory; full copies on disk are on no GPU."""
+    """Yields a line if the largest rank's weights exceed a GPU's memory; full copies on disk are not on a GPU."""
     held = {rank: sum(map(math.prod, layout.local_shapes(rank).values())) for rank in _unlike(layout.dims)}
     rank = max(held, key=lambda r: held[r])
     needs = held[rank] * element_bytes / GB
@@ -172,7 +172,7 @@ def _too_large(side: str, layout: Layout, element_bytes: int, gpu_memory_gb: flo
 
 
 def _unlike(dims: ParallelDims) -> range:
-    """The first rank of each pipeline stage; the stage's other ranks hold as much."""
+    """Returns the first rank of each pipeline stage; the stage's other ranks hold as much."""
     return range(0, dims.world_size, dims.world_size // dims.pp)
 
 
@@ -197,7 +197,7 @@ def show_config(config_name: str, overrides: Sequence[str]) -> None:
 
 
 def _model(config_name: str, config: RunConfig) -> str:
-    """The folder or the name that gives the model's sizes."""
+    """Returns the folder or the name that gives the model's sizes."""
     path, name = config.model.path, config.model.name
     if path == _NO_FOLDER and name is None:
         raise ConfigError(f"{config_name}: the model's sizes are not known; set model.path or model.name")
@@ -209,7 +209,7 @@ def _model(config_name: str, config: RunConfig) -> str:
 
 
 def _counted_layers(config: RunConfig, shape: ModelShape) -> str:
-    """Whose layers keep the activations that the table counts."""
+    """Returns a sentence about the kind of layers for which the table counts activations."""
     learner = config.learner
     if not wants_transformer_engine(learner, shape):
         return "The activations are those of torch's layers."
@@ -222,7 +222,7 @@ def _counted_layers(config: RunConfig, shape: ModelShape) -> str:
 
 
 def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
-    """Print the memory on the fullest GPU of each pipeline stage."""
+    """Prints the memory on the fullest GPU of each pipeline stage."""
     stages: dict[str, Footprint] = {}
     for found in footprints(config, shape):
         stage = " ".join(filter(None, (found.role if found.role != LEARNER else "", str(found.stage), found.phase)))

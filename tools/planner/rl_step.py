@@ -332,7 +332,7 @@ def _moved(learner: LearnerSection, shape: ModelShape, mean: float) -> tuple[flo
 
 def filled(config: RunConfig, most: float, dp: int, mean: float, sequences: int | None = None) -> tuple[float, float]:
     """Returns tokens of a micro-batch, and the micro-batches of each of ``dp`` ranks in an optimizer step on its share
-    of ``sequences``, as in `learner_work`. A micro-batch has at most ``most`` tokens, in the mean half a sequence less."""
+    of ``sequences``, as in `learner_work`. At most ``most`` tokens fit, and half a sequence stays free in the mean."""
     share = max(1.0, (sequences or config.trained_per_step) / config.train.minibatches / dp) * mean
     full = max(mean, most - mean / 2)
     return min(full, share), float(max(1, ceil(share / full)))

@@ -60,7 +60,7 @@ _USUAL: Mapping[str, object] = {
     "slurm.memory_per_node": "0",
     "slurm.signal_seconds": 1800,
 }
-"""Keys of a run on GPUs where the user gives none: those of the recipes."""
+"""Keys that a run on GPUs has if the user gives none: those of the recipes."""
 
 
 def scale(
@@ -105,7 +105,7 @@ def scale(
 
 
 def show(console: Console, asked: ScaleRequest, found: SearchResult, seconds: float) -> None:
-    """Print the best layout with its terms, the next ones, and the rejected ones with their reasons."""
+    """Prints the best layout with its terms, the next ones, and the rejected ones with their reasons."""
     wanted, best = asked.wanted, found.plans[0]
     console.print(
         f"{asked.model} on {wanted.gpus:,} {asked.gpu}, goal={wanted.goal}: {found.layouts:,} layouts timed and "
@@ -174,7 +174,7 @@ def _said(value: object) -> str:
 
 
 def as_tree(asked: ScaleRequest, found: SearchResult) -> dict[str, object]:
-    """Plans and rejected layouts as plain values: seconds, and bytes of the fullest GPU, by term."""
+    """Returns plans and rejected layouts as plain values: seconds, and bytes of the fullest GPU, by term."""
     return {
         "model": asked.model,
         "gpus": asked.wanted.gpus,
@@ -199,9 +199,9 @@ def as_tree(asked: ScaleRequest, found: SearchResult) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """A search, and what it was asked by: names of model and GPU, mean and longest completion in tokens.
+    """A search and its request: names of model and GPU, mean and longest completion in tokens.
 
-    ``tree`` is the configuration that the layout's keys are added to.
+    ``tree`` is the configuration that gets the layout's keys.
     """
 
     arguments: Sequence[str]
@@ -213,13 +213,13 @@ class ScaleRequest:
     tree: Mapping[str, object]
 
     def changed(self, plan: PlannedRun) -> dict[str, object]:
-        """The layout's keys that are not defaults."""
+        """Returns the layout's keys that are not defaults."""
         usual = RunConfig()
         return {key: value for key, value in plan.keys.items() if value_of(usual, key) != value}
 
 
 def asked_of(arguments: Sequence[str]) -> ScaleRequest:
-    """The search that a command line asks for. Raises ConfigError that says what is missing or wrong."""
+    """Parses a command line into a search. Raises ConfigError that names missing or wrong arguments."""
     own = dict(item.split("=", 1) for item in arguments if item.partition("=")[0] in _OWN and "=" in item)
     models = [item for item in arguments if "=" not in item]
     if len(models) != 1 or not {"gpus", "gpu"} <= own.keys():
@@ -266,7 +266,7 @@ def asked_of(arguments: Sequence[str]) -> ScaleRequest:
 
 
 def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
-    """Raises ConfigError for keys whose runs the search does not plan."""
+    """Raises ConfigError for keys of runs that the search does not plan."""
     if base.rollout.server.pp != 1 or separate(base):
         raise ConfigError(
             "rollout.server.pp or roles: scale plans servers of one stage, and no nodes for a critic or a reference of "
@@ -295,7 +295,7 @@ def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
 
 
 def configuration_file(asked: ScaleRequest, plan: PlannedRun) -> str:
-    """YAML of a plan, for ``train`` and ``submit``. Raises ConfigError if the configuration's checks refuse it."""
+    """Returns a plan as YAML for ``train`` and ``submit``. Raises ConfigError if the configuration's checks fail."""
     tree = _copied(asked.tree)
     for key, value in asked.changed(plan).items():
         _put(tree, key, value)
@@ -309,7 +309,7 @@ def configuration_file(asked: ScaleRequest, plan: PlannedRun) -> str:
 
 
 def value_of(config: RunConfig, key: str) -> object:
-    """The value of ``section.key``; a section of its own where the key names one."""
+    """Returns the value of ``section.key``, or a section if the key names one."""
     found: Any = config
     for part in key.split("."):
         found = found[part] if isinstance(found, Mapping) else getattr(found, part)
@@ -317,7 +317,7 @@ def value_of(config: RunConfig, key: str) -> object:
 
 
 def _tree(model: str, overrides: Sequence[str]) -> dict[str, object]:
-    """The configuration before a layout is chosen: groups, the model, and `_USUAL`."""
+    """Returns the configuration before a layout is chosen: groups, the model, and `_USUAL`."""
     chosen_groups = (item.partition("=") for item in overrides)
     groups = _GROUPS | {key: value for key, _, value in chosen_groups if key in _GROUPS}
     tree: dict[str, object] = {"defaults": [{group: name} for group, name in groups.items()]}
@@ -330,7 +330,7 @@ def _tree(model: str, overrides: Sequence[str]) -> dict[str, object]:
 
 
 def _loaded(tree: Mapping[str, object], overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a tree, by the reader of all configurations; a model by name needs no folder here."""
+    """Loads a tree like any configuration; a model by name needs no folder here."""
     named = isinstance(section := tree["model"], Mapping) and "name" in section
     path = ["model.path=."] if named and not any(item.startswith("model.path=") for item in overrides) else []
     values = [item for item in overrides if item.partition("=")[0] not in _GROUPS]
@@ -341,7 +341,7 @@ def _loaded(tree: Mapping[str, object], overrides: Sequence[str]) -> RunConfig:
 
 
 def _put(tree: dict[str, object], key: str, value: object) -> None:
-    """Set ``section.key`` of a tree."""
+    """Sets ``section.key`` of a tree."""
     *sections, last = key.split(".")
     for section in sections:
         inner = tree.setdefault(section, {})

@@ -1,9 +1,9 @@
-"""Searches layouts of a run on given GPUs: of learner and servers, their places, what is recomputed and offloaded.
+"""Searches layouts of a run on given GPUs: learner and servers, their placement, recomputation and offloading.
 
-Seconds of all layouts are computed, which takes microseconds each. In their order memory is planned, with what frees
-some if need be, until the next layout takes longer without any than the best of those that fit. What frees memory of
-GPUs takes time, and only what a run's keys leave open is tried. The rejected ones have a reason each, and the terms of
-time and memory are explained in words.
+Seconds of all layouts are computed, which takes microseconds each. In their order memory is planned, with savings if
+needed, until the next layout without savings takes longer than the best one that fits. Savings of GPU memory take
+time, and only those that a run's keys leave open are tried. Each rejected layout has a reason, and the terms of time
+and memory are explained in words.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tools.planner.terms import changes as term_changes
 
 
 def savings(wanted: SearchRequest) -> Iterator[dict[str, object]]:
-    """All that free memory, from none to the most, which the user's keys leave open and no option refuses."""
+    """Yields keys that save memory, from none to the most, if the user's keys leave them open and they are valid."""
     shape, given = wanted.shape, wanted.given
     parts = (*(["mla_up_proj"] if shape.latent is not None else []), *(["moe_act"] if shape.num_experts else []))
     of_parts: list[dict[str, object]] = [{"learner.recompute.parts": parts}] if parts else []
@@ -64,13 +64,13 @@ def savings(wanted: SearchRequest) -> Iterator[dict[str, object]]:
 
 
 LayoutKeys = Mapping[str, object]
-_OF_HOST = 0.8  # of a node's memory that the learner may take; processes, files in /dev/shm and caches have the rest
-_PASSING = ("activations", "logits", "step", "weight push")  # terms beside what a GPU holds all the time
+_OF_HOST = 0.8  # share of a node's memory for the learner; processes, files in /dev/shm and caches have the rest
+_PASSING = ("activations", "logits", "step", "weight push")  # terms that a GPU does not hold all the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A layout that fits: its configuration, the keys of it that differ, its step, and the fullest GPU."""
+    """A layout that fits: its configuration, the keys that differ, its step, and the fullest GPU."""
 
     config: RunConfig
     keys: LayoutKeys
@@ -79,7 +79,7 @@ class PlannedRun:
 
     @property
     def learner(self) -> float:
-        """Seconds of training and log-probs in a step."""
+        """The seconds of training and log-probs in a step."""
         return sum(self.step.parts.get(part, 0.0) for part in ("training", "log-probs"))
 
 
@@ -87,8 +87,8 @@ class PlannedRun:
 class RejectedLayout:
     """A layout that is not taken, with the reason and the next change.
 
-    ``lacks`` is the memory that does not hold it: of GPUs, "state" if not even what stays there all the time, or of the
-    host; empty if it is refused for something else. ``needs`` are the bytes of a GPU that lacks them.
+    ``lacks`` is the memory that is too small: "GPUs", "state" if even the permanent state does not fit GPUs, or "host";
+    empty if the reason is another. ``needs`` are the bytes that a GPU would need.
     """
 
     keys: LayoutKeys
@@ -109,19 +109,19 @@ class _Trial:
 
     @property
     def on_host(self) -> object:
-        """What the host's memory depends on."""
+        """The values that the host's memory depends on."""
         return self.saved.get("learner.offload.optimizer"), self.config.checkpoint.async_save
 
     def more_than(self, other: _Trial) -> bool:
-        """Whether it saves what the other does and more, with the same kind of layers."""
+        """True if it has all savings of the other and more, with the same kind of layers."""
         same = self.saved.get("learner.layers") == other.saved.get("learner.layers")
         return same and self.saved.items() > other.saved.items()
 
 
 @dataclass(slots=True, kw_only=True)
 class PlacedLayouts:
-    """A placement, whose servers take ``engines`` seconds for a step, and its layouts in the order of their seconds
-    without ``savings``, of which the last are all.
+    """A placement with servers that take ``engines`` seconds for a step, and its layouts, ordered by their seconds
+    without ``savings``. The last of ``savings`` has all of them.
 
     ``planned`` counts plans of memory; ``too_large`` are layouts that GPUs do not hold with any of the savings.
     """
@@ -136,8 +136,8 @@ class PlacedLayouts:
     too_large: list[tuple[int, ...]] = field(default_factory=list)
 
     def fastest(self, most: float) -> Iterator[PlannedRun]:
-        """Plans whose steps may take less than ``most`` seconds, each with less of training and log-probs than the one
-        before; the last is the best."""
+        """Yields plans that may take less than ``most`` seconds a step, each with less training and log-probs than the
+        one before; the last is the best."""
         limit = self._learner_within(most)
         for seconds, keys in self.timed:
             if seconds >= limit:
@@ -154,8 +154,8 @@ class PlacedLayouts:
                     self.too_large.append(_room(keys))
 
     def smallest(self, most: float, least: float) -> Iterator[PlannedRun]:
-        """Plans of less than ``least`` bytes whose steps take at most ``most`` seconds, each of less than the one
-        before."""
+        """Yields plans of less than ``least`` bytes that take at most ``most`` seconds a step, each with fewer bytes
+        than the one before."""
         limit = self._learner_within(most)
         for seconds, keys in self.timed:
             if seconds > limit:
@@ -178,7 +178,7 @@ class PlacedLayouts:
                     yield found
 
     def _learner_within(self, most: float) -> float:
-        """The most seconds of training and log-probs with which a step can take so many."""
+        """Returns the most seconds of training and log-probs in a step of ``most`` seconds."""
         overlaps = "slurm.engines.nodes" in self.keys and self.wanted.goal != "step"
         return most if overlaps else most - self.engines
 
@@ -187,13 +187,13 @@ class PlacedLayouts:
         return any(all(d <= other for d, other in zip(room, failed, strict=True)) for failed in self.too_large)
 
     def _least_of(self, keys: LayoutKeys) -> float:
-        """Bytes of a GPU that no savings free: a stage's parameters and gradients in the mean, and what is reserved."""
+        """Returns bytes of a GPU that no savings free: a stage's mean parameters and gradients, and the reserve."""
         wanted, learner = self.wanted, with_keys(self.wanted.base, keys).learner
         each = BYTES[learner.dtype] + BYTES[learner.gradient_dtype]
         return each * sum(rank_parameters(wanted.shape, learner.dims)) + RESERVED * wanted.gpu.memory * GB
 
     def _trials(self, keys: LayoutKeys) -> list[_Trial]:
-        """The layout with each of the savings, in their order."""
+        """Returns the layout with each of the savings, in their order."""
         out, base = list[_Trial](), with_keys(self.wanted.base, self.keys)
         for saved in self.savings:
             config = with_keys(base, {**keys, **saved})
@@ -202,13 +202,13 @@ class PlacedLayouts:
         return out
 
     def _fastest_of(self, keys: LayoutKeys, limit: float) -> PlannedRun | RejectedLayout | None:
-        """The layout with the savings that take the least time; or why none fit: with those that a host lacks memory
-        for, or else that need least of a GPU. None if they take ``limit``."""
+        """Returns the layout with the fastest savings that fit; None if they take ``limit`` seconds. If none fit, it
+        returns the rejected one that a host lacks memory for, or that needs the least memory of a GPU."""
         *_, last = trials = self._trials(keys)
         nearest = of_last = self._planned(last)
         if isinstance(of_last, RejectedLayout) and of_last.lacks == "state":
             return of_last
-        full = set[object]()  # what is kept in a host's memory that does not hold it
+        full = set[object]()  # values of `on_host` that a host's memory does not hold
         queue = sorted(trials, key=lambda trial: trial.seconds)
         while queue:
             if (trial := queue.pop(0)).seconds >= limit:
@@ -228,7 +228,7 @@ class PlacedLayouts:
         return nearest
 
     def _without_copies(self, trial: _Trial) -> _Trial | None:
-        """The trial with checkpoints that training waits for; None where it does so, or the user's keys say not."""
+        """Returns the trial with checkpoints that training waits for; None if it waits already, or the key is given."""
         name = "checkpoint.async_save"
         if not trial.config.checkpoint.async_save or name in self.wanted.given:
             return None
@@ -236,8 +236,8 @@ class PlacedLayouts:
         return replace(trial, config=config, keys={**trial.keys, name: False})
 
     def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | RejectedLayout:
-        """The plan of a layout with savings, or why there is none: an option refuses it, a degree does not divide, it
-        does not fit, in less than ``least`` bytes of a GPU if that is given."""
+        """Returns the plan of a layout with savings, or its rejection: an option is invalid, a degree does not divide,
+        or it does not fit (in less than ``least`` bytes of a GPU, if given)."""
         wanted, config = self.wanted, trial.config
         self.planned += 1
         refused = partial(RejectedLayout, keys=trial.keys, seconds=trial.seconds)
@@ -271,7 +271,7 @@ class PlacedLayouts:
         return PlannedRun(config=with_keys(wanted.base, keys), keys=keys, step=step, footprint=footprint)
 
     def _too_much(self, config: RunConfig, footprint: Footprint) -> str:
-        """``footprint`` has what passes hold, or lacks it."""
+        """Returns the reason that ``footprint``, with the terms of passes or without, does not fit a GPU."""
         largest, when = footprint.largest, f" while {footprint.phase}" if footprint.phase else ""
         when += "" if _PASSING[0] in footprint.terms else ", even without what passes hold"
         most = f"most of it {largest}, {footprint.terms[largest] / GB:.0f} GB"
@@ -279,7 +279,7 @@ class PlacedLayouts:
         return f"{room}, {most}; {advice(config, largest, CHANGES_TOGETHER)}"
 
     def _too_much_of_host(self, config: RunConfig) -> str:
-        """Why a node's memory does not hold what the learner has there; empty if it does."""
+        """Returns the reason that a node's memory does not hold the learner's data there; empty if it does."""
         shape, gpu = self.wanted.shape, self.wanted.gpu
         copied, written = copies_bytes(config, shape), file_bytes(config, shape)
         held = host_bytes(config, shape) + copied + written
@@ -294,7 +294,7 @@ class PlacedLayouts:
 
 
 def _room(keys: LayoutKeys) -> tuple[int, ...]:
-    """What a layout's memory falls with: of two, that with the smaller numbers needs more."""
+    """Returns numbers that lower a layout's memory: if all are smaller, the layout needs more."""
     falling = [int(str(keys[f"learner.{axis}"])) for axis in ("tp", "pp", "ep", "etp", "cp")]
     rising = [int(str(keys[f"learner.{key}"])) for key in ("vpp", "max_tokens_per_micro_batch")]
     return (*falling, *(-number for number in rising))
@@ -343,11 +343,11 @@ SECONDS: Mapping[str, str] = {
     "staleness, or a smaller rollout.max_new_tokens",
 }
 TEACHER_SECONDS = "one forward pass of the teacher over the batch, as if it judged all that is sampled"
-"""What the role of each teacher on ranks takes; its name is the user's."""
+"""The text for the seconds of each teacher's role on ranks, which the user names."""
 
 
 def explain_term(term: str, plan: PlannedRun) -> Iterator[str]:
-    """Lines about a term: its number in a plan, what it is, what makes it smaller. Raises ConfigError for others."""
+    """Yields lines about a term: its value in a plan, its meaning, how to lower it. Raises ConfigError for others."""
     changes = {**CHANGES_TOGETHER, **term_changes()}
     in_memory = plan.footprint.terms
     known = {**SECONDS, **{role: TEACHER_SECONDS for role in plan.step.parts if role.startswith(TEACHER)}}
@@ -365,7 +365,7 @@ def explain_term(term: str, plan: PlannedRun) -> Iterator[str]:
 
 
 NEAR = 1.3
-"""How many times the fastest step's seconds a layout of ``goal=memory`` may take: the range of what is predicted."""
+"""The most seconds of a layout of ``goal=memory`` over the fastest step's: the range of the predictions."""
 _SEARCHED: Mapping[str, str] = {
     **dict.fromkeys(("learner.tp", "learner.cp", "rollout.server.tp"), ", ".join(map(str, CUTS))),
     "learner.ep": f"a divisor of the experts, at most {MOST_EXPERT_RANKS}",
@@ -373,26 +373,26 @@ _SEARCHED: Mapping[str, str] = {
     "rollout.server.dp": f"up to {MOST_SERVER_DP}, where tp * dp divides the experts and fills nodes or a part of one",
     "weights.transport": "direct",
 }
-"""The values that are tried of keys that a user may give, for messages."""
+"""The values that the search tries for keys that a user may give, for messages."""
 
 
 @dataclass(slots=True)
 class SearchResult:
-    """Plans, the best one first, and rejected layouts: those that lack the host's memory alone first, then the fastest
-    first."""
+    """Plans, the best one first, and rejected layouts: first those that lack only the host's memory, then the others,
+    the fastest first."""
 
     plans: list[PlannedRun] = field(default_factory=list)
     rejected: list[RejectedLayout] = field(default_factory=list)
-    layouts: int = 0  # whose seconds were computed
-    planned: int = 0  # plans of memory: of a layout with each of the savings that is tried
+    layouts: int = 0  # the number of layouts with computed seconds
+    planned: int = 0  # plans of memory: one for each layout and each of the savings that was tried
 
     def reasons(self) -> list[str]:
-        """The rejected layouts in words, each once, with why they are."""
+        """Returns the rejected layouts in words, each once, with the reason."""
         return list(dict.fromkeys(f"{described(one.keys)}: {one.reason}" for one in self.rejected))
 
 
 def search(wanted: SearchRequest) -> SearchResult:
-    """The layouts of a run. Raises ConfigError if the GPUs are no whole nodes, or if no layout fits."""
+    """Returns the layouts of a run. Raises ConfigError if the GPUs are not whole nodes, or if no layout fits."""
     if wanted.gpus % wanted.per_node:
         raise ConfigError(
             f"gpus={wanted.gpus} are no whole nodes of {wanted.per_node} GPUs; give a multiple of {wanted.per_node}"
@@ -430,7 +430,7 @@ def _best(plans: Sequence[PlannedRun]) -> float:
 
 
 def _near(places: Sequence[PlacedLayouts], plans: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """The plans that take at most `NEAR` times the fastest's seconds, and smaller ones; the smallest first."""
+    """Returns plans that take at most `NEAR` times the fastest's seconds, the smallest first, with smaller ones added."""
     most = NEAR * _best(plans)
     near = [plan for plan in plans if plan.step.seconds <= most]
     for place in places:
@@ -439,7 +439,7 @@ def _near(places: Sequence[PlacedLayouts], plans: Sequence[PlannedRun]) -> list[
 
 
 def _none_fits(wanted: SearchRequest, found: SearchResult) -> str:
-    """Why there is no plan."""
+    """Returns the reason that there is no plan."""
     if found.rejected:
         nearest = "; ".join(found.reasons()[:3])
         return f"no layout on {wanted.gpus} GPUs of {wanted.gpu.memory:g} GB fits. Nearest: {nearest}"

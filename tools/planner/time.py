@@ -1,7 +1,7 @@
 """Seconds of one optimizer step of a learner, by term, in closed form. No torch.
 
 A stage's micro-batches follow each other, the slowest stage sets the pace, and the pipeline fills and drains once
-(arXiv:2104.04473); `layers` has the seconds of its layers. What the formulas do not know is in `hardware`.
+(arXiv:2104.04473); `layers` has the seconds of its layers. `hardware` has the constants that the formulas need.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from tools.planner.layers import (
 
 PCIE = 25.0  # GB/s each way of a GPU to its host, which copies of an offloaded optimizer take
 HOST_ADAM = 1e9  # parameters a second that a GPU's share of the host's cores steps; assumed
-_BEHIND = 0.7  # of the last micro-batch, in which messages of gradients hide where they overlap
-_ADAM_BYTES = 34  # of a parameter: its gradient read, three float32 numbers read and written, the weight written
+_BEHIND = 0.7  # share of the last micro-batch that hides overlapped messages of gradients
+_ADAM_BYTES = 34  # bytes per parameter: its gradient read, three float32 numbers read and written, the weight written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerWork:
-    """One optimizer step: what a rank of the pipeline's stages computes and sends.
+    """One optimizer step: the work and messages of a rank of the pipeline's stages.
 
     ``tokens`` and ``length`` are those of a micro-batch and of its sequences, before context parallelism divides them;
     ``micro_batches`` are of one data-parallel rank. ``stages`` are layers of each chunk, as in `Layout`; None: the best
     split into whole layers. ``drafts``: multi-token-prediction layers on the last stage. ``dispatcher``: a copy of a
     token leaves a node for each of its experts ("alltoall"), or for each node that has some. ``overlap``: the share of
-    experts' messages for which another micro-batch computes meanwhile. ``again``: parts of layers that are computed
-    again, as in ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up, "head" for
-    the output layer, and "norms" for those of its logits' gradients (``algorithm.credit=optimal``).
-    ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
-    compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes of a token that leave a
-    layer without experts, and one with them, for the host's; ``months``: the age of the software.
+    experts' messages that another micro-batch's computing hides. ``again``: parts of layers that are recomputed, as in
+    ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up, "head" for the output
+    layer, and "norms" for norms of its logits' gradients (``algorithm.credit=optimal``).
+    ``graphs``: True if launches are recorded; ``sync_hidden``: True if gradients and parameters are sent while layers
+    compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes per token that leave a
+    layer without experts, and one with experts, for the host's memory; ``months``: the age of the software.
     ``scored``: there is no backward pass, as for log-probs. ``muon``: Muon steps matrices.
     """
 
@@ -106,13 +106,13 @@ def step_terms(work: LearnerWork, c: Constants = FITTED) -> Seconds:
 
 
 def _exposed(layer: float, copy: float) -> float:
-    """What copies of ``copy`` seconds each way take longer than a layer's forward pass, a third of ``layer`` seconds,
-    and its backward pass."""
+    """Returns the seconds by which copies of ``copy`` seconds each way exceed a layer's forward pass, a third of
+    ``layer`` seconds, and its backward pass."""
     return max(0.0, copy - layer / 3) + max(0.0, copy - layer * 2 / 3)
 
 
 def step_seconds(work: LearnerWork, c: Constants = FITTED) -> float:
-    """Returns seconds of the step in all."""
+    """Returns the total seconds of the step."""
     return sum(step_terms(work, c).values())
 
 
