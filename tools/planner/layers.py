@@ -1,4 +1,4 @@
-"""What a layer and the output layer cost a rank, in closed form: products, messages, seconds by term, bytes. No torch.
+"""The cost of a layer and the output layer on a rank, in closed form: products, messages, seconds, bytes. No torch.
 
 Matrix products run at a share of the peak that grows with their rows and their narrower side, or at the speed of memory
 if that is slower. Besides products a layer has attention, passes over memory, messages, and launches, which count

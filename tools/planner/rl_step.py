@@ -202,7 +202,7 @@ def sampled(
     With ``sharing`` servers on each GPU all work takes ``sharing`` times as long."""
     mean, each = sum(lengths) / len(lengths), completions / replicas
     flight, held = concurrency * group / replicas, completions > concurrency * group
-    ending = _longest_of(group, lengths) / mean  # on average one of this many completions of a group still decodes
+    ending = _longest_of(group, lengths) / mean  # one of this many completions of a group still decodes on average
     live = flight / ending
     most = max(1.0, min(slots, rows_that_fit(shape, server, prompt + mean)))
     rows = min(each, most, flight) if held else min(each, most)

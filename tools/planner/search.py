@@ -236,8 +236,8 @@ class PlacedLayouts:
         return replace(trial, config=config, keys={**trial.keys, name: False})
 
     def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | RejectedLayout:
-        """Returns the plan of a layout with savings, or its rejection: an option is invalid, a degree does not divide,
-        or it does not fit (in less than ``least`` bytes of a GPU, if given)."""
+        """Returns the plan of a layout with savings, or its rejection. The reason is an invalid option, a degree that
+        does not divide, or its memory (at least ``least`` bytes of a GPU, if given)."""
         wanted, config = self.wanted, trial.config
         self.planned += 1
         refused = partial(RejectedLayout, keys=trial.keys, seconds=trial.seconds)
@@ -430,7 +430,7 @@ def _best(plans: Sequence[PlannedRun]) -> float:
 
 
 def _near(places: Sequence[PlacedLayouts], plans: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Returns plans that take at most `NEAR` times the fastest's seconds, the smallest first, with smaller ones added."""
+    """Returns the plans within `NEAR` times the fastest's seconds, and smaller ones; the smallest first."""
     most = NEAR * _best(plans)
     near = [plan for plan in plans if plan.step.seconds <= most]
     for place in places:

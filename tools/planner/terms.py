@@ -59,7 +59,7 @@ def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
 
 
 def num_in_flight(pp: int, stage: int, sizes: Sequence[int]) -> float:
-    """Returns the most micro-batches of which a rank of ``stage`` keeps activations, out of many.
+    """Returns the most micro-batches for which a rank of ``stage`` keeps activations, out of many.
 
     ``sizes`` are the layers of the stage's chunks. Several chunks take turns, each with ``pp`` micro-batches, forward
     from the first chunk and backward from the last. Backward begins after a turn of all chunks but the last, and two

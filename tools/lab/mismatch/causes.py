@@ -1,8 +1,8 @@
-"""What explains a gap: at most one cause, tried from the exact ones to what is left.
+"""Finds the cause of a gap: at most one, tried from the exact ones to the remaining ones.
 
-Sampling parameters, a shift and changed prompts are exact: they leave no gap but rounding. Weights are read back where
-the engine lets them. What none of these explains is told apart by experiments: each cause is guilty or not, with the
-figures, and with what to set.
+Sampling parameters, a shift and changed prompts are exact: they leave no gap but rounding. Weights are read back if
+the engine allows it. Experiments tell the other causes apart: each cause is guilty or not, with the figures and the
+setting that fixes it.
 """
 
 from __future__ import annotations
@@ -31,54 +31,54 @@ from tools.lab.mismatch.experiments import (
 )
 
 NOISE: Mapping[str, float] = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Mean |gap| in nats that rounding in a data type makes at most, in models of up to a hundred layers."""
-_SMALL_SHARE = 0.05  # of the gap that an explanation may leave
+"""The largest mean |gap| in nats from rounding in a data type, in models of up to a hundred layers."""
+_SMALL_SHARE = 0.05  # share of the gap that an explanation may leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCheck:
-    """Tensors of the engine held against what the learner sent."""
+    """Tensors of the engine compared with those that the learner sent."""
 
     compared: int
     total: int
     differing: tuple[str, ...]
-    how: str  # by what they were compared, or why none could be
+    how: str  # the method of comparison, or the reason that no tensor could be compared
 
     @property
     def whole(self) -> bool:
-        """Whether every tensor was compared."""
+        """True if every tensor was compared."""
         return self.compared == self.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerCheck:
-    """Prompts whose token ids the engine's own tokenizer was asked for."""
+    """Prompts tokenized again by the engine's own tokenizer."""
 
     compared: int
-    differing: tuple[str, ...]  # one line for each prompt that it tokenizes otherwise
+    differing: tuple[str, ...]  # one line for each prompt that it tokenizes differently
     how: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the verdicts depend on beside the outcomes."""
+    """The settings that the verdicts depend on in addition to the outcomes."""
 
     learner_dtype: str
     engine_dtype: str
-    configured: Parameters  # what the run asks the engine for
+    configured: Parameters  # parameters that the run requests from the engine
     served: bool
-    replays: bool = False  # whether the learner trains on the engine's routes
-    head_dtype: str | None = None  # of the learner's output layer, if it has one of its own
+    replays: bool = False  # True if the learner trains on the engine's routes
+    head_dtype: str | None = None  # dtype of the learner's output layer, if it has a separate one
 
     @property
     def noise(self) -> float:
-        """Mean |gap| that rounding may make, nats."""
+        """The mean |gap| that rounding may cause, in nats."""
         return max(NOISE[self.learner_dtype], NOISE[self.engine_dtype])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """The gap, and what was found to explain it."""
+    """The gap and its possible explanations."""
 
     outcomes: Outcomes
     setting: Setting
@@ -87,13 +87,13 @@ class Case:
     gap: float  # size of the gap
     good: float  # size of the gap that an explanation may leave
     sampling: Explanation | None  # sampling parameters that explain it
-    shift: int  # that explains it; 0 is none
+    shift: int  # token shift that explains it; 0: no shift does
     prompt: str  # change of the prompts that explains it
     routing: RoutingGap | None
 
     @property
     def differs(self) -> bool:
-        """Whether there is anything to explain."""
+        """True if there is a gap to explain."""
         return self.gap > self.setting.noise
 
     @property
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def disagrees_with_itself(self) -> str:
-        """Which of the two, asked for the same tokens in other company, says something else; empty where none does."""
+        """The comparisons in which engine or learner disagrees with itself in another batch; empty if neither does."""
         limit = self.good + self.setting.noise
         o = self.outcomes
         found = {
@@ -117,12 +117,12 @@ class Case:
 
     @property
     def only_behind_context(self) -> bool:
-        """Whether tokens after one token agree while the others do not."""
+        """True if tokens after one token agree while the others do not."""
         return self.differs and size(self.outcomes.single) <= max(self.setting.noise, 0.02 * self.gap)
 
     @property
     def culprit(self) -> str:
-        """The cause of the gap; empty where there is none, or where two would look the same."""
+        """The cause of the gap; empty if there is no gap, or if two causes would look the same."""
         if not self.differs:
             return ""
         if self.explained or self.weights.differing:
@@ -140,7 +140,7 @@ class Case:
 
 
 def case_of(outcomes: Outcomes, setting: Setting, weights: WeightCheck) -> Case:
-    """Try every explanation."""
+    """Tries every explanation."""
     observation = outcomes.observation
     gap = size(observation.gaps)
     good = max(2 * setting.noise, _SMALL_SHARE * gap)
@@ -175,7 +175,7 @@ CAUSES = (
     "padding or position",
     "dtype or kernels",
 )
-_NAMED = 8  # tensors that are named
+_NAMED = 8  # the most tensors that a finding names
 _PRECISION = (
     "the parts whose precision counts most are the output layer (learner.head_dtype=float32 with the engine's option "
     "for it, docs/engines.md), routers (the learner's are float32) and their selection biases (not to be rounded to "
@@ -185,7 +185,7 @@ _PRECISION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What is known of one cause."""
+    """The verdict on one cause, with evidence and fix."""
 
     cause: str
     verdict: Verdict
@@ -194,7 +194,7 @@ class Finding:
 
 
 def judge(outcomes: Outcomes, setting: Setting, weights: WeightCheck, tokenizer: TokenizerCheck) -> list[Finding]:
-    """A finding for each of `CAUSES`, in their order."""
+    """Returns a finding for each of `CAUSES`, in their order."""
     case = case_of(outcomes, setting, weights)
     return [
         _weights(case),
@@ -208,7 +208,7 @@ def judge(outcomes: Outcomes, setting: Setting, weights: WeightCheck, tokenizer:
 
 
 def _otherwise(case: Case) -> str:
-    """Why something that could not be tested by itself is not guilty."""
+    """Returns the reason that a cause without a separate test is not guilty."""
     if not case.differs:
         return f"nothing to explain: {shown(case.outcomes.observation.gaps)}"
     return f"the gap is explained by {case.culprit}" if case.culprit else "nothing explains the gap for certain"
@@ -380,7 +380,7 @@ def _position(case: Case) -> Finding:
 
 
 def by_place(observation: Observation) -> str:
-    """Mean |gap| by the token's place in its sequence, in words."""
+    """Returns the mean |gap| by the token's place in its sequence, in words."""
     owners = observation.samples.cu_seqlens[observation.owners]
     places = observation.samples.mask.nonzero().squeeze(1) - owners + 1
     absolute = observation.gaps.abs()
@@ -394,7 +394,7 @@ def by_place(observation: Observation) -> str:
 
 
 def _of_batches(case: Case) -> str:
-    """The modes that remove what each side's log-probs have of their batch, in words; empty if they have nothing."""
+    """Names the modes that make each side's log-probs independent of their batch; empty if they are already."""
     engine, learner = size(case.outcomes.together), size(case.outcomes.packed)
     out = ""
     if engine and case.setting.served:

@@ -49,7 +49,7 @@ _STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What to examine, and the folder for logs and mismatch.json."""
+    """The run to examine, and the folder for logs and mismatch.json."""
 
     config: RunConfig
     folder: Path
@@ -57,7 +57,7 @@ class Target:
 
 
 def target_of(name: str, overrides: Sequence[str]) -> Target:
-    """The target of a run's folder, or of a configuration. Raises ConfigError, also for a job that samples nothing."""
+    """Returns the target of a run's folder or a configuration. Raises ConfigError, also if the job samples nothing."""
     path = Path(name)
     of_run = path.is_dir()
     config = load_config(str(path / "config.yaml") if of_run else name, overrides)
@@ -72,7 +72,7 @@ def target_of(name: str, overrides: Sequence[str]) -> Target:
 
 
 async def diagnose(target: Target, *, num_prompts: int, num_completions: int) -> bool:
-    """Print the table and write ``mismatch.json``. Returns whether a cause is guilty, or could not be checked.
+    """Prints the table and writes ``mismatch.json``. Returns True if a cause is guilty or could not be checked.
 
     Raises RLMegatronError.
     """
@@ -111,7 +111,7 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
 
 
 def _with_every_version_served(config: RunConfig) -> RunConfig:
-    """The configuration without a probe, which would refuse the versions to examine."""
+    """Returns the configuration without a probe, which would reject the versions to examine."""
     server = config.rollout.server.model_copy(update={"probe_tolerance": math.inf})
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 
@@ -123,10 +123,10 @@ class _Examination:
     roles: RunComponents
     data: Data
     shape: ModelShape
-    kept: Path | None  # the folder whose weights the learner holds; None if it holds others
+    kept: Path | None  # the folder of the learner's weights; None if it holds others
 
     async def findings(self, num_prompts: int, num_completions: int) -> list[Finding]:
-        """The findings on every cause."""
+        """Returns the findings on every cause."""
         try:
             await self.roles.weights.push(1)
         except SyncError as error:
@@ -166,8 +166,8 @@ class _Examination:
         )
 
     async def _weights(self) -> WeightCheck:
-        """Compare servers with the model's folder or, if the learner has trained, with the learner's checksums; compare
-        engines in the learner's processes with the same weights pushed again."""
+        """Compares servers with the model's folder or, if the learner has trained, with the learner's checksums.
+        Compares engines in the learner's processes with the same weights pushed again."""
         roles = self.roles
         if isinstance(roles.engine, ServerEngine):
             path = mirror_path(self.config, self.folder)
@@ -192,7 +192,7 @@ class _Examination:
         )
 
     def _expected(self, path: Path) -> tuple[dict[str, int], str]:
-        """The checksums that servers should hold, and a text that says whose they are."""
+        """Returns the checksums that servers should hold, and a text that names their source."""
         quantized = self.config.rollout.server.quantization != "none"
         if self.kept is None or quantized or is_megatron(self.kept):
             return dict(seal_of(path, 1).checksums), "the learner's weights"
@@ -220,7 +220,7 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _not_served(error: str) -> list[Finding]:
-    """The findings if an engine could not load the weights: nothing else can be checked."""
+    """Returns the findings if an engine could not load the weights: nothing else can be checked."""
     fix = "docs/how_it_works.md: what a push verifies"
     rest = [Finding(cause=cause, verdict="not checked", evidence="no weights are served") for cause in CAUSES[1:]]
     return [Finding(cause="weights", verdict="guilty", evidence=error, fix=fix), *rest]

@@ -1,13 +1,13 @@
-"""The experiments: what is asked of the engine and of the learner. What their outcomes prove is in causes.py.
+"""The experiments with the engine and the learner. Their outcomes are interpreted in causes.py.
 
-What an engine sampled and said of it stands beside what the learner says of the same tokens: how far the learner's
-routers choose other experts than the engine's and what of the gap that explains, which sampling parameters explain the
-engine's log-probs, and whether what it sampled is what it reported. Penalties come before the temperature, top-k and
-top-p after it, as in vLLM and SGLang.
+They compare an engine's sampled tokens and log-probs with the learner's log-probs of the same tokens: how far the
+learner's routers choose other experts than the engine's and how much of the gap that explains, which sampling
+parameters explain the engine's log-probs, and whether it sampled from the distribution that it reported. Penalties
+come before the temperature, top-k and top-p after it, as in vLLM and SGLang.
 
 Letters: N positions of all sequences, n of them sampled, m of these with the learner's whole distribution,
-V vocabulary, L layers with experts, k experts a token, M pairs of a token's place and a token that its sequence held
-before it. Log-probs are nats.
+V vocabulary, L layers with experts, k experts a token, M pairs of a token's place and an earlier token of its
+sequence. Log-probs are nats.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Span
 
-MOST = 1.0  # nats that a token counts for at most: a few tokens must not hide what the others say
+MOST = 1.0  # nats, the most that a token counts for: a few tokens must not hide the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """Sequences with the engine's log-probs as ``rollout_logprobs``, and the learner's of the same tokens.
 
-    ``temperature`` is the learner's: ``learner`` are its log-probs there, ``logits`` are before it.
+    ``temperature`` is the learner's: ``learner`` has its log-probs at it, ``logits`` come before it.
     """
 
     samples: Samples
@@ -46,41 +46,41 @@ class Observation:
     detailed: Tensor  # [N] bool, part of the samples' mask
     logits: Tensor  # [m, V] float32, in the order of the detailed positions
     temperature: float
-    learner_routes: Tensor | None = None  # [N, L, k], as the samples' routes, which are the engine's
-    replayed: Tensor | None = None  # [N] float32, as ``learner``, with the engine's routes
+    learner_routes: Tensor | None = None  # [N, L, k], like the samples' routes, which are the engine's
+    replayed: Tensor | None = None  # [N] float32, like ``learner``, with the engine's routes
 
     @property
     def engine(self) -> Tensor:
-        """[N] float32."""
+        """The engine's log-probs, [N] float32."""
         return self.samples.rollout_logprobs
 
     @property
     def gaps(self) -> Tensor:
-        """Engine less learner, [n] double."""
+        """The engine's log-probs minus the learner's, [n] double."""
         return (self.engine.double() - self.learner.double())[self.samples.mask]
 
     @property
     def owners(self) -> Tensor:
-        """Which sequence each sampled token belongs to, [n]."""
+        """The index of each sampled token's sequence, [n]."""
         return sequence_ids(self.samples.cu_seqlens)[self.samples.mask]
 
 
 def size(gaps: Tensor) -> float:
-    """Mean of |gap| with each token at most 1 nat; what is not a number counts as 1; 0 of nothing."""
+    """Returns the mean of |gap| with each token at most 1 nat; NaN counts as 1; 0 if there are no gaps."""
     if not len(gaps):
         return 0.0
     return float(torch.nan_to_num(gaps.abs().double(), nan=MOST).clamp(max=MOST).mean())
 
 
 def shown(gaps: Tensor) -> str:
-    """Gaps in words."""
+    """Returns gaps in words."""
     absolute = gaps.abs()
     mean, median, largest = float(absolute.mean()), float(absolute.median()), float(absolute.max())
     return f"mean |d| {mean:.2g}, median {median:.2g}, max {largest:.2g} nats"
 
 
 def shifted(observation: Observation, by: int) -> float:
-    """Size of the gaps where the engine's log-prob of token t is held against the learner's of token t - ``by``.
+    """Returns the size of the gaps if the engine's log-prob of token t is compared with the learner's of t - ``by``.
 
     Tokens without such a neighbor in their sequence are left out.
     """
@@ -97,12 +97,12 @@ _CONSPICUOUS = 4.0  # times the mean gap of the other tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingGap:
-    """Gaps of tokens with and without another choice of experts, at them or before them in their sequence."""
+    """Gaps of tokens with and without a different choice of experts at them or before them in their sequence."""
 
-    share: float  # of positions at which some router chose otherwise
-    without: Tensor  # gaps of tokens before any other choice
+    share: float  # share of positions at which some router chose other experts
+    without: Tensor  # gaps of tokens before any different choice
     with_: Tensor
-    replayed: Tensor  # gaps of all tokens where the learner takes the engine's experts
+    replayed: Tensor  # gaps of all tokens if the learner takes the engine's experts
 
     @property
     def shown(self) -> str:
@@ -116,7 +116,7 @@ class RoutingGap:
 
 
 def routing_gap(observation: Observation) -> RoutingGap | None:
-    """None where the routes of one side are not known."""
+    """Returns gaps by routing; None if the routes of one side are not known."""
     engine, learner, replayed = _routes_of(observation.samples), observation.learner_routes, observation.replayed
     if engine is None or learner is None or replayed is None:
         return None
@@ -134,14 +134,14 @@ def routing_gap(observation: Observation) -> RoutingGap | None:
     )
 
 
-_MOST_ROUTED = 65_536  # tokens whose routes are counted
+_MOST_ROUTED = 65_536  # tokens for which routes are counted
 
 
 def expert_means(absolute: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of ``absolute`` [n] over the tokens that chose each expert, and their number, [L, E] each.
+    """Returns the mean of ``absolute`` [n] over the tokens that chose each expert, and their number, [L, E] each.
 
-    ``routes`` [n, L, k] integers; E - 1 is the greatest. The mean is NaN for an expert without tokens. Of more than
-    65,536 tokens it uses an evenly spaced part.
+    ``routes`` [n, L, k] integers; E - 1 is the greatest. The mean is NaN for an expert without tokens. More than
+    65,536 tokens are sampled at an even spacing.
     """
     num_experts = int(routes.max()) + 1 if routes.numel() else 1
     stride = -(-len(absolute) // _MOST_ROUTED) if len(absolute) else 1
@@ -155,9 +155,9 @@ def expert_means(absolute: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def suspected_expert(gaps: Tensor, routes: Tensor | None) -> str:
-    """The expert whose tokens differ far more than all others', in words; empty where none stands out.
+    """Describes the expert with tokens that differ far more than all others; empty if there is none.
 
-    ``gaps`` [n] of tokens after one-token prompts: in longer ones attention takes a fault to all tokens after it.
+    ``gaps`` [n] of tokens after one-token prompts: in longer ones attention carries a fault to all tokens after it.
     """
     if routes is None:
         return ""
@@ -191,7 +191,7 @@ class Bench:
     learner: Scorer
     engine: RolloutEngine
     dims: ParallelDims
-    max_tokens: int  # of a micro-batch
+    max_tokens: int  # the most tokens of a micro-batch
     padding: PaddingSection = field(default_factory=PaddingSection)
     vocab_size: int
     temperature: float
@@ -199,27 +199,27 @@ class Bench:
     max_prompt_tokens: int
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    special_token_ids: Mapping[str, int] = field(default_factory=dict)  # by name, as bos_token
-    columns: tuple[str, ...] = ()  # that the engine can be asked for
+    special_token_ids: Mapping[str, int] = field(default_factory=dict)  # name (bos_token) -> id
+    columns: tuple[str, ...] = ()  # columns that can be requested from the engine
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """All that was seen. Gaps are in nats, [n] double; each would be rounding noise where all is well."""
+    """All measurements. Gaps are in nats, [n] double; each is rounding noise if nothing is wrong."""
 
     observation: Observation
-    single: Tensor  # engine less learner, of the token sampled after one-token prompts
+    single: Tensor  # engine minus learner, at the token sampled after one-token prompts
     single_routes: Tensor | None  # [n, L, k] of these
-    stretch: float  # of two such tokens behind the same one: how far apart for the learner, over how far for the engine
-    together: Tensor  # engine's greedy tokens in a batch less alone
-    prefilled: Tensor  # engine's greedy tokens as decoded less the same after a longer prompt
-    packed: Tensor  # learner's log-probs in a batch less alone
-    prompts: Mapping[str, float]  # size of the gap where the learner sees the prompts changed so
+    stretch: float  # difference of two such tokens after the same one for the learner, divided by the engine's
+    together: Tensor  # engine's greedy tokens in a batch minus alone
+    prefilled: Tensor  # engine's greedy tokens when decoded minus the same after a longer prompt
+    packed: Tensor  # learner's log-probs in a batch minus alone
+    prompts: Mapping[str, float]  # change of the prompts -> size of the gap if the learner sees them changed
 
 
 async def run_experiments(bench: Bench, prompts: Sequence[Prompt], *, completions: int, worth: float) -> Outcomes:
-    """Ask everything. Changed prompts are tried where the gap's size is above ``worth``."""
+    """Runs all experiments. Changed prompts are tried if the gap's size is above ``worth``."""
     observation = await observe(bench, prompts, completions)
     gap = size(observation.gaps)
     together, prefilled = await _greedy(bench, prompts)
@@ -237,7 +237,7 @@ async def run_experiments(bench: Bench, prompts: Sequence[Prompt], *, completion
 
 
 async def observe(bench: Bench, prompts: Sequence[Prompt], completions: int) -> Observation:
-    """Sample as a run does, score the same tokens, and fetch logits for as many as there is room for."""
+    """Samples like a run, scores the same tokens, and fetches logits for as many tokens as fit in memory."""
     requests = [_request(bench, p.id, p.token_ids, num=completions, seed=bench.seed + i) for i, p in enumerate(prompts)]
     requests = [replace(r, columns=bench.columns) for r in requests]
     answers = await asyncio.gather(*(bench.engine.generate(r) for r in requests))
@@ -264,7 +264,7 @@ async def observe(bench: Bench, prompts: Sequence[Prompt], completions: int) -> 
 
 
 async def _greedy(bench: Bench, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """The engine against itself: a batch of unlike lengths and alone, decoded and prefilled."""
+    """Compares the engine with itself: in a batch of different lengths and alone, decoded and prefilled."""
     chosen = random.Random(bench.seed)
     pool = [token for prompt in prompts for token in prompt.token_ids]
     longest = bench.max_prompt_tokens
@@ -288,7 +288,7 @@ async def _greedy(bench: Bench, prompts: Sequence[Prompt]) -> tuple[Tensor, Tens
 
 
 def _compared(one: Completion, other: Completion) -> Tensor:
-    """Gaps up to the first token that is not the same; that of two unlike tokens is between the likeliest of each."""
+    """Returns gaps up to and with the first differing token; there the gap is between the likeliest token of each."""
     shorter = min(len(one.token_ids), len(other.token_ids))
     unlike = np.flatnonzero(one.token_ids[:shorter] != other.token_ids[:shorter])
     stop = int(unlike[0]) + 1 if len(unlike) else shorter
@@ -296,7 +296,7 @@ def _compared(one: Completion, other: Completion) -> Tensor:
 
 
 async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None, float]:
-    """Where there is nothing to attend to but a token itself, positions and caches have no part in what comes next."""
+    """Compares tokens after one-token prompts: they attend only to one token, so positions and caches do not matter."""
     chosen = random.Random(bench.seed)
     ids = chosen.sample(range(bench.vocab_size), min(_SINGLE_TOKENS, bench.vocab_size))
     asked = [replace(_request(bench, f"token {i}", (i,), num=2, new=1), columns=bench.columns) for i in ids]
@@ -310,7 +310,7 @@ async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None, float]
 
 
 async def _packed_less_alone(bench: Bench, observation: Observation) -> Tensor:
-    """The learner against itself: the sequences of unlike lengths in one batch, and each by itself."""
+    """Compares the learner with itself: sequences of different lengths in one batch, and each alone."""
     samples = replace(observation.samples, extra={})
     lengths = samples.cu_seqlens.diff()
     order = lengths.argsort().tolist()
@@ -325,7 +325,7 @@ async def _packed_less_alone(bench: Bench, observation: Observation) -> Tensor:
 
 
 async def _changed_prompts(bench: Bench, observation: Observation) -> dict[str, float]:
-    """Size of the gap if the engine saw other prompts than it was given, by how they were changed."""
+    """Returns sizes of the gap if the engine saw other prompts than were sent, by the change of the prompts."""
     special = bench.special_token_ids.items()
     changes: dict[str, PromptChange] = {
         **{f"{name} ({token}) put before it": partial(_put_before, token) for name, token in special},
@@ -359,7 +359,7 @@ def _without_last(ids: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _prompts_of(samples: Samples) -> list[tuple[tuple[int, ...], Completion]]:
-    """The prompt and the completion that each sequence is made of."""
+    """Returns the prompt and the completion of each sequence."""
     out = []
     for number in range(samples.num_sequences):
         one = select(samples, torch.tensor([number]))
@@ -375,7 +375,7 @@ def _prompts_of(samples: Samples) -> list[tuple[tuple[int, ...], Completion]]:
 
 
 def _first_sampled(samples: Samples, most: int) -> Tensor:
-    """The first sampled positions of every sequence, as many as let all have ``most`` together, [N] bool."""
+    """Returns a mask of the first sampled positions of every sequence, ``most`` in total, [N] bool."""
     each = max(1, most // samples.num_sequences)
     out = torch.zeros_like(samples.mask)
     for start, stop in zip(samples.cu_seqlens[:-1].tolist(), samples.cu_seqlens[1:].tolist(), strict=True):
@@ -390,7 +390,7 @@ async def _score(bench: Bench, samples: Samples) -> Tensor:
 
 
 async def _logits(bench: Bench, samples: Samples) -> Tensor:
-    """[m, V] in the order of the masked-in positions."""
+    """Returns logits [m, V] in the order of the masked-in positions."""
     batch = Packer(dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding).pack(samples)
     answers = (await bench.learner.score(batch, frozenset({"logits"})))["logits"]
     count = 0
@@ -429,7 +429,7 @@ def _request(
 
 
 def _samples(prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]) -> Samples:
-    """The samples, with columns if these fit the prompts: an engine that saw others than it was given has others."""
+    """Returns the samples, with columns if they fit: an engine that saw other prompts than were sent has others."""
     try:
         return to_samples([single_turns(*pair) for pair in zip(prompts, answers, strict=True)])
     except DataError:
@@ -445,24 +445,24 @@ def _prompt(name: str, ids: tuple[int, ...]) -> Prompt:
     return Prompt(id=name, text="", token_ids=ids, answer="")
 
 
-_MOST_VALUES = 2**24  # of logits that are looked at
+_MOST_VALUES = 2**24  # the most values of logits that are examined
 _SURE = 6.0  # standard deviations: less than one in a billion by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """How tokens are sampled; the defaults change nothing."""
+    """The parameters of sampling; the defaults change nothing."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     repetition_penalty: float = 1.0
-    sampled_repetition_penalty: float = 1.0  # the same, but on sampled tokens alone: SGLang's
+    sampled_repetition_penalty: float = 1.0  # the same, but only on sampled tokens: SGLang's
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
     def differing(self, other: Parameters) -> dict[str, tuple[float, float]]:
-        """Both values of each parameter that is another in ``other``."""
+        """Returns both values of each parameter that differs in ``other``."""
         names = self.__dataclass_fields__
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -470,18 +470,18 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Sampled tokens with the learner's logits, the engine's log-probs and what stood before each; by `collect`."""
+    """Sampled tokens with the learner's logits, the engine's log-probs and earlier tokens of each; by `collect`."""
 
     logits: Tensor  # [m, V]
     tokens: Tensor  # [m]
     engine: Tensor  # [m]
-    rows: Tensor  # [M] the token's place
-    columns: Tensor  # [M] a token id that its sequence held before
-    sampled: Tensor  # [M] how often that was sampled before it; prompts do not count
+    rows: Tensor  # [M] the token's row
+    columns: Tensor  # [M] an earlier token id of its sequence
+    sampled: Tensor  # [M] how often that id was sampled before the token; prompts do not count
 
 
 def collect(observation: Observation) -> Evidence:
-    """The evidence of the detailed tokens, or of as many of these as can be looked at."""
+    """Collects the evidence of the detailed tokens, or of as many of them as can be examined."""
     detailed = observation.detailed.nonzero().squeeze(1)
     kept = max(1, min(len(detailed), _MOST_VALUES // observation.logits.shape[1]))
     stride = -(-len(detailed) // kept)
@@ -500,7 +500,7 @@ def collect(observation: Observation) -> Evidence:
 
 
 def _before(observation: Observation, places: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields for each place the token ids that its sequence held before its target, and how often each was sampled."""
+    """Yields for each place the token ids of its sequence before its target, and how often each was sampled."""
     samples = observation.samples
     starts = samples.cu_seqlens[torch.searchsorted(samples.cu_seqlens, places, right=True) - 1]
     for start, place in zip(starts.tolist(), places.tolist(), strict=True):
@@ -510,7 +510,7 @@ def _before(observation: Observation, places: Tensor) -> Iterator[tuple[Tensor, 
 
 
 def predicted(evidence: Evidence, parameters: Parameters) -> Tensor:
-    """Log-probs [m] of the tokens as ``parameters`` would have them; -inf where they could not have been sampled."""
+    """Returns log-probs [m] of the tokens under ``parameters``; -inf if a token could not have been sampled."""
     p = parameters
     z = _penalized(evidence, p) / p.temperature
     token_logits = z.gather(1, evidence.tokens[:, None])[:, 0]
@@ -530,7 +530,7 @@ def predicted(evidence: Evidence, parameters: Parameters) -> Tensor:
 
 
 def _penalized(evidence: Evidence, p: Parameters) -> Tensor:
-    """Logits [m, V] after the penalties: CTRL's (arXiv:1909.05858) on tokens before, OpenAI's on sampled ones."""
+    """Returns logits [m, V] after the penalties: CTRL's (arXiv:1909.05858) on earlier tokens, OpenAI's on sampled ones."""
     scales = (p.repetition_penalty, p.sampled_repetition_penalty)
     if scales == (1, 1) and not p.presence_penalty and not p.frequency_penalty:
         return evidence.logits
@@ -552,14 +552,14 @@ class Explanation:
 
 
 def find_parameters(evidence: Evidence, learner: Parameters, stretch: float, *, good: float) -> Explanation | None:
-    """Returns the parameters beside the learner's that leave a gap of at most ``good``; None if there are none.
+    """Returns parameters other than the learner's that leave a gap of at most ``good``, or None.
 
-    One parameter is tried, and one beside another temperature. An engine's temperature follows from ``stretch``, the
-    learner's difference between two tokens behind the same ones over the engine's, whatever is cut off; top-k and top-p
-    from the mass that the tokens left have; penalties are tried by hundredths.
+    One changed parameter is tried, with and without another temperature. An engine's temperature follows from
+    ``stretch``, the learner's difference between two tokens after the same ones over the engine's, whatever is cut off.
+    Top-k and top-p follow from the mass of the remaining tokens; penalties are tried by hundredths.
     """
     found = learner.temperature * stretch
-    rounded = [round(found, 2)] if 0.01 <= found < 100 else []  # which no NaN is
+    rounded = [round(found, 2)] if 0.01 <= found < 100 else []  # NaN fails this comparison
     for candidates in (_without_penalties, _penalties):
         for temperature in dict.fromkeys((learner.temperature, *rounded)):
             tried = [
@@ -573,13 +573,13 @@ def find_parameters(evidence: Evidence, learner: Parameters, stretch: float, *, 
 
 
 def _without_penalties(evidence: Evidence, start: Parameters) -> list[Parameters]:
-    """The parameters as they are, and those with the top-k and the top-p that the mass of the tokens left tells."""
+    """Returns the parameters unchanged, and with the top-k or top-p that follows from the mass of the remaining tokens."""
     z = evidence.logits / start.temperature
     token = z.gather(1, evidence.tokens[:, None])[:, 0] - z.logsumexp(1)
     left = (token - evidence.engine).exp().clamp(max=1.0)[:, None]
     cumulative = z.softmax(1).sort(dim=1, descending=True).values.cumsum(1)
     k = int((cumulative < left * (1 - 1e-4)).sum(1).median()) + 1
-    p = int(100 * float(left.min()) + 1e-3)  # hundredths: the mass is at least top-p in every place
+    p = int(100 * float(left.min()) + 1e-3)  # hundredths: the mass is at least top-p at every token
     cut = [replace(start, top_k=k)] if k < z.shape[1] else []
     return [start, *cut, *(replace(start, top_p=at / 100) for at in (p - 1, p, p + 1) if 0 < at < 100)]
 
@@ -594,9 +594,9 @@ def _penalties(_: Evidence, start: Parameters) -> Iterator[Parameters]:
 
 
 def sampled_otherwise(evidence: Evidence, reported: Parameters) -> str:
-    """How the tokens differ from draws of the distribution that was reported; empty where they do not.
+    """Describes how the tokens differ from draws of the reported distribution; empty if they do not.
 
-    Under it the mean log-prob of m tokens has a known mean and variance, and no token is likely to be always among the
+    Under it the mean log-prob of m tokens has a known mean and variance, and tokens are unlikely to be always among the
     most likely ones.
     """
     z = _penalized(evidence, reported) / reported.temperature
