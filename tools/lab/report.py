@@ -1,12 +1,12 @@
-"""Writes what a study has found so far: the page over its runs, results as JSON and CSV, and fits.
+"""Writes a study's results so far: the page over its runs, results as JSON and CSV, and fits.
 
 Results of arms, differences and fits are computed from the runs' rows. A fit is of ScaleRL's curve
 R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B) to several seeds, with intervals (arXiv:2510.13786). C is compute, R a pass
 rate; A is the ceiling, B and Cmid say how soon it is reached. It is by least squares over all points of all seeds: a
 grid of (B, Cmid), each with its best R0 and A, then Levenberg-Marquardt in (R0, A, log B, log Cmid).
 
-Intervals are studentised over seeds, as seeds are what is independent: points of one run are not. To first order the
-fit is the mean over seeds of influences G (J'J)^-1 J_s' e_s, whose spread gives the covariance (a sandwich, clustered
+Intervals are studentized over seeds, because seeds are independent and points of one run are not. To first order the
+fit is the mean over seeds of influences G (J'J)^-1 J_s' e_s. Their spread gives the covariance (a sandwich, clustered
 by seed), with Student's t of G - 1 degrees. They are of the mean curve over seeds. bench/fits.py measures how often
 they hold the truth: 94 to 97 % of 500 synthetic studies of 5 seeds, for each parameter.
 """
@@ -38,7 +38,7 @@ from tools.lab.states import CellStanding, CellState, drift_of, find_states
 from tools.lab.study import Cell, Study, arms_of
 
 COUNTED = (CellState.DONE, CellState.SPENT)
-"""The states of cells whose results are compared and fitted."""
+"""The states of cells with results that are compared and fitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +51,17 @@ class CellRun:
 
     @property
     def counted(self) -> bool:
-        """Whether it has ended, so that its result is compared."""
+        """True if the cell has ended, so that its result is compared."""
         return self.standing.state in COUNTED
 
     def spent(self) -> Iterator[dict[str, float | None]]:
-        """Compute up to each of its rows of RL, by every measure."""
+        """Yields compute up to each of the run's rows of RL, by every measure."""
         return spent_of(self.standing.cell, self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmFit:
-    """An arm's fit, or why there is none."""
+    """An arm's fit, or the reason that there is none."""
 
     refused: str | None
     fit: SigmoidFit | None
@@ -69,15 +69,15 @@ class ArmFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResults:
-    """What a study found, by arm in its order; ``differences`` by their names."""
+    """A study's results, by arm in its order; ``differences`` by their names."""
 
-    results: Mapping[str, Mapping[int, float]]  # by arm and seed
+    results: Mapping[str, Mapping[int, float]]  # arm -> seed -> result
     means: Mapping[str, Interval]
     differences: Mapping[str, Interval | None]
     fits: Mapping[str, ArmFit]
 
     def document(self, study: Study, found: Sequence[CellStanding]) -> dict[str, Any]:
-        """The results as JSON values, with what has become of every cell."""
+        """Returns the results as JSON values, with the state of every cell."""
         return {
             "metric": study.evaluation.metric,
             "compute": study.evaluation.compute,
@@ -106,8 +106,8 @@ SPENT = {"tokens": "tokens/rollout", "device_seconds": "seconds/step", "flops": 
 
 
 def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, float]]:
-    """(step, compute, value) of RL's rows with the study's metric. Raises DataError if compute was not recorded, of
-    FLOPs in any row whose step trained."""
+    """Returns (step, compute, value) of RL's rows with the study's metric. Raises DataError if compute was not
+    recorded; FLOPs must be in every row of a step that trained."""
     name, rows = study.evaluation.compute, _rows(run)
     made = [row for row in rows if number(row, "step")]
     if name != "steps" and made and not any(SPENT[name] in row for row in made):
@@ -129,7 +129,7 @@ def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, fl
 
 
 def spent_of(cell: Cell, run: Run) -> Iterator[dict[str, float | None]]:
-    """Compute up to each row, by every measure; FLOPs are None from the first row on that lacks them, and tokens where
+    """Yields compute up to each row, by every measure. FLOPs are None from the first row that lacks them, and tokens if
     the job samples none."""
     total: dict[str, float | None] = dict.fromkeys(SPENT, 0.0)
     if not cell.config.kind.samples:
@@ -147,7 +147,7 @@ def _rows(run: Run) -> list[JsonRow]:
 
 
 def _uncounted(cell: Cell, row: JsonRow) -> bool:
-    """Whether the row's step trained the policy, and its FLOPs are not recorded."""
+    """True if the row's step trained the policy, and its FLOPs are not recorded."""
     step, algorithm = number(row, "step") or 0.0, cell.config.algorithm
     trained = step > (algorithm.critic.only_steps if algorithm.needs_critic else 0) and row.get("tokens/train") != 0
     return trained and number(row, SPENT["flops"]) is None
@@ -169,7 +169,7 @@ def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> St
 
 
 def curves_for_fit(study: Study, runs: Sequence[CellRun]) -> list[SeedCurve]:
-    """The points of each run that a fit takes."""
+    """Returns the points of each run that a fit uses."""
     kept = [points_for_fit(study, each) for each in runs]
     return [
         SeedCurve(compute=np.array([c for _, c, _ in points]), reached=np.array([v for _, _, v in points]))
@@ -179,7 +179,7 @@ def curves_for_fit(study: Study, runs: Sequence[CellRun]) -> list[SeedCurve]:
 
 
 def points_for_fit(study: Study, each: CellRun) -> list[tuple[float, float, float]]:
-    """(step, compute, value) of those points; none of a run whose last values are not finite."""
+    """Returns (step, compute, value) of those points; none if the run's last values are not finite."""
     if _last(study, each) is None:
         return []
     return [point for point in each.points if point[1] > 0 and point[1] >= study.evaluation.from_compute]
@@ -194,7 +194,7 @@ def _contrasts(study: Study, arms: Sequence[str]) -> Iterator[tuple[str, Mapping
 
 
 def _last(study: Study, each: CellRun) -> float | None:
-    """The mean of its last values; None where it has none, or one of them is not finite, as after it diverged."""
+    """Returns the mean of a run's last values; None if it has none, or if one is not finite (a diverged run)."""
     rows, metric = each.run.rl, study.evaluation.metric
     values = rows.values(metric)[rows.recorded(metric)][-study.evaluation.last :].tolist()
     return sum(values) / len(values) if values and not any(map(math.isnan, values)) else None
@@ -207,7 +207,7 @@ def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
 
 
 def _interval_document(interval: Interval) -> dict[str, Any]:
-    """The interval, without ends if all seeds are equal."""
+    """Returns the interval as JSON values, without ends if all seeds are equal."""
     return asdict(interval) | ({"low": None, "high": None} if interval.all_equal else {})
 
 
@@ -227,11 +227,11 @@ _UNITS = {
     "device_seconds": "process seconds",
     "flops": "FLOPs of training",
 }
-_POINTS = 60  # of a fitted curve
+_POINTS = 60  # points of a fitted curve
 
 
 def write_study_report(study: Study, cells: Sequence[Cell], out: Path) -> Path:
-    """Write the page to ``out``, and beside it results.json, results.csv and curves.csv. Returns the page.
+    """Writes the page ``out``, and results.json, results.csv and curves.csv to its folder. Returns the page.
 
     Cells may still run, wait or have failed: the page names them. Raises DataError if none has recorded a step.
     """
@@ -352,7 +352,7 @@ def _results_panel(
 
 
 def _remark(study: Study, results: StudyResults, each: CellStanding, measured: Set[str]) -> str | None:
-    """What a reader must know of a cell whose result is not that of a whole run; ``measured`` have a finite value."""
+    """Returns a note on a cell with a result that is not of a whole run. Cells in ``measured`` have a finite value."""
     at = f" at step {each.step} of {each.cell.config.train.steps}" if each.recorded else ""
     why = f": {each.reason}" if each.reason else ""
     named = f"{each.cell.name} ({each.state}{at}{why})"
@@ -385,7 +385,7 @@ def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) ->
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """The mean of values if all are known."""
+    """Returns the mean of values if all are known, otherwise a dash."""
     known = [value for value in values if value is not None]
     return number_text(sum(known) / len(known)) if known and len(known) == len(values) else "-"
 
@@ -436,18 +436,18 @@ Array = NDArray[np.float64]
 NAMES = ("R0", "A", "B", "Cmid")
 """The parameters in their order."""
 LEAST_SPAN, LEAST_POINTS = 4.0, 6
-_STEEPNESS = (0.1, 10.0)  # of B
-_STEPS = 200  # of the last search
-_LEAST_SHARE = 0.75  # of the rise, by the last point: there the slope is 3/4 of the greatest
+_STEEPNESS = (0.1, 10.0)  # bounds of B
+_STEPS = 200  # the most steps of the last search
+_LEAST_SHARE = 0.75  # share of the rise by the last point: there the slope is 3/4 of the greatest
 _LEAST_F = 7.0
 _WORST_CONDITION = 1e14
-_LARGEST = 700.0  # logarithm of what is still a number
-_MOST_OF_CEILING = 0.5  # half the interval of A, of the rise that was seen
+_LARGEST = 700.0  # logarithm of the largest finite number
+_MOST_OF_CEILING = 0.5  # half the interval of A, as a share of the observed rise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedCurve:
-    """One seed's points: compute > 0 and what was reached, [n] each."""
+    """One seed's points: compute > 0 and the values reached, [n] each."""
 
     compute: Array
     reached: Array
@@ -456,17 +456,17 @@ class SeedCurve:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigmoidFit:
     """The curve that fits best. ``covariance`` [4, 4] is of (R0, A, log B, log Cmid), without those ``at_bound``; None
-    for a single seed, or where the points do not determine the parameters.
+    for a single seed, or if the points do not determine the parameters.
     """
 
     parameters: Array  # R0, A, B, Cmid
     covariance: Array | None
     at_bound: tuple[str, ...]
     seeds: int
-    error: float  # root mean squared, of the points
+    error: float  # root mean squared error of the points
 
     def intervals(self) -> dict[str, Interval]:
-        """Intervals of parameters by name; B and Cmid are symmetric in their logarithms, and may lack an upper end."""
+        """Returns intervals by parameter; those of B and Cmid are symmetric in logarithms, and may lack an upper end."""
         inner = _inner(self.parameters)
         found = {}
         for i, name in enumerate(NAMES):
@@ -480,7 +480,7 @@ class SigmoidFit:
         return found
 
     def at(self, compute: Array) -> tuple[Array, Array | None]:
-        """The curve at [n] and half the width of its pointwise band; no band for a single seed."""
+        """Returns the curve at [n] and half the width of its pointwise band; no band for a single seed."""
         inner = _inner(self.parameters)
         values, slopes = _curve(inner, np.log(compute))
         if self.covariance is None:
@@ -490,7 +490,7 @@ class SigmoidFit:
 
 
 def fit_sigmoid(curves: Sequence[SeedCurve], limits: tuple[float, float] | None = None) -> SigmoidFit:
-    """The fit; R0 and A stay within ``limits``, as 0 and 1 of a pass rate. Needs no span: ask `why_not` first."""
+    """Fits the curve; R0 and A stay within ``limits``, as 0 and 1 of a pass rate. Call `why_not` first."""
     x = np.log(np.concatenate([curve.compute for curve in curves]))
     y = np.concatenate([curve.reached for curve in curves])
     inner = _polished(_on_grid(x, y, limits), x, y, limits)
@@ -507,7 +507,7 @@ def fit_sigmoid(curves: Sequence[SeedCurve], limits: tuple[float, float] | None 
 
 
 def why_not(curves: Sequence[SeedCurve], limits: tuple[float, float] | None) -> str | None:
-    """Why the points cannot carry this fit, in words for the reader; None where they can."""
+    """Returns the reason that the points cannot support this fit, in words for the reader; None if they can."""
     if not curves:
         return "no run has values to fit"
     for curve in curves:
@@ -537,9 +537,9 @@ def why_not(curves: Sequence[SeedCurve], limits: tuple[float, float] | None) -> 
 
 
 def _bends(curves: Sequence[SeedCurve], fit: SigmoidFit) -> bool:
-    """Whether it fits better than a straight line in log C, by an F of 7 on (2, n - 2 G - 2).
+    """True if the curve fits better than a straight line in log C, by an F of 7 on (2, n - 2 G - 2).
 
-    What a line of a seed's own explains is left out on both sides: seeds that differ are no bend.
+    The part that a separate line for each seed explains is left out on both sides: differences of seeds are not a bend.
     """
     x = np.log(np.concatenate([curve.compute for curve in curves]))
     line = np.polyfit(x, np.concatenate([curve.reached for curve in curves]), 1)
@@ -552,7 +552,7 @@ def _bends(curves: Sequence[SeedCurve], fit: SigmoidFit) -> bool:
 
 
 def _beyond_line(x: Array, left: Array) -> float:
-    """The sum of squares that no straight line in x explains."""
+    """Returns the sum of squares that no straight line in x explains."""
     return float(np.sum((left - np.polyval(np.polyfit(x, left, 1), x)) ** 2))
 
 
@@ -561,7 +561,7 @@ def _inner(parameters: Array) -> Array:
 
 
 def _curve(inner: Array, x: Array) -> tuple[Array, Array]:
-    """Values [n] and slopes [n, 4] by R0, A, log B and log Cmid, at x = log C."""
+    """Returns values [n] and slopes [n, 4] by R0, A, log B and log Cmid, at x = log C."""
     floor, ceiling, steepness = inner[0], inner[1], np.exp(inner[2])
     share = _share(steepness, inner[3], x)
     slope = (ceiling - floor) * share * (1 - share) * steepness
@@ -573,7 +573,7 @@ def _share(steepness: Array | float, middle: Array | float, x: Array) -> Array:
 
 
 def _on_grid(x: Array, y: Array, limits: tuple[float, float] | None) -> Array:
-    """The best of a grid of B and Cmid, with the least-squares R0 and A of each."""
+    """Returns the best point of a grid of B and Cmid, with the least-squares R0 and A of each."""
     middles, best, least = np.linspace(*_middles(x), 48), np.zeros(4), np.inf
     for steepness in np.geomspace(*_STEEPNESS, 24):  # one at a time, for memory: a study may have 100,000 points
         share = _share(steepness, middles[:, None], x)
@@ -594,14 +594,14 @@ def _middles(x: Array) -> tuple[float, float]:
 
 
 def _bounds(x: Array, limits: tuple[float, float] | None) -> tuple[Array, Array]:
-    """Lowest and highest values of the inner parameters."""
+    """Returns the lowest and highest values of the inner parameters."""
     ends, steep, middles = limits or (-np.inf, np.inf), np.log(_STEEPNESS), _middles(x)
     low, high = ([ends[side], ends[side], steep[side], middles[side]] for side in (0, 1))
     return np.array(low), np.array(high)
 
 
 def _polished(inner: Array, x: Array, y: Array, limits: tuple[float, float] | None) -> Array:
-    """Levenberg-Marquardt within the bounds; a parameter at a bound that the step would cross keeps its place."""
+    """Runs Levenberg-Marquardt within the bounds; a parameter at a bound that the step would cross stays there."""
     low, high = _bounds(x, limits)
     inner, damping = np.clip(inner, low, high), 1e-3
     values, slopes = _curve(inner, x)
@@ -628,7 +628,7 @@ def _polished(inner: Array, x: Array, y: Array, limits: tuple[float, float] | No
 
 
 def _covariance(curves: Sequence[SeedCurve], residual: Array, slopes: Array, free: NDArray[np.bool_]) -> Array | None:
-    """Covariance of the free inner parameters, clustered by seed, others 0; None if none is free, or determined."""
+    """Returns the covariance of the free inner parameters, clustered by seed, others 0; None if it is undetermined."""
     count, out, slopes = len(curves), np.zeros((4, 4)), slopes[:, free]
     normal = slopes.T @ slopes
     if count < 2 or not free.any() or np.linalg.cond(normal) > _WORST_CONDITION:

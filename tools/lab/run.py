@@ -24,10 +24,10 @@ from tools.lab import states
 from tools.lab.states import CellRecord, CellStanding, CellState
 from tools.lab.study import Cell, Study
 
-_LOOK_SECONDS = 1.0  # between two looks at what runs
-_LINE_SECONDS = 60.0  # between two lines where there is no terminal
+_LOOK_SECONDS = 1.0  # seconds between two checks of running cells
+_LINE_SECONDS = 60.0  # seconds between two lines without a terminal
 _MOST_REASON = 400  # characters
-_ASKED = {0, 130, -signal.SIGTERM, -signal.SIGKILL}  # how a cell ends that was asked to stop, or was ended
+_ASKED = {0, 130, -signal.SIGTERM, -signal.SIGKILL}  # exit statuses of cells that were stopped or killed
 _TAIL_BYTES = 1 << 14
 
 
@@ -36,31 +36,31 @@ class Child(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         ...
 
     def send_signal(self, number: int) -> None:
-        """Raises ProcessLookupError where it has ended."""
+        """Sends a signal. Raises ProcessLookupError if the process has ended."""
         ...
 
     async def wait(self) -> int:
-        """Wait for its end. Returns its exit status; below 0, a signal's number."""
+        """Waits for the end. Returns the exit status; below 0, a signal's number."""
         ...
 
 
 Start = Callable[[Sequence[str], Path], Awaitable[Child]]
-"""Starts ``rl-megatron`` with arguments, as leader of a session; what it prints is added to a file."""
+"""Starts ``rl-megatron`` with arguments, as leader of a session; its output is appended to a file."""
 
 
 async def start_process(arguments: Sequence[str], output: Path) -> Child:
-    """A new interpreter, which the kernel ends with this one: a study that was killed leaves no cell behind."""
+    """Starts a new interpreter, which the kernel ends with this one: a killed study leaves no running cell."""
     with output.open("ab") as file:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "launcher", *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            start_new_session=True,  # Ctrl-C is for the study alone, which passes it on
+            start_new_session=True,  # only the study gets Ctrl-C, and passes it on
             preexec_fn=die_with_parent,
             env=dict(os.environ),
         )
@@ -74,11 +74,11 @@ async def run_cells(
     start: Start = start_process,
     console: Console | None = None,
 ) -> list[CellStanding]:
-    """Start the cells that have not ended, and wait until none runs. Returns what has become of each.
+    """Starts the cells that have not ended, and waits until none runs. Returns the state of each.
 
-    Ctrl-C or SIGTERM has every cell finish its step and save; a second one ends them at once. A cell that has failed is
-    started only with ``retry``. Raises ConfigError if another process runs this study, and OSError if a cell cannot be
-    started or its record not be written, as on a full disk; the other cells are then ended.
+    Ctrl-C or SIGTERM makes every cell finish its step and save; a second one kills them. A failed cell is started only
+    with ``retry``. Raises ConfigError if another process runs this study. Raises OSError, after ending the other cells,
+    if a cell cannot be started or its record cannot be written, for example on a full disk.
     """
     at_once = cells_at_once(study, cells)
     with alone(study):
@@ -104,9 +104,9 @@ async def run_cells(
 
 
 def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
-    """The budget's number, or as many as this machine's cores allow; Ray's own processes count as one core of a cell.
+    """Returns the budget's number, or as many as the cores allow; Ray's processes count as one core of a cell.
 
-    Raises ConfigError for several on the same GPUs, or on the same nodes of the job that this process is in.
+    Raises ConfigError for several cells on the same GPUs, or on the same nodes of this process's job.
     """
     asked = study.budget.cells_at_once
     if "SLURM_JOB_ID" in os.environ and any(cell.config.run.launcher != "local" for cell in cells):
@@ -132,7 +132,7 @@ def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Series:
-    """The cells that wait and those that run. ``stopping``: no further one starts."""
+    """The waiting and the running cells. ``stopping``: no further one starts."""
 
     study: Study
     waiting: deque[Cell]
@@ -141,16 +141,16 @@ class _Series:
     running: dict[str, tuple[Cell, Child]] = field(default_factory=dict)
     stopping: bool = False
     began: float = field(default_factory=time.monotonic)
-    asked: set[str] = field(default_factory=set)  # the cells that were asked to stop
-    late: dict[str, str] = field(default_factory=dict)  # those that had to be ended, with the reason
+    asked: set[str] = field(default_factory=set)  # names of cells that got a signal to stop
+    late: dict[str, str] = field(default_factory=dict)  # name of a cell that had to be killed -> reason
 
     async def work(self) -> None:
-        """Run one cell after the other until none waits."""
+        """Runs one cell after the other until none waits."""
         while self.waiting and not self.stopping:
             await self._run(self.waiting.popleft())
 
     async def watch(self) -> None:
-        """Show how far the cells are, and stop all of them when the study's time is over."""
+        """Shows the progress of the cells, and stops all of them when the study's time is over."""
         limit = self.study.budget.minutes
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -159,7 +159,7 @@ class _Series:
                 self.stop(f"budget.minutes={limit:g} are over")
 
     def stop(self, why: str) -> None:
-        """Have all cells save and end; when this was asked before, end them at once."""
+        """Makes all cells save and end; a second call kills them."""
         again, self.stopping = self.stopping, True
         doing = "ending what runs" if again else "cells finish and save their step; press Ctrl-C again to end them"
         self.display.note(f"{why}: {doing}")
@@ -173,14 +173,14 @@ class _Series:
 
     async def _run(self, cell: Cell) -> None:
         last, began, output = states.read_record(cell), time.monotonic(), states.output_path(cell)
-        printed = output.stat().st_size if output.is_file() else 0  # by earlier starts
+        printed = output.stat().st_size if output.is_file() else 0  # bytes printed by earlier starts
         resume = ["--resume"] if cell.folder.is_dir() else []
-        used = states.seconds_of(cell, last) if last else 0.0  # asked before the process makes the folder
+        used = states.seconds_of(cell, last) if last else 0.0  # read before the process creates the folder
         states.write_config(cell)
         given = ["--config", str(states.config_path(cell)), "log.progress=plain"]
         child = await self.start(["train", *given, *resume], output)
         self.running[cell.name] = cell, child
-        if self.stopping:  # since the process was asked for
+        if self.stopping:  # `stop` was called while the process started
             self._end(cell.name, signal.SIGTERM)
         record = CellRecord(
             pid=child.pid, began=states.birth_of(child.pid), starts=(last.starts if last else 0) + 1, seconds=used
@@ -201,8 +201,8 @@ class _Series:
         self.display.ended(found)
 
     async def _wait(self, cell: Cell, child: Child, record: CellRecord) -> int:
-        """Its exit status; 0 also where it was asked to stop. At the end of its time it is asked to, and ended if it
-        has not after its ``learner.timeout_seconds``, which no call of a healthy run takes."""
+        """Returns the exit status; 0 also if the cell was stopped. At the end of its time the cell is told to stop, and
+        killed after its ``learner.timeout_seconds``, which no call of a healthy run takes."""
         limit = self.study.budget.cell_minutes
         left = None if limit is None else max(60 * limit - record.seconds, 0.0)
         waits = asyncio.ensure_future(child.wait())
@@ -220,7 +220,7 @@ class _Series:
 
 
 class _Display:
-    """Bars in a terminal, else a line for every event and one a minute."""
+    """Progress bars in a terminal; otherwise a line for every event and one a minute."""
 
     def __init__(self, study: Study, cells: Sequence[Cell], console: Console, steps: dict[str, int]) -> None:
         self._study, self._cells, self._steps = study, cells, steps
@@ -241,11 +241,11 @@ class _Display:
         self._bars.stop()
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Prints a line that stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def look(self, running: Sequence[Cell], num_waiting: int) -> None:
-        """Show how far each running cell is."""
+        """Shows the progress of each running cell."""
         for cell in running:
             self._steps[cell.name] = step = states.last_step(cell)
             self._bars.update(self._tasks[cell.name], completed=step, total=cell.config.train.steps, visible=True)
@@ -256,7 +256,7 @@ class _Display:
             self.note(f"running: {each_one or 'none'}; {num_waiting} wait")
 
     def ended(self, found: CellStanding) -> None:
-        """Print a line about a cell whose process has ended."""
+        """Prints a line about a cell after the end of its process."""
         self._steps[found.cell.name] = found.step
         self._bars.update(self._tasks[found.cell.name], visible=False)
         value = "" if found.value is None else f", {self._study.evaluation.metric} {found.value:.4g}"
@@ -267,7 +267,7 @@ class _Display:
 
 @contextlib.contextmanager
 def alone(study: Study) -> Iterator[None]:
-    """Let one process start cells of the study. Raises ConfigError if another does."""
+    """Context in which only this process starts cells of the study. Raises ConfigError if another does."""
     assert study.folder is not None
     study.folder.mkdir(parents=True, exist_ok=True)
     with (study.folder / ".lock").open("ab") as file:
@@ -289,7 +289,7 @@ def _signals(series: _Series) -> Iterator[None]:
 
 
 def _reason(status: int, output: Path, before: int) -> str:
-    """The error that it printed last, or its last line, or the signal that ended it; earlier starts printed ``before``
+    """Returns a process's last error or last line, or the signal that ended it; earlier starts printed ``before``
     bytes.
     """
     with output.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What has become of a study's cells: read from their run folders and their records."""
+"""The states of a study's cells, read from their run folders and their records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.lab.study import Cell, Study, numbers_of
 
 
 class CellState(StrEnum):
-    """Done: its last step is recorded. Spent: its time is, so it counts as it is. Stopped: a start goes on with it."""
+    """Done: the last step is recorded. Spent: the time is over, so it counts as it is. Stopped: a start resumes it."""
 
     DONE = "done"
     SPENT = "spent"
@@ -31,20 +31,20 @@ class CellState(StrEnum):
 
 
 STARTABLE = (CellState.STOPPED, CellState.WAITING)
-"""The states of cells that the next start of the study takes, without being asked to try again."""
+"""The states of cells that the next start of the study runs without ``retry``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRecord:
-    """What a study knows of a cell: the process of its last start, and how that ended.
+    """A study's record of a cell: the process of its last start, and its end.
 
-    ``status`` is its exit status, below 0 a signal's number; None while it runs. ``seconds`` are those of all starts
-    since its folder was made. ``step`` is the last one recorded when it ended: a failed run that has a later one was
+    ``status`` is the exit status, below 0 a signal's number; None while it runs. ``seconds`` are those of all starts
+    since its folder was created. ``step`` is the last one recorded at its end: a failed run that has a later one was
     resumed by hand.
     """
 
     pid: int
-    began: str  # `birth_of` the process: a number alone is given out again
+    began: str  # `birth_of` the process: the system reuses process ids
     starts: int
     seconds: float
     status: int | None = None
@@ -52,24 +52,24 @@ class CellRecord:
     step: int | None = None
 
     def ended(self, *, status: int, reason: str, seconds: float, step: int) -> CellRecord:
-        """The record of a process that has ended after so many seconds, at this step."""
+        """Returns the record of a process that has ended after ``seconds`` at ``step``."""
         return replace(self, status=status, reason=reason, seconds=self.seconds + seconds, step=step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellStanding:
-    """A cell and what has become of it. ``value`` is the last of the study's metric, None if that is not finite."""
+    """A cell and its state. ``value`` is the last one of the study's metric, None if that is not finite."""
 
     cell: Cell
     state: CellState
-    recorded: bool  # whether there is a row of RL
+    recorded: bool  # True if there is a row of RL
     step: int
     value: float | None
     seconds: float
     reason: str
 
     def line(self) -> str:
-        """Columns of a table, a line."""
+        """Returns the cell's line of a table."""
         value = "-" if self.value is None else f"{self.value:.4g}"
         steps = f"{self.step}/{self.cell.config.train.steps}"
         text = f"{self.state:<8} {steps:>9} {value:>9} {self.seconds / 60:>7.1f}  {self.cell.name}"
@@ -77,29 +77,29 @@ class CellStanding:
 
 
 def record_path(cell: Cell) -> Path:
-    """The file of its record, beside its folder, where it also is if the run fails before it makes that."""
+    """Returns the file of the cell's record, outside its folder because a run may fail before it creates that."""
     return cell.folder.parent / "cells" / f"{cell.name}.json"
 
 
 def config_path(cell: Cell) -> Path:
-    """The configuration that its processes are started with: what was checked, whatever has become of its base."""
+    """Returns the file of the configuration that the cell's processes get: the checked one, even if its base changed."""
     return cell.folder.parent / "cells" / f"{cell.name}.yaml"
 
 
 def write_config(cell: Cell) -> None:
-    """Write that file. Raises OSError."""
+    """Writes that file. Raises OSError."""
     path = config_path(cell)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_resolved(cell.config, path)
 
 
 def output_path(cell: Cell) -> Path:
-    """What its processes have printed."""
+    """Returns the file with the output of the cell's processes."""
     return cell.folder.parent / "cells" / f"{cell.name}.txt"
 
 
 def read_record(cell: Cell) -> CellRecord | None:
-    """Its record, if it was ever started by a study. Raises DataError for a file that is none."""
+    """Reads the record of a cell; None if no study has started it. Raises DataError if the file is not a record."""
     path = record_path(cell)
     try:
         values = parse(path.read_bytes())
@@ -112,36 +112,36 @@ def read_record(cell: Cell) -> CellRecord | None:
 
 
 def write_record(cell: Cell, record: CellRecord) -> None:
-    """Atomically. Raises OSError."""
+    """Writes the record of a cell atomically. Raises OSError."""
     path = record_path(cell)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(record)).encode())
 
 
 def find_states(study: Study, cells: Sequence[Cell]) -> list[CellStanding]:
-    """What has become of each cell, in their order. A cell with a broken metrics.jsonl has failed, by that reason."""
+    """Returns the state of each cell, in their order. A cell with a broken metrics.jsonl has failed for that reason."""
     return [_found(study, cell) for cell in cells]
 
 
 def last_step(cell: Cell) -> int:
-    """The last step of RL that is recorded, from the file's end, however long that is; 0 if there is none."""
+    """Returns the last recorded step of RL, read from the file's end; 0 if there is none."""
     path = cell.folder / "metrics.jsonl"
     try:
         row = next((row for row in from_the_end(path) if row.get("phase") != "eval"), None)
-    except (FileNotFoundError, DataError):  # `find_states` says what is wrong
+    except (FileNotFoundError, DataError):  # `find_states` reports the problem
         return 0
     return int(number(row, "step") or 0) if row is not None and row.get("phase") in STEPS else 0
 
 
 def seconds_of(cell: Cell, record: CellRecord) -> float:
-    """Seconds of all its starts; 0 if its folder was removed, so that it begins again."""
+    """Returns seconds of all starts of the cell; 0 if its folder was removed, so that it begins again."""
     return record.seconds if cell.folder.is_dir() else 0.0
 
 
 def drift_of(cell: Cell) -> str:
-    """How what the cell ran with differs from what it would run with now, as by another version's defaults; or empty.
+    """Describes values that differ from those that the cell ran with, for example by another version's defaults.
 
-    Its folder's name does not tell: that is of the values that differ from the defaults.
+    It is empty if none differ. The folder's name does not show it: that is of values that differ from the defaults.
     """
     path = cell.folder / "config.yaml"
     if not path.is_file():
@@ -157,19 +157,19 @@ def drift_of(cell: Cell) -> str:
 
 
 def states_table(found: Sequence[CellStanding]) -> str:
-    """A table for the terminal: a line a cell, with the reason under one that failed, and the counts."""
+    """Returns a table for the terminal: a line for each cell, with the reason below a failed one, and the counts."""
     head = f"{'state':<8} {'step':>9} {'value':>9} {'minutes':>7}  run"
     return "\n".join([head, *(each.line() for each in found), counts(found)])
 
 
 def counts(found: Sequence[CellStanding]) -> str:
-    """How many cells are in each state, in words."""
+    """Counts the cells in each state, in words."""
     number_of = Counter(each.state for each in found)
     return f"{len(found)} cells: " + ", ".join(f"{number_of[state]} {state}" for state in CellState if number_of[state])
 
 
 def is_running(record: CellRecord) -> bool:
-    """Whether the process of its last start is alive on this machine."""
+    """True if the process of the cell's last start is alive on this machine."""
     if record.status is not None:
         return False
     birth = birth_of(record.pid)
@@ -177,8 +177,8 @@ def is_running(record: CellRecord) -> bool:
 
 
 def birth_of(pid: int) -> str:
-    """The machine's boot and the ticks after it at which a running process began, which no change of the clock alters;
-    empty of one that has ended."""
+    """Returns the machine's boot id and the ticks from boot to the start of a running process, which do not depend on
+    the clock; empty if it has ended."""
     ticks = start_ticks(pid)
     return "" if ticks is None else f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {ticks}"
 
@@ -210,7 +210,7 @@ def _found(study: Study, cell: Cell) -> CellStanding:
 
 
 def _rows(cell: Cell) -> Iterator[JsonRow]:
-    """The rows of RL and of evaluations beside it, the last one first; before them there are those of a warm start."""
+    """Yields the rows of RL and of its evaluations, the last one first; a warm start's rows, which are earlier, end it."""
     path = cell.folder / "metrics.jsonl"
     if path.is_file():
         yield from itertools.takewhile(lambda row: row.get("phase") != "warm_start", from_the_end(path))

@@ -1,7 +1,7 @@
-"""The file of a study: a base configuration, axes of overrides, seeds, a budget and what is evaluated; and its cells.
+"""The file of a study: a base configuration, axes of overrides, seeds, a budget and the evaluation; and its cells.
 
-Each cell has a checked configuration and the name of its run folder. A study may not ask its cells for what runs of
-their configuration never record.
+Each cell has a checked configuration and the name of its run folder. A study cannot use metrics that runs of its
+cells' configurations never record.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rl_megatron.section import Finite, NonNegative, NonNegativeFloat, Positive,
 from rl_megatron.weights.layouts.families import read_shape
 
 Level = str | list[str] | dict[str, str | list[str]]
-"""One place on an axis: an override, several, or ``{label: override or several}``."""
+"""One level of an axis: an override, several, or ``{label: override or several}``."""
 
 
 class Budget(Section):
-    """How much of this machine, and of time, the cells may use. A cell that is stopped by it is saved."""
+    """The limits on the cells' use of this machine and of time. A cell that they stop is saved."""
 
     cells_at_once: Positive | None = None
     """Cells side by side; null: as many as this machine's cores allow, or one on GPUs."""
@@ -50,12 +50,12 @@ class Budget(Section):
 
 
 class Outcome(Section):
-    """What is compared and fitted: a metric of metrics.jsonl, over a measure of compute."""
+    """The metric of metrics.jsonl that is compared and fitted, over a measure of compute."""
 
     metric: str = "eval/accuracy"
     """Metric that is compared between arms and fitted."""
     last: Positive = 1
-    """A run's result is the mean of the metric's last so many values; it has none if one of them is not finite."""
+    """A run's result is the mean of this many last values of the metric; it has none if one of them is not finite."""
     compute: Literal["steps", "tokens", "device_seconds", "flops"] = "steps"
     """The compute C of a fit: RL steps, tokens sampled, seconds times learner processes, or FLOPs of training."""
     from_compute: NonNegativeFloat = 0.0
@@ -63,7 +63,7 @@ class Outcome(Section):
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """What the metric cannot leave; None: anything is possible."""
+        """The lowest and highest values of the metric; None: it has no limits."""
         return (0.0, 1.0) if self.metric == "eval/accuracy" else None
 
 
@@ -71,28 +71,28 @@ class Study(Section):
     """A study: every combination of its axes is an arm, and an arm has a cell, which is a run, for each seed."""
 
     base: str = "tiny_cpu"
-    """A configuration under conf/, or a YAML file beside the study's."""
+    """A configuration under conf/, or a YAML file in the folder of the study's file."""
     overrides: Sequence[str] = ()
     """Overrides of all cells, as on the command line."""
     axes: dict[str, Annotated[list[Level], Field(min_length=1)]] = Field(default_factory=dict)
-    """By name, the levels of each axis: an override, a list of them, or ``label: override(s)``."""
+    """Name of an axis -> its levels: an override, a list of them, or ``label: override(s)``."""
     combine: Literal["product", "zip"] = "product"
     """product: every level with every level of the others; zip: the first levels together, then the second ones."""
     seeds: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (0, 1, 2)
     """Seeds of each arm."""
     paired: bool = True
-    """Whether arms share seeds, so that a difference is taken seed by seed; else each arm has seeds of its own."""
+    """True if arms share seeds, so that a difference is taken seed by seed; otherwise each arm has separate seeds."""
     reference: str | None = None
     """The arm with which others are compared; null: the first."""
     contrasts: dict[str, Annotated[dict[str, Finite], Field(min_length=1)]] = Field(default_factory=dict)
-    """Further differences: by name, the weight of each arm in a sum over arms, as 1 and -1."""
+    """Further differences: name -> the weight of each arm in a sum over arms, for example 1 and -1."""
     budget: Budget = Budget()
     evaluation: Outcome = Outcome()
     folder: Path | None = None
     """Folder of the cells' run folders; null: runs/<name of the study's file>."""
 
     def with_outcome(self, metric: str | None, last: int | None) -> Study:
-        """The study that compares another metric, or the mean of another number of its values; None: the file's.
+        """Returns the study with another metric, or with the mean of another number of values; None: the file's.
 
         Raises ConfigError for a metric that is not documented.
         """
@@ -103,9 +103,9 @@ class Study(Section):
 
 
 def read_study(path: Path, more: Sequence[str] = ()) -> Study:
-    """The study of a YAML file, with its folder and its base found, and with ``more`` overrides after the file's.
+    """Reads a study's YAML file, finds its folder and its base, and adds ``more`` overrides after the file's.
 
-    Raises one ConfigError for all that is wrong.
+    Raises one ConfigError for all problems.
     """
     try:
         tree = yaml_text.read(path)
@@ -130,9 +130,9 @@ def read_study(path: Path, more: Sequence[str] = ()) -> Study:
 
 
 def outcome_folder(metric: str | None, last: int | None, overrides: Sequence[str]) -> Path:
-    """The place of a report in its study's folder: there if nothing else is asked for, or under ``outcomes/``.
+    """Returns a report's path within its study's folder: the folder itself without arguments, or under ``outcomes/``.
 
-    Its name has all that is asked for; a hash too, of overrides that no file could be named by.
+    The name has all arguments, and a hash of overrides that cannot be part of a file's name.
     """
     parts = [metric.replace("/", "-")] if metric else []
     parts += [f"last={last}"] if last is not None else []
@@ -145,7 +145,7 @@ def outcome_folder(metric: str | None, last: int | None, overrides: Sequence[str
 
 
 def levels_of(axis: Sequence[Level]) -> list[tuple[str, list[str]]]:
-    """An axis's labels, each with its overrides."""
+    """Returns an axis's labels, each with its overrides."""
     return [_labeled(level) for level in axis]
 
 
@@ -158,7 +158,7 @@ def _labeled(level: Level) -> tuple[str, list[str]]:
 
 
 def _short(override: str) -> str:
-    """The choice of a group, as ``gspo``; else the key's last part with its value."""
+    """Returns the choice of a group, for example ``gspo``; otherwise the key's last part with its value."""
     key, _, value = override.partition("=")
     return f"{key.rpartition('.')[2]}={value}" if "." in key else value
 
@@ -205,7 +205,7 @@ _RESERVED: Mapping[str, str] = {
 
 
 def _line(path: Path, error: ErrorDetails) -> str:
-    """One line: file, key, value, and what is allowed."""
+    """Returns one line: file, key, value, and the allowed values."""
     parts = [str(part) for part in error["loc"] if part not in {"str", "list[str]", "dict[str,union[str,list[str]]]"}]
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
@@ -233,7 +233,7 @@ _SAMPLED = {name for name, *_ in (*SAMPLING, *ENVIRONMENTS)}
 
 
 def never_recorded(study: Study, config: RunConfig) -> list[str]:
-    """Returns a line for the metric, and for the measure of compute, if a run of ``config`` can have no value of it."""
+    """Returns a line for the metric, and for the measure of compute, if a run of ``config`` never records it."""
     metric = study.evaluation.metric
     found = [f"evaluation.metric={metric}: {why}" for why in _why_never(metric, config)]
     if study.evaluation.compute == "tokens" and not config.kind.samples:
@@ -244,8 +244,8 @@ def never_recorded(study: Study, config: RunConfig) -> list[str]:
 
 
 def recorded_by_none(study: Study, configs: Sequence[RunConfig]) -> list[str]:
-    """Returns a line if the study's metric is a critic's or of experts, and a run of none of ``configs`` records it: an
-    arm without them may be beside one that has them."""
+    """Returns a line if the study's metric is a critic's or of experts, and none of ``configs`` records it. One arm
+    that records it is enough."""
     metric = study.evaluation.metric
     lacking = {_lacking(metric, config) for config in configs}
     if not lacking or None in lacking:
@@ -254,7 +254,7 @@ def recorded_by_none(study: Study, configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _lacking(metric: str, config: RunConfig) -> str | None:
-    """What a run lacks to record a metric of a critic or of experts; None for what it has, and others."""
+    """Returns why a run does not record a metric of a critic or of experts; None if it does, and for other metrics."""
     room, _, name = metric.partition("/")
     if room == "critic":
         section = config.algorithm
@@ -274,8 +274,8 @@ def _lacking(metric: str, config: RunConfig) -> str | None:
 
 @cache
 def _dense(folder: Path | None, family: str | None) -> str | None:
-    """The family of a model without experts; None for others, and for a folder that cannot be read, which the run's
-    checks report."""
+    """Returns the family of a model without experts; None for others, and for a folder that cannot be read, which the
+    run's checks report."""
     try:
         shape = None if folder is None else read_shape(folder, family)
     except ConfigError:
@@ -295,14 +295,14 @@ def _why_never(metric: str, config: RunConfig) -> Iterator[str]:
 
 
 def _held_out(kind: JobKind) -> tuple[str, ...]:
-    """The metrics of held-out data, but those of ``eval.sets``."""
+    """Returns the metrics of held-out data, without those of ``eval.sets``."""
     if kind.samples:
         return ("eval/accuracy",)
     return ("eval/loss", *(_OF_PAIRS if kind.rows != "answers" else _OF_TEXT))
 
 
 def _of_entry(room: str, name: str, figure: str, config: RunConfig) -> Iterator[str]:
-    """Why not, of a metric that a set of problems or a source has."""
+    """Yields why a run never records a metric of an evaluation set or of a source."""
     sets = config.eval.sets
     sources = config.data.sources if isinstance(config.data, MixtureData) else {}
     key, entries = ("eval.sets", list(sets)) if room == "eval" else ("data.sources", list(sources))
@@ -318,14 +318,14 @@ def _figures(one: EvalSetSection) -> list[str]:
 
 
 _MOST_CELLS = 10_000
-_MOST_LINES = 20  # of an error
-_ANYWHERE = ("run.", "log.", "checkpoint.", "slurm.", "model.cache_dir")  # change no number of a run
+_MOST_LINES = 20  # the most lines of an error
+_ANYWHERE = ("run.", "log.", "checkpoint.", "slurm.", "model.cache_dir")  # keys that change no number of a run
 _DIGITS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One run of a study; cells of an ``arm`` differ in the seed alone."""
+    """One run of a study; cells of an ``arm`` differ only in the seed."""
 
     arm: str
     seed: int
@@ -333,22 +333,22 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Its run folder."""
+        """The run folder."""
         return self.config.run.dir / str(self.config.run.name)
 
     @property
     def name(self) -> str:
-        """Its run's name: arm and seed, readable, and the digest of its configuration."""
+        """The run's name: arm and seed, readable, and the digest of its configuration."""
         return str(self.config.run.name)
 
     @property
     def processes(self) -> int:
-        """Processes with a shard of a model: the learner's, and those of separate roles."""
+        """The number of processes with a shard of a model: the learner's, and those of separate roles."""
         return sum(ranks_by_role(self.config).values())
 
 
 def arms_of(study: Study) -> dict[str, list[str]]:
-    """The overrides of each arm by its name, which is the labels of its levels. Raises ConfigError for equal names."""
+    """Returns each arm's overrides by its name, which joins its levels' labels. Raises ConfigError for equal names."""
     axes = [levels_of(axis) for axis in study.axes.values()]
     rows = itertools.product(*axes) if study.combine == "product" or not axes else zip(*axes, strict=True)
     arms: dict[str, list[str]] = {}
@@ -361,11 +361,11 @@ def arms_of(study: Study) -> dict[str, list[str]]:
 
 
 def cells_of(study: Study) -> list[Cell]:
-    """All cells, the first seed of every arm first, so that a study that is stopped has something of each.
+    """Returns all cells, the first seed of every arm first, so that a stopped study has results of each arm.
 
-    Raises one ConfigError that names the cells whose configuration is refused, or never records what the study
-    compares, and why; also for a metric of a critic or of experts that no cell records, for two cells of one
-    configuration, and for names of arms that are not there.
+    Raises one ConfigError that names the cells with an invalid configuration, or with one that never records the
+    study's metric, and the reasons. It is also raised for a metric of a critic or of experts that no cell records, for
+    two cells of one configuration, and for names of missing arms.
     """
     arms = arms_of(study)
     if len(arms) * len(study.seeds) > _MOST_CELLS:
@@ -389,9 +389,9 @@ def cells_of(study: Study) -> list[Cell]:
 
 
 def config_digest(config: RunConfig) -> str:
-    """Ten hexadecimal digits of the values that differ from the defaults, so that a new key does not change them.
+    """Returns ten hexadecimal digits of the values that differ from the defaults, so a new key does not change them.
 
-    Keys that change no number of a run are left out: its name and folder, what it shows and saves, the cluster's.
+    Keys that change no number of a run are left out: its name and folder, logs, checkpoints, the cluster's.
     """
     defaults = dict(flat(RunConfig().model_dump(mode="json")))
     values = numbers_of(config.model_dump(mode="json"))
@@ -400,20 +400,20 @@ def config_digest(config: RunConfig) -> str:
 
 
 def numbers_of(tree: Any) -> Iterator[tuple[str, Any]]:
-    """The keys of a whole configuration, as JSON values, that may change a run's numbers."""
+    """Returns the keys and JSON values of a whole configuration that may change a run's numbers."""
     return ((key, value) for key, value in flat(tree) if not key.startswith(_ANYWHERE))
 
 
 def _first_seed(overrides: Sequence[str]) -> int:
-    """The first seed of an arm that shares none: below 2**30, by its overrides alone, so that no other arm or
-    seed moves them. Seeds of 100 arms, 5 each, meet by a chance of 1 in 24,000.
+    """Returns the first seed, below 2**30, of an arm that shares none. It follows only from the arm's overrides, so
+    other arms and seeds do not change it. Among 5 seeds for each of 100 arms, equal ones have a chance of 1 in 24,000.
     """
     return int(hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:8], 16) >> 2
 
 
 def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
     config = load_config(study.base, [*overrides, f"seed={seed}"])
-    if config.written_epochs is not None:  # its end is known only once its data is read
+    if config.written_epochs is not None:  # the last step is known only after the data is read
         raise ConfigError(
             f"{config.job}.epochs={config.written_epochs:g}: a study knows by train.steps whether a cell is done; set "
             f"that instead, and {config.job}.epochs=null"
@@ -421,7 +421,7 @@ def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
     if problems := never_recorded(study, config):
         raise ConfigError("\n".join(problems))
     assert study.folder is not None
-    found = sorted(study.folder.glob(f"*-{config_digest(config)}"))  # also of an arm that had another label then
+    found = sorted(study.folder.glob(f"*-{config_digest(config)}"))  # also a folder made when the arm had another label
     readable = re.sub(r"[^A-Za-z0-9._=]+", "-", f"{arm}-s{seed}").replace("=", "-").strip("._-")[:120]
     name = found[0].name if found else f"{readable}-{config_digest(config)}"
     run = config.run.model_copy(update={"dir": study.folder, "name": name})

@@ -530,7 +530,7 @@ def predicted(evidence: Evidence, parameters: Parameters) -> Tensor:
 
 
 def _penalized(evidence: Evidence, p: Parameters) -> Tensor:
-    """Returns logits [m, V] after the penalties: CTRL's (arXiv:1909.05858) on earlier tokens, OpenAI's on sampled ones."""
+    """Returns logits [m, V] with penalties: CTRL's (arXiv:1909.05858) on earlier tokens, OpenAI's on sampled ones."""
     scales = (p.repetition_penalty, p.sampled_repetition_penalty)
     if scales == (1, 1) and not p.presence_penalty and not p.frequency_penalty:
         return evidence.logits
@@ -573,7 +573,7 @@ def find_parameters(evidence: Evidence, learner: Parameters, stretch: float, *, 
 
 
 def _without_penalties(evidence: Evidence, start: Parameters) -> list[Parameters]:
-    """Returns the parameters unchanged, and with the top-k or top-p that follows from the mass of the remaining tokens."""
+    """Returns the parameters unchanged, and with the top-k or top-p that the mass of remaining tokens implies."""
     z = evidence.logits / start.temperature
     token = z.gather(1, evidence.tokens[:, None])[:, 0] - z.logsumexp(1)
     left = (token - evidence.engine).exp().clamp(max=1.0)[:, None]
