@@ -1,1 +1,1 @@
-"""What the model talks to over several turns: the Protocol, the shipped environments, and how yours is found."""
+"""Environments of several turns for the model: the Protocol, the shipped ones, and the lookup of custom ones."""

@@ -1,6 +1,6 @@
 """Marks the threads of a trajectory, so that the processes which they start can be told from all others.
 
-A mark is a number, written into the set of blocked real-time signals, which nothing here sends. Linux hands that set on
+A mark is a number, written into the set of blocked real-time signals, which nothing here sends. Linux passes that set
 to each thread and process that is started, through any number of forks, sessions and programs, and shows it in /proc.
 """
 
@@ -12,20 +12,20 @@ import signal
 from pathlib import Path
 
 SHARED = (1 << 24) - 1
-"""The mark of what many trajectories share, and none ends."""
+"""The mark of processes that many trajectories share, and that none of them ends."""
 _SIGNALS = range(41, 65)  # real-time ones that no C library keeps for itself
 _BLOCKED = re.compile(r"^SigBlk:\s*([0-9a-f]+)$", re.MULTILINE)
 
 
 def mark(number: int) -> None:
-    """Mark the calling thread, and what it starts from now on, with a number of 24 bits, which are not all 0."""
+    """Marks the calling thread, and all that it starts from now on, with a number of 24 bits, which are not all 0."""
     unblocked = {one for place, one in enumerate(_SIGNALS) if not number >> place & 1}
     signal.pthread_sigmask(signal.SIG_BLOCK, set(_SIGNALS) - unblocked)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
 
 
 def mark_of(task: int, process: int | str | None = None) -> int:
-    """The mark of a process, or of a thread of ``process``; 0 if it has none, or is not there."""
+    """Returns the mark of a process, or of a thread of ``process``; 0 if it has none, or does not exist."""
     path = Path(f"/proc/{task}/status" if process is None else f"/proc/{process}/task/{task}/status")
     with contextlib.suppress(OSError):
         if (blocked := _BLOCKED.search(path.read_text())) is not None:

@@ -1,6 +1,6 @@
-"""What an environment answers and is given: four async methods, or one function of your own that is given a model.
+"""The interface of an environment: four async methods, or one custom function that gets a model.
 
-Messages are OpenAI's: mappings with ``role`` and ``content``, and ``tool_calls`` or ``tool_call_id`` where tools are
+Messages are OpenAI's: mappings with ``role`` and ``content``, and ``tool_calls`` or ``tool_call_id`` if tools are
 called.
 """
 
@@ -16,16 +16,16 @@ OpenAIMessage = Mapping[str, Any]
 
 
 class AgentFailed(Exception):
-    """What a program that leads a trajectory raised: perhaps that it was refused a turn, which its words do not tell.
+    """A failure of a program that leads a trajectory; a rejected turn may be its cause, which its text does not show.
 
-    An agent's function that has another program ask for turns raises it; a trajectory that a limit ended keeps its end.
+    An agent's function raises it if another program requests turns. A trajectory ended by a limit keeps its end.
     """
 
 
 class LimitReached(Exception):
-    """A trajectory may have no further turn; the argument says which limit it reached.
+    """A trajectory cannot have another turn; the argument names the limit that it reached.
 
-    Raises ValueError for what is no reason.
+    Raises ValueError if the argument is not a stop reason.
     """
 
     def __init__(self, stop: StopReason) -> None:
@@ -37,11 +37,11 @@ class LimitReached(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the model reads next: a text, which is a user's message, or messages."""
+    """The model's next input: a text, which is a user's message, or messages."""
 
     said: str | Sequence[OpenAIMessage]
     tools: Sequence[Mapping[str, Any]] = ()  # OpenAI's schemas of functions, in a chat template; of the first only
-    state: str | None = None  # a name of where it is, equal for equal states; None: the tokens of what is said are it
+    state: str | None = None  # optional state id: equal ids mean equal states; None: the tokens shown so far are the id
 
     @property
     def messages(self) -> tuple[OpenAIMessage, ...]:
@@ -51,12 +51,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the model said in one turn."""
+    """The model's reply in one turn."""
 
     text: str  # decoded without special tokens
-    message: OpenAIMessage  # the assistant's, as it stands in the history; with tool_calls by environment.tool_parser
+    message: OpenAIMessage  # the assistant's, as in the history; with tool_calls by environment.tool_parser
     finish_reason: FinishReason
-    bad_call: str | None = None  # why a call in it cannot be read; then the message has no calls and all of the text
+    bad_call: str | None = None  # reason that a call is unreadable; then the message has no calls and all of the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +64,13 @@ class EnvironmentStep:
     """An environment's answer to a turn. Without an observation the trajectory has ended."""
 
     observation: Observation | None = None
-    reward: float | None = None  # of this turn; a trajectory's reward is the sum of them, or what ``score`` gives
+    reward: float | None = None  # this turn's reward; a trajectory's reward is their sum, or the value of ``score``
     metrics: Mapping[str, float] = field(default_factory=dict)  # added up over a trajectory's turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """A trajectory that has ended, as ``score`` sees it."""
+    """A trajectory that has ended, the argument of ``score``."""
 
     task: Prompt
     messages: Sequence[OpenAIMessage]
@@ -79,39 +79,39 @@ class Transcript:
 
 
 class Environment(Protocol):
-    """One trajectory's environment: an object is made for each. It runs in a thread and an event loop of its own."""
+    """One trajectory's environment: each trajectory has its own object, thread and event loop."""
 
     async def start(self, task: Prompt, seed: int) -> Observation:
-        """What the model reads first. Equal seeds shall give equal trajectories."""
+        """Returns the model's first input. Equal seeds must give equal trajectories."""
         ...
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        """Answer a turn. A tool that fails is an observation for the model; an exception is the environment's fault."""
+        """Answers a turn. A tool's failure is an observation for the model; an exception is the environment's fault."""
         ...
 
     async def score(self, transcript: Transcript) -> float:
-        """The trajectory's reward. It is not called if any step gave one."""
+        """Returns the trajectory's reward. It is not called if any step gave one."""
         ...
 
     async def close(self) -> None:
-        """Release everything. Always called, however the trajectory ended."""
+        """Releases everything. It is always called, after any end of the trajectory."""
         ...
 
 
 class HasDemonstration(Protocol):
-    """What a class of environments may have for a warm start."""
+    """The optional method of a class of environments for a warm start."""
 
     def demonstration(self, task: Prompt, seed: int) -> Sequence[str]:
-        """Texts of one right trajectory after the prompt, which is the task's text whatever ``start`` says: the model's
-        first, then an observation, and so on in turns. A supervised step trains on the model's alone."""
+        """Returns texts of one correct trajectory: the model's first, then an observation, and so on in turns. They
+        follow the prompt, the task's text for any ``start``. A supervised step trains only on the model's."""
         ...
 
 
 class AgentModelClient(Protocol):
-    """What a function of your own is given: ``async def solve(task, model, **options) -> float``, or
+    """The argument ``model`` of a custom function: ``async def solve(task, model, **options) -> float``, or
     an EnvironmentStep with a reward and metrics.
 
-    Turns that clients ask for at ``base_url``, which is on loopback, are the trajectory's as those of `reply` are.
+    Turns that clients request at ``base_url``, which is on loopback, are the trajectory's, like those of `reply`.
     """
 
     @property
@@ -125,9 +125,9 @@ class AgentModelClient(Protocol):
         ...
 
     async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
-        """The model's next turn after these messages.
+        """Returns the model's next turn after these messages.
 
-        Raises LimitReached once the trajectory may have no further turn; a function that does not catch it gets the
+        Raises LimitReached if the trajectory cannot have another turn; a function that does not catch it gets the
         reward 0.
         """
         ...

@@ -1,6 +1,6 @@
-"""Resolves ``environment.function``: a shipped environment by its name, or your own class or function.
+"""Resolves ``environment.function``: a shipped environment by its name, or a custom class or function.
 
-What an environment demonstrates for a warm start is checked before the model learns it.
+Demonstrations of an environment for a warm start are checked before the model is trained on them.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class EnvironmentFactory:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Environment:
-        """An environment for one trajectory."""
+        """Returns an environment for one trajectory."""
         return self.make(**self.options)
 
     @property
     def takes_sandbox(self) -> bool:
-        """Whether it is given a sandbox."""
+        """True if environments get a sandbox."""
         return "sandbox" in self.options
 
     def has(self, method: str) -> bool:
-        """Whether its environments have the method; True of a function that makes them, until one is made."""
+        """True if its environments have the method; also for a function that makes them, until one is made."""
         return not inspect.isclass(self.make) or callable(getattr(self.make, method, None))
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A function of the user's own that leads a trajectory itself, and returns its reward."""
+    """A custom function that leads a trajectory itself, and returns its reward."""
 
     solve: Callable[[Prompt, AgentModelClient], Awaitable[float | EnvironmentStep]]
     takes_sandbox: bool = False
@@ -57,12 +57,12 @@ class Agent:
 def resolve_environment(
     section: EnvironmentSection, sandbox: SandboxSection | None = None, *, key: str = "environment"
 ) -> EnvironmentFactory | Agent:
-    """What ``environment.function`` names; an async function is an agent, anything else makes environments.
+    """Resolves ``environment.function``: an async function is an agent, any other callable makes environments.
 
-    One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.executors.Sandbox`, which all trajectories share.
-    ``key`` names the section in messages.
+    A function with an argument ``sandbox`` gets a `rl_megatron.sandbox.executors.Sandbox`, which all trajectories
+    share. ``key`` names the section in messages.
 
-    Raises ConfigError that names an unknown function and the nearest known one, what importing it raised, or options
+    Raises ConfigError that names an unknown function and the nearest known one, the error of its import, or options
     that it does not take.
     """
     name = section.function
@@ -89,7 +89,7 @@ def resolve_environment(
 
 
 def _try(given: str, made: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Make one of a shipped environment. Raises ConfigError with what it refuses, and what it lacks."""
+    """Makes an object of a shipped environment. Raises ConfigError that names invalid and missing options."""
     try:
         made(**options)
     except (ValueError, TypeError) as error:
@@ -124,10 +124,10 @@ def _check(given: str, function: Callable[..., Any], options: Mapping[str, Any],
 def demonstrate(
     made: Callable[[], Environment], function: str | None, tasks: Sequence[Prompt], seeds: Sequence[int]
 ) -> list[Sequence[str]]:
-    """The texts of each task's ``demonstration``, all by one environment, which is made for the first.
+    """Returns the texts of each task's ``demonstration``, all by one environment, which is made for the first.
 
-    Raises EnvironmentFailure, which names ``function`` and the task, with what it raised, or returned in place of
-    texts."""
+    Raises EnvironmentFailure, which names ``function`` and the task, and its exception or the value that it returned
+    in place of texts."""
     with _naming(function, tasks[0], ", for which the environment is made,"):
         environment = made()
     return [_texts(environment, function, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
@@ -158,7 +158,7 @@ def _said(function: str | None, task: Prompt) -> str:
 
 
 def _problem(given: object) -> str | None:
-    """Why it is no texts. A text is a sequence of texts, too: its characters would be learned in turns."""
+    """Returns why a value is not a list of texts. A str is rejected: its characters would be trained on as turns."""
     if inspect.iscoroutine(given):
         given.close()
         return "is async, which it may not be"

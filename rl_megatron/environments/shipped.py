@@ -1,8 +1,8 @@
 """The shipped environments: products with a calculator, and a hidden number.
 
 Calculator: ``37*45=``; the model may write ``?37*45``, reads ``:1665``, and answers ``!1665``. Guess: the model reads
-``?``, guesses ``7``, reads ``<`` if the number is smaller or ``>`` if it is larger, and guesses again. Which number it
-is depends on the task's id alone, so any data will do.
+``?``, guesses ``7``, reads ``<`` if the number is smaller or ``>`` if it is larger, and guesses again. The number
+depends only on the task's id, so any data will do.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Calculator:
         self._answer = ""
 
     async def start(self, task: Prompt, seed: int) -> Observation:
-        """The product to find."""
+        """Returns the product to find."""
         self._answer = task.answer
         return Observation(said=task.messages or task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        """Compute what follows ``?``; anything else ends the trajectory."""
+        """Computes the text after ``?``; any other text ends the trajectory."""
         if not reply.text.startswith("?"):
             return EnvironmentStep(reward=float(reply.text == f"!{self._answer}"))
         try:
@@ -62,16 +62,16 @@ class Calculator:
         """There is nothing to release."""
 
     def demonstration(self, task: Prompt, seed: int) -> Sequence[str]:
-        """The answer at once, or after a calculation."""
+        """Returns the answer, immediately or after a calculation."""
         if random.Random(seed).random() >= self._demonstrated:
             return (f"!{task.answer}",)
         return f"?{task.text.rstrip('=')}", f":{task.answer}", f"!{task.answer}"
 
 
 def evaluated(text: str) -> int:
-    """The value of sums, differences and products of whole numbers; leading zeros count for nothing.
+    """Returns the value of sums, differences and products of whole numbers; leading zeros are ignored.
 
-    Raises ValueError, whose short text is for the model, for anything else and for values of more than 18 digits.
+    Raises ValueError, with a short text for the model, for anything else and for values of more than 18 digits.
     """
     if len(text) > _MOST_CHARACTERS:
         raise ValueError("long")
@@ -97,14 +97,14 @@ def _value(node: ast.expr) -> int:
 
 Rewarded = Literal["bits", "found"]
 _PARTS = 2**20  # rewards of turns are whole numbers of these, so that sums of them are exact
-_WRONG = "!"  # what follows a text that is no number of the range
+_WRONG = "!"  # the hint after a text that is not a number of the range
 
 
 class Guess:
-    """A trajectory that finds the number gets 1. ``rewarded``: what turns get.
+    """A trajectory that finds the number gets 1. ``rewarded``: the rewards of turns.
 
-    bits: the share that a guess settled of what was unknown at first, log2 of ``numbers``, and one bit for saying it;
-    the sum is 1 exactly where the number is found. found: 1 for the guess that finds it, and 0 for others.
+    bits: the share that a guess settled of the initially unknown bits, log2 of ``numbers``, and one bit for naming it;
+    the sum is 1 exactly if the number is found. found: 1 for the guess that finds it, and 0 for others.
     """
 
     def __init__(self, numbers: int = 16, rewarded: Rewarded = "bits") -> None:
@@ -114,16 +114,16 @@ class Guess:
             raise ValueError(f"rewarded={rewarded!r}; give {' or '.join(get_args(Rewarded))}")
         self._numbers, self._rewarded = numbers, rewarded
         self._hidden = self._first = 0
-        self._behind_last = numbers  # those that hints leave are from `_first` to before this
+        self._behind_last = numbers  # possible numbers after the hints are from `_first` to before this
         self._given = 0.0
 
     async def start(self, task: Prompt, seed: int) -> Observation:
-        """Hide the number."""
+        """Hides the number."""
         self._hidden = _hidden(task, self._numbers)
         return Observation(said="?")
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        """Say on which side of the guess the number is; the number itself ends the trajectory."""
+        """Answers with the side of the guess on which the number is; the number itself ends the trajectory."""
         guess = int(reply.text) if reply.text.isascii() and reply.text.isdigit() and len(reply.text) < 8 else -1
         if not 0 <= guess < self._numbers:
             return self._answered(_WRONG, kept=False)
@@ -155,8 +155,8 @@ class Guess:
         """There is nothing to release."""
 
     def demonstration(self, task: Prompt, seed: int) -> Sequence[str]:
-        """Guesses drawn without a look at the hints, up to four: how to write, and not how to search. They stand after
-        the task's text, and a trajectory's after ``?``."""
+        """Returns up to four guesses drawn without regard to the hints: they show the form, and not how to search. They
+        follow the task's text, and a trajectory's guesses follow ``?``."""
         hidden, draws, texts = _hidden(task, self._numbers), random.Random(seed), list[str]()
         for _ in range(4):
             guess = draws.randrange(self._numbers)

@@ -23,8 +23,8 @@ class HttpReward:
     """POSTs the completions of a prompt to ``url``; at most 16 requests are in flight.
 
     It retries, after a wait that doubles, without a connection, without an answer in time, and on status 408, 429 and
-    5xx. Any other status but 200 and an answer of another form is an error at once. It follows no redirects and uses
-    no proxies. Raises ConfigError for a URL that it cannot use.
+    5xx. Any other status but 200 and an answer of another form are errors without a retry. It follows no redirects and
+    uses no proxies. Raises ConfigError for a URL that it cannot use.
     """
 
     def __init__(self, url: str, section: HttpSection, *, key: str) -> None:
@@ -76,7 +76,7 @@ def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[
 
 
 def _rewards(answer: bytes, count: int) -> list[RewardResult]:
-    """The rewards of ``{"rewards": [...]}``; a null abstains. Raises ValueError that shows the answer."""
+    """Parses ``{"rewards": [...]}``; a null abstains. Raises ValueError that shows the answer."""
     if len(answer) > MAX_ANSWER_BYTES:
         raise ValueError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
     try:

@@ -1,6 +1,6 @@
 """Compares completions with answers by math-verify, in a process that ends when one takes too long.
 
-``python -m rl_megatron.rewards.math_verify_worker`` is called by rules.py.
+rules.py calls ``python -m rl_megatron.rewards.math_verify_worker``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rl_megatron.rewards.symbols import mark_formulas, to_latex, without_reasons
 from rl_megatron.sandbox import keeper
 
 MEMORY_BYTES = 4 << 30
-_MARKED = ("$", r"\boxed", r"\(", r"\[")  # by which the package knows LaTeX
-_MEASURE = re.compile(  # a number, with its thousands and words for its unit, of which LaTeX would make products
+_MARKED = ("$", r"\boxed", r"\(", r"\[")  # marks by which the package recognizes LaTeX
+_MEASURE = re.compile(  # a number, with its thousands and words for its unit, which LaTeX would read as products
     r"[-+]?[€£¥]?(?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d+)?\s*%?(?:\s+[A-Za-z]{3,})*", re.ASCII
 )
 _SCIENTIFIC = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w|\.\d)", re.ASCII)
@@ -30,9 +30,9 @@ _CHOICE = re.compile(r"(?:(?i:\b(?:answer|option|choice)(?: is)?)|^)[ :*_(]*([A-
 
 
 def _score(answer: str, text: str | None) -> dict[str, Any]:
-    """What ``text`` is worth and what was read in it, or without one whether the answer is an expression.
+    """Returns the reward of ``text`` and the value read in it. Without a text: whether the answer is an expression.
 
-    math-verify's own limits are off. They are handlers of Python's, which do not run within the power of two integers.
+    math-verify's own limits are off. They are Python's signal handlers, which do not run within a power of integers.
     """
     try:
         from math_verify import grader, parse, verify
@@ -47,7 +47,7 @@ def _score(answer: str, text: str | None) -> dict[str, Any]:
     else:
         read = parse(_readable(text, answer), parsing_timeout=None)
         told = {"total": float(verify(wanted, read, timeout_seconds=None, raise_on_error=False)), "answer": ""}
-        with contextlib.suppress(ValueError, RecursionError):  # too deep, or too many digits, to be written
+        with contextlib.suppress(ValueError, RecursionError):  # too deep, or too many digits, to be printed
             told["answer"] = str(read[0]) if read else ""
     return told
 
@@ -75,8 +75,8 @@ def _equal(package: Callable[..., bool], one: Any, other: Any, *places: int) -> 
 
 @lru_cache(maxsize=256)
 def _expression(answer: str) -> list[Any]:
-    """What the package reads in an answer; empty if it reads nothing. It takes the bare numbers out of LaTeX without
-    dollars, so only a number is read as plain text first."""
+    """Returns the package's reading of an answer; empty if it reads nothing. From LaTeX without dollars it takes only
+    bare numbers, so only a number is read as plain text first."""
     from math_verify import parse
 
     answer = _positional(to_latex(answer))
@@ -87,7 +87,7 @@ def _expression(answer: str) -> list[Any]:
 
 
 def _readable(text: str, answer: str) -> str:
-    """The text of a completion, with what the package would overlook or read in part as LaTeX."""
+    """Returns a completion's text with parts as LaTeX that the package would otherwise overlook or read in part."""
     text = _positional(without_reasons(to_latex(text)))
     if not any(mark in text for mark in _MARKED) and _LETTER.fullmatch(answer) and (found := _CHOICE.findall(text)):
         return rf"{text} \boxed{{{found[-1]}}}"
@@ -95,7 +95,7 @@ def _readable(text: str, answer: str) -> str:
 
 
 def _positional(text: str) -> str:
-    """The text with 0.001 in place of 1e-3, in which the package reads Euler's number, or 1."""
+    """Returns the text with 0.001 in place of 1e-3, in which the package reads Euler's number, or 1."""
     return _SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), text)
 
 

@@ -1,4 +1,4 @@
-"""Resolves ``reward.function``: registered names, the user's own functions, servers, models, and sums of these.
+"""Resolves ``reward.function``: registered names, custom functions, servers, models, and sums of these.
 
 Scores completions by the reward of their prompt's source.
 
@@ -32,13 +32,13 @@ class WeightedSum:
     """Scores with all parts concurrently. A part that raises fails the whole call."""
 
     def __init__(self, functions: Mapping[str, RewardFunction], parts: Mapping[str, RewardPart]) -> None:
-        """Both by the parts' names."""
+        """Takes both by the parts' names."""
         self._functions, self._parts = functions, parts
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[RewardResult]:
-        """Raises RewardError that names the part."""
+        """Returns the sum of each completion's parts. Raises RewardError that names the part."""
         with paused_while_queued():
             async with task_group() as tasks:
                 parts = [
@@ -61,7 +61,7 @@ class WeightedSum:
         return RewardResult(total=math.fsum(terms) if finite else math.nan, parts=parts)
 
     def _counts(self, name: str, given: Mapping[str, float]) -> bool:
-        """True if all that the part's ``when`` names are enough, or if its value is not finite, which is shown."""
+        """True if all parts in ``when`` reach their bounds, or if the part's value is not finite, which is shown."""
         bounds = self._parts[name].when.items()
         return not math.isfinite(given[name]) or all(given.get(other, -math.inf) >= least for other, least in bounds)
 
@@ -77,7 +77,7 @@ async def _part(
 
 
 class SourceReward:
-    """A source that is not in ``own`` has the reward ``otherwise``."""
+    """The reward by a prompt's source; a source that is not in ``own`` has the reward ``otherwise``."""
 
     def __init__(self, otherwise: RewardFunction, own: Mapping[str, RewardFunction]) -> None:
         self._otherwise, self._own = otherwise, own
@@ -85,7 +85,7 @@ class SourceReward:
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> Sequence[RewardResult]:
-        """Raises what that reward raises."""
+        """Scores with the reward of the prompt's source, and raises its exceptions."""
         return await self._own.get(prompt.source, self._otherwise)(prompt, completions, texts)
 
 
@@ -103,7 +103,7 @@ def resolve_rewards(
     sandbox: SandboxSection | None = None,
     models: RewardModels | None = None,
 ) -> RewardFunction:
-    """The run's reward, and those ``of_sources`` and sets that have their own. Raises as `resolve_reward`."""
+    """Returns the run's reward, with those ``of_sources`` and sets that have one. Raises like `resolve_reward`."""
     shared = Sandbox(sandbox or SandboxSection())
     own = {name: resolve_reward(one, reward_key(name), shared, models) for name, one in of_sources.items()}
     run = resolve_reward(reward, "reward", shared, models)
@@ -113,12 +113,12 @@ def resolve_rewards(
 def resolve_reward(
     reward: RewardSection | str, key: str = "reward", sandbox: Sandbox | None = None, models: RewardModels | None = None
 ) -> RewardFunction:
-    """The reward function of a section, or of a ``reward.function`` with default options.
+    """Returns the reward function of a section, or of a ``reward.function`` with default options.
 
     A function is a registered name, an http:// or https:// URL, ``hf:<folder>`` of a sequence classifier (loaded here),
-    ``ranks:<name>`` of one on the run's ranks, or ``package.module:function``. Your own takes (prompt, completions,
-    texts) or TRL's keywords, and returns a float or None per completion; it may be ``async``, else it runs in a thread
-    and may block. A section with parts becomes their weighted sum.
+    ``ranks:<name>`` of one on the run's ranks, or ``package.module:function``. A custom one takes (prompt, completions,
+    texts) or TRL's keywords, and returns a float or None per completion. It may be ``async``; otherwise it runs in a
+    thread and may block. A section with parts becomes their weighted sum.
     Raises ConfigError that names the unknown function, after the section's ``key``, and the nearest known one.
     """
     section = RewardSection(function=reward) if isinstance(reward, str) else reward

@@ -26,14 +26,14 @@ from rl_megatron.types import Completion, Prompt, RewardResult
 
 
 async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[RewardResult]:
-    """1.0 if a text equals ``prompt.answer``, else 0.0."""
+    """Returns 1.0 if a text equals ``prompt.answer``, otherwise 0.0."""
     answer = prompt.answer.strip()
     return [RewardResult(total=float(text.strip() == answer), answer=text.strip()) for text in texts]
 
 
 MAX_DIGITS = 1000  # a sampled number with more equals no answer; Python refuses to parse 4300 and more
 
-_POWER = r"(?:[eE][-+]?\d{1,3}(?!\w|\.\d))?"  # of ten; more digits would make integers of any size
+_POWER = r"(?:[eE][-+]?\d{1,3}(?!\w|\.\d))?"  # a power of ten; more digits would allow integers of any size
 _DIGITS = rf"(?:(?:\d{{1,3}}(?:(?:,|\{{,\}})\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+){_POWER}"
 # A minus is a sign unless it subtracts from something before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
@@ -44,8 +44,8 @@ _FORMULA = re.compile(r"\\[dtc]?frac|\\sqrt|\\pi\b|\^")
 
 
 async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[RewardResult]:
-    """1.0 if the numbers are equal as exact fractions, else 0.0: ``0.5``, ``1/2``, ``½``, ``.50``, ``5e-1`` and
-    ``$0.50`` are equal.
+    """Returns 1.0 if the numbers are equal as exact fractions, otherwise 0.0: ``0.5``, ``1/2``, ``½``, ``.50``,
+    ``5e-1`` and ``$0.50`` are equal.
 
     Ignores units (``%`` and ``$``) and commas between thousands. Raises RewardError if the answer holds no number.
     """
@@ -60,13 +60,13 @@ def _judged(number: Fraction | None, wanted: Fraction) -> RewardResult:
 
 
 def is_formula(answer: str) -> bool:
-    """Whether the answer itself, behind ``####`` or in ``\\boxed``, is a formula in LaTeX, of which the last number is
-    a part: 2 of ``\\frac{1}{2}``."""
+    """True if the answer itself, after ``####`` or in ``\\boxed``, is a formula in LaTeX. The last number is then only
+    a part of it: 2 of ``\\frac{1}{2}``."""
     return _FORMULA.search(to_latex(answer).rsplit("####", 1)[-1].rsplit("\\boxed", 1)[-1]) is not None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in ``text``; None if there is none, if it is under a root sign, or if it has more than
+    """Returns the last number in ``text``; None if there is none, if it is under a root sign, or if it has more than
     ``MAX_DIGITS`` digits."""
     text, last = without_reasons(to_ascii(text)), None
     for last in _NUMBER.finditer(text):  # noqa: B007  # only the last counts
@@ -93,8 +93,8 @@ LIMIT_SECONDS = 3.0  # processor time for one completion; most patterns take mic
 
 
 class FormatReward:
-    """1.0 if ``pattern`` matches a text from its first character to its last, else 0.0, also for a text over which it
-    takes 3 s of a processor.
+    """The reward 1.0 if ``pattern`` matches a text from its first character to its last, otherwise 0.0, also for a text
+    that takes 3 s of a processor.
 
     Another process matches, because a pattern that backtracks holds Python's lock until it ends.
     """
@@ -105,7 +105,7 @@ class FormatReward:
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[RewardResult]:
-        """1.0 or 0.0 for each text. Raises RewardError for a process that does not start, is killed or stands still."""
+        """Returns 1.0 or 0.0 for each text. Raises RewardError if the process does not start, is killed or hangs."""
         return await in_daemon_thread(lambda: [RewardResult(total=float(self._matches(text))) for text in texts])
 
     def _matches(self, text: str) -> bool:
@@ -118,7 +118,7 @@ class FormatReward:
 
 
 def format_reward(section: RewardSection) -> FormatReward:
-    """The reward of ``reward.format``. Raises ConfigError if it has no pattern."""
+    """Returns the reward of ``reward.format``. Raises ConfigError if it has no pattern."""
     if section.format.pattern is None:
         raise ConfigError(
             "the reward function format needs reward.format.pattern, a regular expression for the whole completion, "
@@ -128,7 +128,7 @@ def format_reward(section: RewardSection) -> FormatReward:
 
 
 class LengthReward:
-    """1.0 from ``min_tokens`` to ``max_tokens``, 0.0 outside.
+    """The reward 1.0 from ``min_tokens`` to ``max_tokens``, 0.0 outside.
 
     The stop token counts, as in the metric response/length_mean.
     """
@@ -139,7 +139,7 @@ class LengthReward:
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[RewardResult]:
-        """A reward for each completion, from its number of tokens alone."""
+        """Returns a reward for each completion, only from its number of tokens."""
         return [RewardResult(total=self._of(len(completion.token_ids))) for completion in completions]
 
     def _of(self, tokens: int) -> float:
@@ -148,7 +148,7 @@ class LengthReward:
 
 
 def length_reward(section: RewardSection) -> LengthReward:
-    """The reward of ``reward.length``. Raises ConfigError if it prefers no length."""
+    """Returns the reward of ``reward.length``. Raises ConfigError if it prefers no length."""
     if section.length.max_tokens is None and section.length.min_tokens == 0:
         raise ConfigError(
             "the reward function length gives every completion 1; set reward.length.max_tokens or "
@@ -161,8 +161,8 @@ _PROCESSES = min(4, len(os.sched_getaffinity(0)))
 
 
 async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[RewardResult]:
-    """1.0 if math-verify finds the two equal, else 0.0, also for a text that it cannot parse or not in 3 s of a
-    processor.
+    """Returns 1.0 if math-verify finds the two equal, otherwise 0.0, also for a text that it cannot parse, or not in
+    3 s of a processor.
 
     The answer may be a number, LaTeX with or without its dollars, or GSM8K's (the part after ``####``).
     Raises RewardError for an answer that is not an expression, ConfigError if the library is missing.
@@ -176,7 +176,7 @@ async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: 
 
 
 async def _asked(answer: str, text: str | None, begun: Callable[[], None] | None = None) -> dict[str, Any]:
-    """What a process says, which is asked as soon as one is free; empty if it ended over this."""
+    """Returns the reply of the first process that is free; empty if the comparison exceeded its limit."""
     loop = asyncio.get_running_loop()
 
     def ask() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Calls a reward function within a time limit, and returns its failures as results instead of raising.
 
-The limit does not run while all parts of the call wait behind other groups for what they share (`paused_while_queued`).
+The limit does not run while all parts of the call wait for resources that other groups use (`paused_while_queued`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rl_megatron.types import Completion, Prompt, RewardResult
 from rl_megatron.user_code import describe_error
 
 ABSTAINS = RewardResult(total=math.nan, abstains=True)
-_MOST_NAMED = 3  # completions without a finite reward that a message names
+_MOST_NAMED = 3  # the most distinct errors that a message names
 
 
 async def score(
     function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str], *, limit: float
 ) -> tuple[RewardResult, ...]:
-    """Call ``function``, and wait at most ``limit`` seconds (reward.timeout_seconds), beside those in
+    """Calls ``function``, and waits at most ``limit`` seconds (reward.timeout_seconds), without those in
     `paused_while_queued`.
 
-    A completion without a finite reward gets the total NaN and an ``error`` that says why. If ``function`` raises or is
-    ``late``, all completions get the same error.
+    A completion without a finite reward gets the total NaN and an ``error`` with the reason. If ``function`` raises or
+    is ``late``, all completions get the same error.
     """
     try:
         async with CallLimit(limit) as time:
@@ -42,14 +42,14 @@ async def score(
 
 
 def errors_of(scored: Sequence[RewardResult]) -> list[str]:
-    """The distinct errors of one prompt's completions, and how many more there are than are shown."""
+    """Returns the first distinct errors of one prompt's completions, and the number of the others."""
     named = list(dict.fromkeys(one.error for one in scored if one.error is not None))
     more = [f"so did {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
     return named[:_MOST_NAMED] + more
 
 
 def _finite(index: int, one: RewardResult) -> RewardResult:
-    """Add an error if the total of completion ``index`` is not finite, or too large; it names the parts that are not
+    """Adds an error if the total of completion ``index`` is not finite, or too large; it names the parts that are not
     finite."""
     if abs(one.total) <= LARGEST_REWARD:
         return one
@@ -66,8 +66,8 @@ def _finite(index: int, one: RewardResult) -> RewardResult:
 
 
 class CallLimit:
-    """``asyncio.timeout(seconds)`` of a reward's call that runs while any part of the call does: not while all of them
-    are `paused_while_queued`. Of one event loop."""
+    """A timeout of a reward's call, on one event loop, that runs while any part of the call does: not while all of them
+    are `paused_while_queued`."""
 
     def __init__(self, seconds: float) -> None:
         self._timeout = asyncio.timeout(seconds)
@@ -88,15 +88,15 @@ class CallLimit:
 
     @property
     def runs(self) -> bool:
-        """Whether a part of the call does not wait."""
+        """True if a part of the call does not wait."""
         return self._running > 0
 
     def expired(self) -> bool:
-        """Whether the limit has ended the call."""
+        """True if the limit has ended the call."""
         return self._timeout.expired()
 
     def count(self, parts: int) -> None:
-        """So many more parts of the call run, or fewer. Once the call has ended nothing is counted."""
+        """Changes the number of running parts of the call by ``parts``. It has no effect after the call's end."""
         ran, self._running = self.runs, self._running + parts
         if ran == self.runs or self._over or self.expired():
             return
@@ -105,7 +105,7 @@ class CallLimit:
         self._timeout.reschedule(None if ran else self._loop.time() + self._left)
 
     def counts_here(self) -> bool:
-        """Whether this is the call's event loop, and not one on which another awaits for it."""
+        """True on the call's event loop, not on another one that runs a part of it."""
         return asyncio.get_running_loop() is self._loop
 
 
@@ -114,14 +114,14 @@ _limit: ContextVar[CallLimit | None] = ContextVar("limit of the reward that is b
 
 @contextlib.contextmanager
 def paused_while_queued() -> Iterator[Callable[[], None]]:
-    """The caller, a part of a reward's call, waits for others until it calls what it gets, or leaves."""
+    """Context in which the caller, a part of a reward's call, waits for others, until it exits or calls the value."""
     with _counted(-1) as begun:
         yield begun
 
 
 @contextlib.contextmanager
 def counted_call() -> Iterator[None]:
-    """Makes the caller one more part of a reward's call, which may wait for it as `paused_while_queued`."""
+    """Makes the caller one more part of a reward's call, which may wait for it in `paused_while_queued`."""
     with _counted(1):
         yield
 
@@ -147,7 +147,7 @@ def _counted(parts: int) -> Iterator[Callable[[], None]]:
 
 @contextlib.asynccontextmanager
 async def queued_slot(slots: asyncio.Semaphore | asyncio.Lock) -> AsyncIterator[None]:
-    """``async with slots``, which it waits for as `paused_while_queued`."""
+    """Context like ``async with slots`` that waits for a slot in `paused_while_queued`."""
     with paused_while_queued() as begun:
         async with slots:
             begun()

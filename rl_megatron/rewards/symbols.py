@@ -1,4 +1,4 @@
-"""Rewrites mathematical symbols of Unicode as ASCII or LaTeX: the rules that compare numbers read nothing else."""
+"""Rewrites mathematical symbols of Unicode as ASCII or LaTeX, the only forms that number-comparing rules read."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _EXPONENT = re.compile(r"\^(-\d+|\\frac\{\d+\}\{\d+\})")  # LaTeX would raise a 
 _FUNCTION = re.compile(r"(?<![A-Za-z\\])(?=(?:sin|cos|tan|log|ln)(?:[_^]\{|\\))")
 _OPENING = re.compile(r"\\boxed\s*\{|\\begin\{|\\[(\[]|\$\$|(?<![\d\\])\$")  # math-verify reads LaTeX after them
 _CLOSING = {"\\begin{": "\\end{", "\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
-_BARE = re.compile(  # a formula outside of these, with spaces around its operators and commas alone
+_BARE = re.compile(  # a formula outside of these, with spaces only around its operators and commas
     r"(?: ?[-+*/=<>]+ ?| ?\\(?:log|ln|sin|cos|tan)(?:[_^]\{[^{}]{1,40}\})? *| ?\\[A-Za-z]+ *"
     r"|(?<=[\d)}]) (?=[A-Za-z][\^_])|\d+(?:[.,]\d+)*|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[\^_(){}\[\]|]"
     r"|, ?(?=[-\w\\.^{} ]{1,40}[)\]]))+"
 )
-_VALUE = r"(?:[\d)\]}$%*°²³]|\b[A-J]\b)(?: ?[A-Za-z]{1,12})?"  # its end, with a unit
-_REASON = re.compile(  # after a value; without parentheses only after a stated answer, to the end of the sentence
+_VALUE = r"(?:[\d)\]}$%*°²³]|\b[A-J]\b)(?: ?[A-Za-z]{1,12})?"  # the end of a value, with a unit
+_REASON = re.compile(  # follows a value; without parentheses only a stated answer, to the end of the sentence
     rf"({_VALUE}) \((?:as|because|check|for|since)\b(?:[^()\n]++|\([^()\n]*+\))*+\)"
     rf"|((?i:\banswer)(?: is(?! not)|:)[^\n]{{0,50}}?{_VALUE})"
     r"(?:[,;]? (?:because|since)|[,;] as| as(?= [\d\\$(√]))\b[^\n]*?(?=\.?$|\.\s)",
     re.MULTILINE,
 )
 _LONGEST = 40  # characters of a number and the operator before it
-_OPERAND = re.compile(  # a number behind an operator and what that reads
+_OPERAND = re.compile(  # a number after an operator and the end of the first operand
     r"(?:[\d)\]}]|\b[A-Za-z])(?: ?(?:[-+*^]|\\(?:times|cdot|div)) {0,2}| / )\$?\d[\d.,]*(?: ?[A-Za-z]{1,12})?$"
 )
 _OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}  # math-verify reads these in plain text
@@ -117,8 +117,8 @@ def _root(match: re.Match[str]) -> str:
 
 
 def without_reasons(text: str) -> str:
-    """Leaves out why a value is right: ``(as 7² = 49)`` of ``answer: 7 (as 7² = 49)``. What holds a box stays, and what
-    is behind an expression, whose value the reason may say: ``3 * 4 (since 3 * 4 = 12)``."""
+    """Removes the reason for a value: ``(as 7² = 49)`` of ``answer: 7 (as 7² = 49)``. A reason stays if it holds a box,
+    or after an expression, because it may state the expression's value: ``3 * 4 (since 3 * 4 = 12)``."""
 
     def write(found: re.Match[str]) -> str:
         value: str = found[1] or found[2]
@@ -131,8 +131,8 @@ def without_reasons(text: str) -> str:
 
 
 def mark_formulas(text: str) -> str:
-    """Puts dollars around the formulas of LaTeX text that stand outside of mathematics, which math-verify reads in
-    part: 2 of ``2\\sqrt{3}``."""
+    """Puts dollars around the formulas of LaTeX text that are outside of mathematics. math-verify would read only a
+    part of them: 2 of ``2\\sqrt{3}``."""
     pieces, at, missing = [], 0, set()
     for mark in _OPENING.finditer(text):
         if mark.start() < at or mark[0] in missing:
@@ -159,7 +159,7 @@ def _end_of_braces(text: str, start: int) -> int:
 def _marked(match: re.Match[str]) -> str:
     run = match[0]
     formula = run.lstrip(" +*/=<>,)]|").rstrip(" -+*/=<>,([|").removeprefix("- ")
-    opened = len(re.findall(r"[(\[]", formula)) - len(re.findall(r"[)\]]", formula))  # more than closed
+    opened = len(re.findall(r"[(\[]", formula)) - len(re.findall(r"[)\]]", formula))  # opened minus closed
     formula = formula.rstrip(")] ") if opened < 0 else formula.lstrip("([ ") if opened > 0 else formula
     if not any(mark in formula for mark in ("\\", "^", "_{")) or formula.count("{") != formula.count("}"):
         return run

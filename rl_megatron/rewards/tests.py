@@ -1,6 +1,6 @@
 """Rewards a completion whose Python passes its problem's tests. docs/data.md shows the forms of tests.
 
-What a test expects never enters the sandbox: a program gets a test's input, and what it prints or returns is compared
+The expected output never enters the sandbox: a program gets a test's input, and its output or return value is compared
 here. So no code can find the answer, whatever it reads.
 """
 
@@ -22,7 +22,7 @@ from rl_megatron.rewards.scoring import paused_while_queued
 from rl_megatron.sandbox.executors import Sandbox
 from rl_megatron.types import Completion, Prompt, RewardResult
 
-_FENCE = re.compile(r"( *)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, itself, what is said after it
+_FENCE = re.compile(r"( *)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, itself, the text after it
 _PYTHON = ("python", "py", "python3")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_CODE = "solution.py"
@@ -39,16 +39,16 @@ answers.close()
 
 @dataclass(frozen=True, slots=True)
 class _Test:
-    given: str  # standard input; of a function, JSON of its name and arguments
-    wanted: Any  # standard output; of a function, what it returns
-    length: int  # bytes that a right program prints
+    given: str  # standard input; for a function, JSON of its name and arguments
+    wanted: Any  # standard output; for a function, its return value
+    length: int  # bytes that a correct program prints
     calls: bool
-    wrapped: bool = False  # APPS: what a function returns may be the first of ``wanted``
+    wrapped: bool = False  # APPS: the return value may be the first item of ``wanted``
 
 
 class PassedTests:
-    """Each test is a program of its own in the sandbox, before those of later groups; with score=all the first that
-    fails is the last that runs."""
+    """The reward by tests. Each test is a separate program in the sandbox, before those of later groups; with score=all
+    the first that fails is the last that runs."""
 
     def __init__(self, section: TestsSection, sandbox: Sandbox) -> None:
         self._section, self._sandbox = section, sandbox
@@ -56,7 +56,7 @@ class PassedTests:
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[RewardResult]:
-        """Raises RewardError for a problem without usable tests, SandboxError where programs cannot run."""
+        """Raises RewardError for a problem without usable tests, SandboxError if programs cannot run."""
         tests, place = _tests(prompt, self._section.field), self._sandbox.place()
         with paused_while_queued() as begun:
             async with task_group() as group:
@@ -91,7 +91,7 @@ class PassedTests:
 
 
 def code_of(text: str) -> str:
-    """The last fenced block that is said to be Python, after any thinking; else the last that names no language; else
+    """Returns the last fenced block after any thinking that is marked as Python, or the last without a language, or
     the whole text."""
     said = text.rpartition("</think>")[2].replace("\r\n", "\n")
     blocks = {language in _PYTHON: block for language, block in _fenced(said) if language in ("", *_PYTHON)}
@@ -99,8 +99,8 @@ def code_of(text: str) -> str:
 
 
 def _fenced(text: str) -> Iterator[tuple[str, str]]:
-    """The language of each fenced block, in lower case, and its lines without their common indent. Fences are paired as
-    in CommonMark: one in a block neither begins one nor ends it, unless it is as long and no deeper."""
+    """Yields the language of each fenced block, in lower case, and its lines without their common indent. Fences are
+    paired as in CommonMark: one in a block is a part of it, and ends it only if it is as long and no deeper."""
     opened: re.Match[str] | None = None
     lines: list[str] = []
     for line in text.split("\n"):
@@ -115,8 +115,8 @@ def _fenced(text: str) -> Iterator[tuple[str, str]]:
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Whether two outputs have the same lines of words, empty ones at the end aside; numbers are equal by their values,
-    as Python reads them: 1e1 and 1_0 are 10."""
+    """True if two outputs have the same lines of words, without empty lines at the end. Numbers are compared by their
+    values, as Python reads them: 1e1 and 1_0 are 10."""
     ours, theirs = (text.rstrip().split("\n") for text in (printed, wanted))
     return len(ours) == len(theirs) and all(
         len(mine := one.split()) == len(its := other.split()) and all(map(_same_word, mine, its))
@@ -135,7 +135,7 @@ def _same_word(one: str, other: str) -> bool:
 
 
 def _tests(prompt: Prompt, field: str) -> list[_Test]:
-    """Raises RewardError that names the problem and what is wrong with its tests."""
+    """Reads a problem's tests. Raises RewardError that names the problem and the error in its tests."""
     where = f"prompt {prompt.id!r}: its field {field!r} (reward.tests.field)"
     try:
         given = value_at(prompt.meta, field)

@@ -1,10 +1,10 @@
 """Runs reward functions off the event loop: blocking ones in threads, the user's ``async`` ones on a separate loop.
 
-Threads that compute in Python take turns with the event loop's, which so many of them would starve: beside 64 it gets
-its turn every half second (bench/reward_threads.py). So few that compute run at once, and any number that wait.
+Threads that compute in Python take turns with the event loop's thread, and many would starve it: with 64 it runs only
+every half second (bench/reward_threads.py). So only a few threads compute at a time, and any number may wait.
 
-The user's own functions return numbers, or with ``reward.steps`` steps of completions, which are checked. Functions
-written for TRL are called with its parameters.
+Custom functions return numbers, or with ``reward.steps`` steps of completions, which are checked. Functions written
+for TRL are called with its parameters.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from rl_megatron.user_code import describe_error
 
 T = TypeVar("T")
 
-MAX_COMPUTING_THREADS = 2  # threads: one that computes without Python's lock leaves a place to one with it
+MAX_COMPUTING_THREADS = 2  # threads: besides one that computes without Python's lock, one with it can run
 _LOOK_SECONDS = 0.02
-_COMPUTES = 0.1  # the share of a processor that a thread takes, or wants
-_IDLE_LOOKS = 10  # after which a thread counts as waiting although another computes
-_MOST_AT_ONCE = 64  # threads that are started between two looks, once all were seen to wait
+_COMPUTES = 0.1  # the share of a processor that a computing thread uses or waits for
+_IDLE_LOOKS = 10  # looks after which an idle thread counts as waiting although another computes
+_MOST_AT_ONCE = 64  # the most threads that are started between two looks, after all were seen to wait
 
 
 async def in_daemon_thread(call: Callable[[], T]) -> T:
-    """Run ``call`` in its own thread, once fewer than ``MAX_COMPUTING_THREADS`` others compute. Exceptions that would
+    """Runs ``call`` in its own thread, once fewer than ``MAX_COMPUTING_THREADS`` others compute. Exceptions that would
     end an event loop become a RewardError.
 
-    Cancelling stops the waiting, not the thread, which no longer counts. It is a daemon, unlike the threads of
+    A cancellation stops the waiting, not the thread, which no longer counts. It is a daemon, unlike the threads of
     ``asyncio.to_thread``: a reward that never returns must not keep the process alive.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: Exception | None) -> None:
-        if future.done():  # cancelled meanwhile
+        if future.done():  # canceled in the meantime
             return
         if error is not None:
             future.set_exception(error)
@@ -84,14 +84,14 @@ class _Places:
         self._places, self._enough = MAX_COMPUTING_THREADS, 1
 
     async def enter(self, thread: threading.Thread) -> None:
-        """Start the thread, after those that came before it."""
+        """Starts the thread, after those that came before it."""
         admitted = asyncio.get_running_loop().create_future()
         self._waiting.append((thread, admitted))
         self._admit()
         await admitted
 
     def leave(self, thread: threading.Thread) -> None:
-        """It has ended, or nothing waits for it any longer."""
+        """Forgets a thread that has ended, or that no caller waits for."""
         self._running.pop(thread, None)
         self._admit()
 
@@ -99,7 +99,7 @@ class _Places:
         computing = sum(use.idle < self._enough for use in self._running.values())
         while self._waiting and computing < self._places:
             thread, admitted = self._waiting.popleft()
-            if admitted.done():  # cancelled
+            if admitted.done():  # canceled
                 continue
             thread.start()
             self._running[thread] = _Use(thread)
@@ -119,23 +119,23 @@ class _Places:
 
 
 class _Use:
-    """Whether a thread computes. It does while it runs or waits for a processor, by the kernel's account.
+    """A thread's use of processors. It computes while it runs or waits for a processor, by the kernel's account.
 
-    One that waits for Python's lock looks idle, too, but then another computes.
+    A thread that waits for Python's lock looks idle, too, but then another computes.
     """
 
     def __init__(self, thread: threading.Thread) -> None:
-        self.idle = 0  # looks in a row
+        self.idle = 0  # number of idle looks in a row
         self._file = f"/proc/self/task/{thread.native_id}/schedstat"
         self._at, self._used = time.monotonic_ns(), 0
 
     def look(self) -> None:
-        """Count one more look in ``idle`` if the thread has not computed since the last, else set it to 0."""
+        """Adds 1 to ``idle`` if the thread has not computed since the last look, otherwise sets it to 0."""
         now = time.monotonic_ns()
         try:
             with open(self._file) as file:
                 used = sum(map(int, file.read().split()[:2]))  # nanoseconds on a processor, and in its queue
-        except OSError:  # it has ended, or this kernel does not say: then none counts
+        except OSError:  # it has ended, or this kernel has no account: then no thread counts
             used = self._used
         self.idle = 0 if used - self._used >= _COMPUTES * (now - self._at) else self.idle + 1
         self._at, self._used = now, used
@@ -145,10 +145,10 @@ _places: WeakKeyDictionary[asyncio.AbstractEventLoop, _Places] = WeakKeyDictiona
 
 
 async def on_reward_loop(call: Callable[[], Coroutine[None, None, T]]) -> T:
-    """Run the coroutine of ``call`` on the event loop of a daemon thread that all ``async`` rewards share.
+    """Runs the coroutine of ``call`` on the event loop of a daemon thread that all ``async`` rewards share.
 
-    Cancelling stops the waiting at once and cancels the coroutine without waiting for its end. A coroutine that blocks
-    or exits delays only other ``async`` rewards.
+    A cancellation stops the waiting immediately and cancels the coroutine without waiting for its end. A coroutine that
+    blocks or exits delays only other ``async`` rewards.
     """
 
     async def outcome() -> tuple[T | None, Exception | None]:
@@ -165,7 +165,7 @@ async def on_reward_loop(call: Callable[[], Coroutine[None, None, T]]) -> T:
 
 
 def _passable(error: BaseException) -> Exception:
-    """The error, or a RewardError in place of one that a future cannot hold or that would end the awaiting task."""
+    """Returns the error, or a RewardError if a future cannot hold it or if it would end the awaiting task."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RewardError(describe_error(error))
@@ -207,7 +207,7 @@ class Plain:
 
 
 class Async:
-    """Runs an ``async`` function on a separate event loop. Its exceptions become RewardErrors likewise."""
+    """Runs an ``async`` function on a separate event loop. Its exceptions become RewardErrors, too."""
 
     def __init__(
         self,
@@ -232,10 +232,10 @@ class Async:
 
 
 def scored(given: object, texts: Sequence[str], *, steps: bool = False) -> tuple[RewardResult, ...]:
-    """Check that a function returned a number for each text (NaN and infinity count), or None to abstain, reading at
-    most one more; with ``steps``, instead of any of them, the (end, reward) of each of its steps, whose sum is it.
+    """Checks that a function returned a number for each text (NaN and infinity count), or None to abstain; reads at
+    most one more. With ``steps``, the (end, reward) pairs of a text's steps may replace a number, which is their sum.
 
-    Raises RewardError that says what it returned instead, and whatever converting a value to float raises.
+    Raises RewardError that names the wrong value, and any exception of converting a value to float.
     """
     wanted, count = "it must return a list with one number for each completion", len(texts)
     wanted += ", or a list of its steps' (end, reward)" if steps else ""
@@ -276,7 +276,7 @@ def _step_results(given: Sequence[object], index: int, texts: Sequence[str]) -> 
 
 
 def _a(value: object) -> str:
-    """None, or the type and, of text, the beginning."""
+    """Describes a value: None, or the type and the beginning of a text."""
     shown = f" {value[:40]!r}" if isinstance(value, str | bytes) else ""
     return "None" if value is None else f"a {type(value).__name__:.80}{shown}"
 
@@ -289,7 +289,7 @@ def is_trl(function: Callable[..., object]) -> bool:
     """True if the function takes ``completions`` and the row's columns, but no ``texts``, as TRL calls it."""
     try:
         names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some of C
+    except (TypeError, ValueError):  # some functions written in C
         return False
     return "completions" in names and "texts" not in names and ("prompts" in names or names[0] == "completions")
 
@@ -328,7 +328,7 @@ def as_trl(function: Callable[..., Any]) -> Callable[[Prompt, Sequence[Completio
 
 
 def _messages(prompt: Prompt) -> list[Any]:
-    """The messages of the row's prompt; empty if it is a text."""
+    """Returns the messages of the row's prompt; empty if it is a text."""
     try:
         found = parse(prompt.question) if prompt.question.startswith("[{") else []
     except ValueError:

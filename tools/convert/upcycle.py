@@ -1,10 +1,10 @@
-"""Makes a mixture of experts of a dense Hugging Face folder: an expert begins as the layer's MLP, or as a part of it.
+"""Makes a mixture of experts from a dense Hugging Face folder: an expert begins as the layer's MLP, or a part of it.
 
 Sparse upcycling (Komatsuzaki et al., arXiv:2212.05055). With ``granularity`` g > 1 an expert is one of g equal parts of
-a copy, and the router's rows are equal for the parts of a copy, so that a token chooses whole copies; the down
+a copy, and the router's rows are equal for the parts of a copy, so that a token chooses whole copies. The down
 projection is g times as large, because the weights of the chosen add up to 1 (He et al., arXiv:2410.07524, section 3).
-So without noise the new model's logits are the dense one's, whatever its routers say; with g > 1 but for the few tokens
-whose copies' logits are equal at the edge of the top k, as some are in bfloat16.
+So without noise the new model's logits are the dense one's for any router. With g > 1 the few tokens that have equal
+logits of copies at the edge of the top k are an exception; bfloat16 has some.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROUTED: Mapping[str, object] = {
 
 
 class Upcycling(Section):
-    """What to make of a dense model: ``--upcycle experts=8,topk=2``."""
+    """The mixture of experts to make from a dense model: ``--upcycle experts=8,topk=2``."""
 
     experts: Annotated[int, Field(ge=2)]
     """Experts of each layer."""
@@ -53,19 +53,19 @@ class Upcycling(Section):
     granularity: Positive = 1
     """Equal parts into which each copy of the MLP is divided; each is an expert."""
     noise: NonNegativeFloat = 0.0
-    """Standard deviation of what is added to each element of the experts, so that copies differ at once; 0: nothing,
-    so that only what their tokens teach makes them differ."""
+    """Standard deviation of the noise on each element of the experts, so that copies differ from the start; 0: no
+    noise, so that only training on their tokens makes them differ."""
     seed: NonNegative = 0
-    """Seed of the routers, whose elements have a standard deviation of 0.02, and of the noise."""
+    """Seed of the routers' elements, with a standard deviation of 0.02, and of the noise."""
 
     @property
     def chosen(self) -> int:
-        """Experts that a token chooses."""
+        """The number of experts that a token chooses."""
         return self.topk or 2 * self.granularity
 
 
 def read_upcycling(text: str) -> Upcycling:
-    """What ``experts=8,topk=2`` says. Raises one ConfigError for all that is wrong."""
+    """Parses ``experts=8,topk=2``. Raises one ConfigError for all problems."""
     given = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
     try:
         found = Upcycling.model_validate(given)
@@ -106,7 +106,7 @@ def upcycle(
     on_progress: OnProgress = lambda n, total: None,
     share: Share = _ALL,
 ) -> list[int]:
-    """Write a Qwen3 folder, or a Qwen3-MoE one of one expert, as Qwen3-MoE. Returns and raises as `megatron_to_hf`.
+    """Writes a Qwen3 folder, or a Qwen3-MoE one of one expert, as Qwen3-MoE. Returns and raises like `megatron_to_hf`.
 
     Raises ConfigError for other families, models that have experts, and widths that ``granularity`` does not divide.
     """
@@ -140,7 +140,7 @@ def upcycle(
 
 
 def _width(source: Path, shape: ModelShape, given: Upcycling) -> int:
-    """The width of one new expert. Raises ConfigError."""
+    """Returns the width of one new expert. Raises ConfigError."""
     if shape.family not in {"qwen3", "qwen3_moe"}:
         raise ConfigError(
             f"{source}: model_type={shape.family!r} cannot be upcycled; allowed: 'qwen3', or 'qwen3_moe' of one "
@@ -160,7 +160,7 @@ _PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
 def _of(tensor: Copy, width: int, given: Upcycling) -> list[Copy]:
-    """The new tensors that are made of one of the dense model: experts of an MLP's, none of a router, else itself."""
+    """Returns the new tensors for one of the dense model: experts for an MLP's, none for a router, otherwise itself."""
     layer, is_mlp, part = tensor.name.partition(".mlp.")
     if not is_mlp:
         return [tensor]
@@ -171,7 +171,7 @@ def _of(tensor: Copy, width: int, given: Upcycling) -> list[Copy]:
 
 
 def _expert(tensor: Copy, name: str, expert: int, width: int, given: Upcycling) -> Copy:
-    """One expert's matrix: rows of gate and up, columns of down."""
+    """Returns an expert's matrix: rows of gate and up, columns of down."""
     low, (fragment,), down = expert % given.granularity * width, tensor.fragments, name.endswith(_PARTS[2])
     cut, (rows, columns) = (low, low + width), tensor.shape
     src: Box = ((0, rows), cut) if down else (cut, (0, columns))
@@ -187,7 +187,7 @@ def _expert(tensor: Copy, name: str, expert: int, width: int, given: Upcycling) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changed:
-    """A stored matrix times a factor, and with noise, computed in float32 as it is read."""
+    """A stored matrix times a factor, with noise, computed in float32 when it is read."""
 
     source: Sliceable
     dtype: DType
@@ -211,7 +211,7 @@ def _changed(
 
 
 def _router(layer: int, shape: ModelShape, given: Upcycling, dtype: DType) -> Copy:
-    """A router of random rows, one for each copy, which its parts share."""
+    """Returns a router of random rows, one for each copy, which its parts share."""
     name, copies = f"model.layers.{layer}.mlp.gate.weight", given.experts // given.granularity
     box: Box = ((0, given.experts), (0, shape.hidden_size))
 
@@ -228,7 +228,7 @@ def _dtype_of_mlp(stored: Sequence[Copy]) -> DType:
 
 
 def _config(text: str, shape: ModelShape, width: int, given: Upcycling) -> str:
-    """The new config.json, of the dense one's text, which may leave out what is its family's default alone."""
+    """Returns the new config.json from the dense one's text, which may leave out only defaults of its family."""
     config: dict[str, object] = json.loads(text)
     config.pop("num_local_experts", None)  # transformers 5's name
     sizes = {

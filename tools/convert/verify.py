@@ -1,7 +1,7 @@
 """Verifies a checkpoint: its files, shapes, NaN and infinite values, and differences from another checkpoint.
 
-With ``--logprobs`` the learner's forward of it stands beside transformers', on the same texts. Both run unsharded in
-float32 on the CPU: the learner as one rank in a separate process, transformers in this one.
+``--logprobs`` compares the learner's forward pass with transformers' on the same texts. Both run unsharded in float32
+on the CPU: the learner as one rank in a separate process, transformers in this one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_LINES = 50
 def print_problems(
     folder: Path, *, against: Path | None = None, config: Path | None = None, family: str | None = None
 ) -> bool:
-    """Print what is wrong; return whether nothing is. Raises RLMegatronError if it cannot be read to its end."""
+    """Prints all problems; returns True if there are none. Raises RLMegatronError if the folder is unreadable."""
     folder = found(folder)
     against = None if against is None else found(against)
     problems, written = _of_run(folder.resolve()) if is_megatron(folder) else ([], None)
@@ -61,7 +61,7 @@ def print_problems(
 
 
 def _of_run(shards: Path) -> tuple[list[str], Mapping[str, Digest] | None]:
-    """What keeps the checkpoint of a run, where ``shards`` is part of one, from being resumed, or else its digests."""
+    """Returns problems that prevent a resume from the run's checkpoint with ``shards``; if it is sound, its digests."""
     from rl_megatron.training import checkpoints  # imports torch
 
     try:
@@ -79,14 +79,14 @@ def verify(
     written: Mapping[str, Digest] | None = None,
     on_progress: OnProgress = lambda n, total: None,
 ) -> Iterator[str]:
-    """Yield a line for each problem; none for a sound checkpoint of either kind, or of adapters beside the model of
+    """Yields a line for each problem; none for a sound checkpoint of either kind, or sound adapters of the model of
     ``config``.
 
-    It is compared with ``against`` tensor by tensor, to the bit; one that only one of them has is a problem.
-    ``written``: of a run's checkpoint, whose shards ``folder`` holds, the digests of all files, by name in the folder
-    above; they count in place of the chunks' own checksums, so that each file is read once for either. Raises
-    CheckpointError, WeightError or ConfigError if the checkpoint cannot be read to its end: a torn or missing file, an
-    unknown, missing or misshapen tensor.
+    It is compared with ``against`` tensor by tensor, to the bit; a tensor that only one of them has is a problem.
+    ``written`` has the digests of all files of a run's checkpoint with its shards in ``folder``, by name in the folder
+    above. They replace the chunks' own checksums, so that each file is read once for either. Raises CheckpointError,
+    WeightError or ConfigError if the checkpoint cannot be read to its end: a torn or missing file, an unknown, missing
+    or misshapen tensor.
     """
     if against is not None and (stored_lora(folder) is None) != (stored_lora(against) is None):
         raise ConfigError(
@@ -140,7 +140,7 @@ def _tensors(folder: Path, config: Path | None, family: str | None) -> tuple[lis
 
 
 def _alone(names: Mapping[Path, Set[str]], config: Path | None, family: str | None) -> Iterator[str]:
-    """A line for each tensor that only one of two checkpoints has; it says if the other is without draft layers."""
+    """Yields a line for each tensor that only one checkpoint has, and notes if the other has no draft layers."""
     for folder, other in permutations(names, 2):
         if found := sorted(names[folder] - names[other]):
             shape, drafts = converted_shape(folder, config, family), converted_shape(other, config, family).drafts
@@ -168,7 +168,7 @@ def _wrong(tensor: Copy, other: Copy | None, on_bytes: OnBytes) -> Iterator[str]
 
 
 def _bad_sums(folder: Path, chunks: Sequence[Chunk], files: Files, on_bytes: OnBytes) -> Iterator[str]:
-    """Chunks whose bytes do not match the zip's checksum. torch may be set to write none, which reads as 0."""
+    """Yields chunks with bytes that do not match the zip's checksum. torch may be set to write 0 for it."""
     unforgotten = 0
     for chunk in chunks:
         left = chunk.length
@@ -191,7 +191,7 @@ def _bad_sums(folder: Path, chunks: Sequence[Chunk], files: Files, on_bytes: OnB
 
 Texts = Sequence[Sequence[int]]
 LogProbs = Sequence[Sequence[float]]
-_SECONDS = 3600.0  # for the learner to load and to score
+_SECONDS = 3600.0  # the learner's time to load and to score
 _TOKENS = 64
 
 
@@ -206,7 +206,7 @@ def compare_logprobs(
     tolerance: float,
     threads: int,
 ) -> bool:
-    """Whether every token's log-prob is within ``tolerance`` nats; prints a line per text. Raises RLMegatronError."""
+    """True if every token's log-prob is within ``tolerance`` nats. Prints a line per text. Raises RLMegatronError."""
     folder, against = found(folder), None if against is None else found(against)
     reference = against or folder
     if is_megatron(reference):
@@ -263,7 +263,7 @@ def _check_known(folder: Path) -> None:
 
 
 def differences(ours: LogProbs, theirs: LogProbs, tolerance: float) -> tuple[Table, float]:
-    """A table with a row for each text, and the largest difference of a token; NaN counts as infinite."""
+    """Returns a table with a row for each text, and the largest difference of a token; NaN counts as infinite."""
     table = Table("text", "tokens", "mean difference", "largest", "", title="log-probs, in nats")
     worst = 0.0
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
@@ -275,13 +275,13 @@ def differences(ours: LogProbs, theirs: LogProbs, tolerance: float) -> tuple[Tab
 
 
 def random_texts(vocab_size: int, length: int, count: int) -> Texts:
-    """Fixed token ids from the whole vocabulary, so that most experts get some."""
+    """Returns fixed token ids from the whole vocabulary, so that most experts get some."""
     chosen = random.Random(0)
     return [[chosen.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def _transformers(folder: Path, texts: Texts, threads: int) -> list[list[float]]:
-    """transformers' log-prob of each token after the first."""
+    """Returns transformers' log-prob of each token after the first."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -303,7 +303,7 @@ def _transformers(folder: Path, texts: Texts, threads: int) -> list[list[float]]
 
 
 def _learner(folder: Path, shape: ModelShape, learner: LearnerSection, texts: Texts, threads: int) -> list[list[float]]:
-    """The same by a learner of one rank."""
+    """Returns the same by a learner of one rank."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     with inherited(threads=threads, device="cpu"):
         given = (writer, folder, shape, learner, texts)
@@ -358,7 +358,7 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
 
 
 def _group(text: Sequence[int]) -> RolloutGroup:
-    """A text as a group in which every token after the first counts as sampled."""
+    """Returns a text as a group in which every token after the first counts as sampled."""
     from rl_megatron.data.samples import single_turns  # imports torch
 
     rest = np.array(text[1:], np.int32)

@@ -119,7 +119,7 @@ def mismatch(
 
 
 def _checked(path: Path, more: Sequence[str]) -> tuple[Study, list[Cell]]:
-    """The study and its cells, each of which could start on this machine."""
+    """Returns the study and its cells; each of them could start on this machine."""
     from launcher.preflight.checks import preflight
 
     study = read_study(path, more)

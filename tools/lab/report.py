@@ -466,7 +466,7 @@ class SigmoidFit:
     error: float  # root mean squared error of the points
 
     def intervals(self) -> dict[str, Interval]:
-        """Returns intervals by parameter; those of B and Cmid are symmetric in logarithms, and may lack an upper end."""
+        """Returns intervals by parameter; B's and Cmid's are symmetric in logarithms, and may lack an upper end."""
         inner = _inner(self.parameters)
         found = {}
         for i, name in enumerate(NAMES):

@@ -82,7 +82,7 @@ def record_path(cell: Cell) -> Path:
 
 
 def config_path(cell: Cell) -> Path:
-    """Returns the file of the configuration that the cell's processes get: the checked one, even if its base changed."""
+    """Returns the file of the checked configuration that the cell's processes get, even if its base has changed."""
     return cell.folder.parent / "cells" / f"{cell.name}.yaml"
 
 
@@ -210,7 +210,7 @@ def _found(study: Study, cell: Cell) -> CellStanding:
 
 
 def _rows(cell: Cell) -> Iterator[JsonRow]:
-    """Yields the rows of RL and of its evaluations, the last one first; a warm start's rows, which are earlier, end it."""
+    """Yields the rows of RL and of its evaluations, the last one first, without the earlier ones of a warm start."""
     path = cell.folder / "metrics.jsonl"
     if path.is_file():
         yield from itertools.takewhile(lambda row: row.get("phase") != "warm_start", from_the_end(path))

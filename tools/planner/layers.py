@@ -393,7 +393,7 @@ def _made(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) ->
     per_token = 4.0 * hidden + sum(_attention(shape, layer))  # inputs and outputs of both norms
     if layer in shape.moe_layers:
         chosen = shape.experts_per_token
-        per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # rows when sent, on arrival, after the experts, combined
+        per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # rows sent, arrived, left, combined
         per_token += 3 * shape.shared_width + 2 * shape.num_experts
     else:  # sequence parallelism gathers the MLP's input
         per_token += 3 * shape.dense_width + hidden * (d.tp if d.tp > 1 else 0)
@@ -523,7 +523,7 @@ def _add_experts(k: LayerKind, own: float, out: Seconds) -> None:
     if group > 1:
         nodes = max(1.0, group / gpu.domain)
         copies = float(chosen) if k.dispatcher == "alltoall" else nodes * (1 - (1 - 1 / nodes) ** chosen)
-        moved = own * (hidden * k.size + PROBABILITY / 2) * (c.imbalance if k.natural else 1.0)  # probabilities go one way
+        moved = own * (hidden * k.size + PROBABILITY / 2) * (c.imbalance if k.natural else 1.0)  # PROBABILITY: one way
         slow = c.plain if k.dispatcher == "alltoall" else 1.0
         far = moved * copies * (1 - 1 / nodes) / (gpu.network * GB)
         near = moved * chosen * k.etp * (1 - 1 / group) / (gpu.nvlink * GB)

@@ -333,7 +333,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     elif servers:
         terms["engine"] = servers * _server(config, shape)
         if config.transport.last_hop:
-            terms["weight push"] += (1 + servers) * _RING  # one ring to send to other ranks, and one to pass on to each server
+            terms["weight push"] += (1 + servers) * _RING  # one for other ranks, one for each server
     return terms, critic
 
 

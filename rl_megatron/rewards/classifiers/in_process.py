@@ -1,6 +1,6 @@
 """A reward model: a Hugging Face sequence classifier that runs in batches in the controller process.
 
-What a sequence classifier reads of a prompt and a completion: tokens of one text, or of two turns of a chat.
+A sequence classifier reads a prompt and a completion as tokens of one text, or of two turns of a chat.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _BATCH_SIZE = 32  # completions in a forward pass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierTexts:
-    """Tokens by the classifier's own tokenizer, of which a text keeps its last ``max_tokens``."""
+    """The classifier's own tokenizer, which keeps the last ``max_tokens`` tokens of a text."""
 
     tokenizer: Any
     chat_template: bool
     max_tokens: int
 
     def rows(self, prompt: str, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of the prompt with each of the texts of its completions."""
+        """Returns the tokens of the prompt with each of the texts of its completions."""
         rows: list[list[int]] = self.tokenizer(
             self._wholes(prompt, texts),
             add_special_tokens=not self.chat_template,  # the template writes its own
@@ -59,8 +59,8 @@ class ClassifierTexts:
 
 
 def classifier_texts(folder: Path, section: RewardModelSection, config: Any, where: str) -> ClassifierTexts:
-    """Reads the tokenizer of a classifier's folder; ``config`` is transformers' of it. Raises ConfigError, which begins
-    with ``where``."""
+    """Reads the tokenizer of a classifier's folder; ``config`` is its transformers configuration. Raises ConfigError,
+    which begins with ``where``."""
     from transformers import AutoTokenizer
 
     try:
@@ -96,7 +96,7 @@ def _max_tokens(config: Any, tokenizer: Any, wanted: int | None, where: str) -> 
 class ClassifierReward:
     """Scores prompt and completion as one text: the logit of the only label, or the probability of ``label``.
 
-    It scores one group at a time, in batches of that group alone, so that rewards do not depend on other groups.
+    It scores one group at a time, in batches of only that group, so that rewards do not depend on other groups.
     Raises ConfigError for a folder that holds no such classifier.
     """
 
@@ -111,12 +111,12 @@ class ClassifierReward:
         self._label = _label(self._model.config, section.label, where)
         self._texts = classifier_texts(folder, section, self._model.config, where)
         self._turn = asyncio.Semaphore(1)
-        self._alone = threading.Lock()  # of the thread that computes, which may be that of a group given up
+        self._alone = threading.Lock()  # held by the computing thread, even if its group was given up
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[RewardResult]:
-        """Asks after the groups that came before."""
+        """Scores the texts after the groups that came before."""
         given_up = threading.Event()
         async with queued_slot(self._turn):
             try:
@@ -125,7 +125,7 @@ class ClassifierReward:
                 given_up.set()
 
     def _score(self, prompt: str, texts: Sequence[str], given_up: threading.Event) -> list[RewardResult]:
-        """Ends before the next batch once ``given_up``, for which nothing waits any longer."""
+        """Returns rewards; ends before the next batch once ``given_up`` is set, because no caller waits then."""
         import torch
 
         found = list[RewardResult]()
@@ -140,7 +140,7 @@ class ClassifierReward:
         return found
 
     def _forward(self, prompt: str, texts: Sequence[str]) -> Tensor:
-        """Rewards [len(texts)] float32."""
+        """Returns rewards [len(texts)] float32."""
         import torch
 
         rows = self._texts.rows(prompt, texts)
@@ -154,7 +154,7 @@ class ClassifierReward:
 
 
 def _load(folder: Path, where: str) -> Any:
-    """The classifier in evaluation mode."""
+    """Loads the classifier in evaluation mode."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -173,13 +173,13 @@ def _load(folder: Path, where: str) -> Any:
 
 
 def _padding(rows: Sequence[Sequence[int]]) -> int:
-    """A token with which no row ends: a decoder's classifier reads the last one that is not padding, so the row's."""
+    """Returns a token with which no row ends: a decoder's classifier reads the last token that is not padding."""
     ends = {row[-1] for row in rows if row}
     return next(token for token in range(len(rows) + 1) if token not in ends)
 
 
 def _label(config: Any, wanted: str | None, where: str) -> int:
-    """Index of the label to read. Raises ConfigError that names the labels."""
+    """Returns the index of the label to read. Raises ConfigError that names the labels."""
     labels = {str(name): int(index) for index, name in sorted(config.id2label.items())}
     if wanted is None:
         if config.num_labels == 1:

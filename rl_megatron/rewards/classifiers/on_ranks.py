@@ -1,4 +1,4 @@
-"""A reward model on ranks of the run: the score that ``hf:`` of its folder has, computed by the learner's code."""
+"""A reward model on ranks of the run: the same score as ``hf:`` of its folder, computed by the learner's code."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class TextScores(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a text."""
+        """The most tokens of a text."""
 
     async def __call__(self, texts: Sequence[Sequence[int]], /) -> Sequence[float]:
-        """The score of each text, given its tokens."""
+        """Returns the score of each text, given its tokens."""
 
 
 class RewardModels:
-    """The reward models on ranks of one run, by their names; rewards ask them once ranks have loaded them."""
+    """The reward models on ranks of one run, by their names; rewards call them after ranks have loaded them."""
 
     def __init__(self, sections: Mapping[str, RankedModelSection] | None = None) -> None:
         self.folders: Mapping[str, Path] = {name: one.path for name, one in (sections or {}).items()}
         """The folders of the models that ranks will hold."""
         self.loaded: dict[str, TextScores] = {}
-        """Those that ranks have loaded."""
+        """The models that ranks have loaded."""
 
 
 class RankedReward:
     """Scores prompt and completion as one text, a group at a time, so that rewards do not depend on other groups.
 
-    A text that no micro-batch of the ranks holds is cut at its beginning, and the log says so once.
+    A text that is too long for a micro-batch of the ranks is cut at its beginning, and the log reports it once.
     Raises ConfigError for a name that is not among ``models``, and for a folder without a classifier of one label or
     without its tokenizer.
     """
@@ -61,7 +61,7 @@ class RankedReward:
         self._name, self._loaded = name, models.loaded
         self._texts = classifier_texts(folder, section, config, where)
         self._pad: int | None = config.pad_token_id
-        self._told = False  # that texts are cut
+        self._told = False  # True after the log has reported cut texts
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
@@ -73,7 +73,7 @@ class RankedReward:
         return [RewardResult(total=score) for score in await model([self._read(row) for row in rows])]
 
     def _rows(self, prompt: str, texts: Sequence[str], most: int) -> list[list[int]]:
-        """Tokens of the prompt with each text, of which a longer one keeps its last ``most``."""
+        """Returns tokens of the prompt with each text; a longer row keeps its last ``most``."""
         rows = self._texts.rows(prompt, texts)
         longest = max(map(len, rows), default=0)
         if longest <= most:
@@ -91,13 +91,13 @@ class RankedReward:
         return replace(self._texts, max_tokens=most).rows(prompt, texts)
 
     def _read(self, row: list[int]) -> list[int]:
-        """The row up to the last token that is not the padding's, where transformers reads the score."""
+        """Returns the row up to the last token that is not padding, where transformers reads the score."""
         last = next((at for at in reversed(range(len(row))) if row[at] != self._pad), 0)
         return row[: last + 1]
 
 
 def local_reward(section: RewardSection, models: Mapping[str, RankedModelSection]) -> RewardSection:
-    """The reward of a command without ranks: its reward models are in this process, as ``hf:`` of their folders."""
+    """Returns the reward of a command without ranks: its reward models are in this process, as ``hf:`` folders."""
 
     def here(name: str | None) -> str | None:
         if name is None or not name.startswith(RANKS):
