@@ -42,9 +42,9 @@ def run(
     merge: bool = False,
     part: str | None = None,
 ) -> None:
-    """Convert to the other kind; ``source``'s own kind is detected. Raises RLMegatronError.
+    """Converts to the other kind; ``source``'s own kind is detected. Raises RLMegatronError.
 
-    ``upcycle`` is as `read_upcycling` takes it, and ``part`` as `read_share`; ``merge`` is for adapters alone.
+    ``upcycle`` is the argument of `read_upcycling`, and ``part`` that of `read_share`; ``merge`` is only for adapters.
     """
     share = read_share(part)
     source = found(source)
@@ -94,8 +94,8 @@ def run(
 
 
 def _template_variables(source: Path, config: Path | None, family: str | None) -> Mapping[str, TemplateVariable]:
-    """``model.template_variables`` of the run around ``source``, where that is a reward model's shards. Where there is
-    none to read, a note says that the chat template of ``config`` stays as it is."""
+    """Returns ``model.template_variables`` of the run around ``source``, if that is a reward model's shards. If the run
+    cannot be read, it prints a note that the chat template of ``config`` is unchanged."""
     if config is None or not convert.converted_shape(source, config, family).scores:
         return {}
     own, why = source.resolve().parents[2:3], f"{source} is in no run's folder"
@@ -113,7 +113,7 @@ def _template_variables(source: Path, config: Path | None, family: str | None) -
 def _adapting(
     source: Path, base: Path, family: str | None, *, merge: bool, given: Sequence[str]
 ) -> Callable[..., list[int]]:
-    """Writes a checkpoint's adapters, or ``base`` with them merged. Raises ConfigError for options without effect."""
+    """Returns a writer of adapters, or of ``base`` with them merged. Raises ConfigError for options without effect."""
     if not is_megatron(source) or stored_lora(source) is None:
         raise ConfigError(f"--merge: {source} is no checkpoint of adapters (learner.lora); leave it out")
     if merge:
@@ -131,7 +131,7 @@ def _adapting(
 
 
 def _upcycling(text: str, config: Path | None, family: str | None) -> Callable[..., list[int]]:
-    """Upcycles as ``text`` says. Raises ConfigError, also for options that only other conversions have."""
+    """Returns an upcycling with the options in ``text``. Raises ConfigError, also for options of other conversions."""
     from tools.convert.upcycle import read_upcycling, upcycle  # imports torch
 
     given = [f"--config {config}"] * (config is not None) + [f"--family {family}"] * (family is not None)
@@ -141,7 +141,7 @@ def _upcycling(text: str, config: Path | None, family: str | None) -> Callable[.
 
 
 def read_share(part: str | None) -> Share:
-    """The share of files that ``part``, as ``K/N``, is; all without it. Raises ConfigError if it is something else."""
+    """Parses a share of files, ``K/N``; None is all of them. Raises ConfigError for any other text."""
     if part is None:
         return Share()
     numbers = _PART.fullmatch(part)
@@ -152,7 +152,7 @@ def read_share(part: str | None) -> Share:
 
 
 def _tell(source: Path, out: Path, check: str, model: str) -> None:
-    """Print what was written and what to do with it."""
+    """Prints the contents of the new folder and the commands that use it."""
     made = describe(out)
     tensors, parameters = sum(part.tensors for part in made.parts), sum(part.parameters for part in made.parts)
     print(f"{out}: {made.kind}, {tensors:,} tensors, {parameters:,} parameters, {total_bytes(out):,} bytes")
@@ -165,7 +165,7 @@ def _tell(source: Path, out: Path, check: str, model: str) -> None:
 
 @contextmanager
 def display(name: str) -> Iterator[OnProgress]:
-    """A bar with rate and time left, on stderr."""
+    """Shows a bar with rate and time left, on stderr."""
     text = TextColumn("{task.description}", markup=False)
     columns = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

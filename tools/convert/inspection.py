@@ -1,4 +1,4 @@
-"""Shows what a checkpoint folder of either kind holds, and which rank of a layout holds what. Reads no weights."""
+"""Shows the contents of a checkpoint folder of either kind, and of each rank of a layout. Reads no weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rl_megatron.weights.formats.hf_folder import has_tokenizer, is_cache_scale,
 from rl_megatron.weights.layouts.layout import Layout, coordinates
 from tools.convert.layouts import model_shape, parse_layout
 
-_BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantized
+_BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # suffixes of tensors that belong to a quantized weight
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
 _PEFT = re.compile(r"\.(\w+)\.(lora_\w+)(\.weight)?$")  # linear, matrix
 _LAYER = re.compile(r"^(mtp\.|model\.|model\.language_model\.)layers\.(\d+)\.")
@@ -50,7 +50,7 @@ _STATE = {  # megatron's optimizer state, by the prefix of its names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Tensors of one kind and dtype. A stack of layers or experts, as megatron writes them, counts as one."""
+    """Tensors of one kind and dtype. A stack of layers or experts, as in megatron's files, counts as one."""
 
     what: str
     dtype: str
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """``facts`` are (what, value) pairs to show."""
+    """The contents of a checkpoint; ``facts`` are (label, value) pairs to show."""
 
     kind: str
     facts: tuple[tuple[str, str], ...]
@@ -75,9 +75,9 @@ class _AdapterFields(JsonFields):
 
 
 def found(folder: Path) -> Path:
-    """The checkpoint at ``folder``: the folder, or the newest of those that Megatron-LM or Megatron-Bridge saved there.
+    """Returns the checkpoint at ``folder``: the folder, or the newest that Megatron-LM or Megatron-Bridge saved there.
 
-    Raises ConfigError if there is no folder; as `newest_checkpoint`.
+    Raises ConfigError if there is no folder, and like `newest_checkpoint`.
     """
     if not folder.is_dir():
         hub = of_the_hub(folder)
@@ -86,7 +86,7 @@ def found(folder: Path) -> Path:
 
 
 def show(folder: Path) -> None:
-    """Print the contents of a checkpoint of either kind, of one of a run's, or of the newest in a run's folder.
+    """Prints the contents of a checkpoint of either kind, of one of a run's, or of the newest in a run's folder.
 
     Raises RLMegatronError.
     """
@@ -100,7 +100,7 @@ def show(folder: Path) -> None:
 
 
 def _checkpoint(folder: Path) -> tuple[Path, str]:
-    """The folder of the shards, and a text with their step."""
+    """Returns the folder of the shards, and a text with their step."""
     from rl_megatron.training.checkpoints import latest  # imports torch
 
     place = latest(folder / "checkpoints") or folder
@@ -125,9 +125,9 @@ def _table(contents: Contents) -> Table:
 
 
 def describe(folder: Path) -> Contents:
-    """The contents of a Hugging Face folder, a megatron ``torch_dist`` checkpoint, or a folder of peft's adapters.
+    """Reads the contents of a Hugging Face folder, a megatron ``torch_dist`` checkpoint, or peft's adapters.
 
-    Raises CheckpointError if it is torn, ConfigError if it is none of these.
+    Raises CheckpointError if the folder is torn, ConfigError if it is of another kind.
     """
     if (folder / _ADAPTER).is_file():
         return _adapters(folder)
@@ -157,7 +157,7 @@ def _told(
 
 
 def _adapters(folder: Path) -> Contents:
-    """Low-rank adapters (arXiv:2106.09685) as peft writes them."""
+    """Reads the contents of a folder of peft's low-rank adapters (arXiv:2106.09685)."""
     told = read_json(folder / _ADAPTER, _AdapterFields, CheckpointError)
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(f"{folder}: {_ADAPTER} is there, and {_ADAPTER_WEIGHTS} is not; fetch it again")
@@ -193,7 +193,7 @@ def _megatron(folder: Path, layers: int | None) -> Iterator[_Held]:
 
 
 def _kind(name: str, layers: int | None) -> str:
-    """The part of a model that a tensor belongs to, by either kind's names; the decoder has so many ``layers``."""
+    """Names the part of a model that a tensor belongs to, by either kind's names; the decoder has ``layers``."""
     if name.startswith(BESIDE):
         return "beside the model: a reference that follows it"
     if _draft_of(name, layers) is not None or name.startswith("mtp."):
@@ -214,7 +214,7 @@ def _kind(name: str, layers: int | None) -> str:
 
 
 def _draft_of(name: str, layers: int | None) -> str | None:
-    """The name of the draft layer, for multi-token prediction, that a tensor belongs to."""
+    """Returns the name of the draft layer (multi-token prediction) that a tensor belongs to, or None."""
     match = _LAYER.match(name)
     if match is None or not (match[1] == "mtp." or (layers is not None and int(match[2]) >= layers)):
         return None
@@ -222,7 +222,7 @@ def _draft_of(name: str, layers: int | None) -> str | None:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    """The keys of config.json, with those of a text model in it first; none if there is no such file."""
+    """Returns the keys of config.json, overridden by those of a text model in it; empty without such a file."""
     path = folder / "config.json"
     raw = (read_json(path, JsonFields, CheckpointError).model_extra or {}) if path.is_file() else {}
     text = raw.get("text_config")
@@ -230,7 +230,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _model(config: Mapping[str, Any]) -> Mapping[str, str]:
-    """Facts from config.json, of any family."""
+    """Returns facts from config.json, of any family."""
     if not config:
         return {"model": "unknown: there is no config.json"}
     layers, hidden = config.get("num_hidden_layers", "?"), config.get("hidden_size", "?")
@@ -311,7 +311,7 @@ def dropped_draft_matrices(source: Path, shape: ModelShape) -> list[str]:
 
 
 def _left_of_shards(source: Path, shape: ModelShape) -> Iterator[str]:
-    """Counts the embedding's rows beyond the vocabulary that are not 0, as this project's padding is."""
+    """Yields lines about tensors that are not converted. This project's padding rows are 0; others are counted."""
     sizes, chunks = read_index(source)
     if any(name.startswith(VALUES) for name in sizes):
         yield f"{VALUES.removesuffix('.')}: a policy's own critic; the new folder has the policy alone"

@@ -18,7 +18,7 @@ _KEYS = (*_DEGREES, "vocab_multiple")
 
 
 def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
-    """Parse a layout ``table,key=number,...``, for example ``megatron,tp=4,pp=8,stages=11+12*6+11``.
+    """Parses a layout ``table,key=number,...``, for example ``megatron,tp=4,pp=8,stages=11+12*6+11``.
 
     ``tp`` cuts an engine's experts if neither ``ep`` nor ``etp`` is given. Raises ConfigError.
     """
@@ -52,8 +52,8 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
 
 
 def model_shape(model: str, family: str | None = None) -> ModelShape:
-    """Sizes of a public model by name, or of a folder with a config.json, read by the user's own ``family`` if that is
-    given. Raises ConfigError."""
+    """Returns sizes of a public model by name, or of a folder with a config.json, read by the custom ``family`` if that
+    is given. Raises ConfigError."""
     if model in NAMED:
         return replace(NAMED[model], family_at=family)
     if not Path(model).is_dir():

@@ -1,7 +1,7 @@
 """Makes a mixture of experts from a dense Hugging Face folder: an expert begins as the layer's MLP, or a part of it.
 
 Sparse upcycling (Komatsuzaki et al., arXiv:2212.05055). With ``granularity`` g > 1 an expert is one of g equal parts of
-a copy, and the router's rows are equal for the parts of a copy, so that a token chooses whole copies. The down
+a copy. The router's rows are equal for the parts of a copy, so that a token chooses whole copies. The down
 projection is g times as large, because the weights of the chosen add up to 1 (He et al., arXiv:2410.07524, section 3).
 So without noise the new model's logits are the dense one's for any router. With g > 1 the few tokens that have equal
 logits of copies at the edge of the top k are an exception; bfloat16 has some.

@@ -1,7 +1,7 @@
 """The cost of a step, a push and a checkpoint, in lines that ``plan`` and ``submit`` show. No torch.
 
-Bytes of a push between ranks are those of the real plans, into the layout that vLLM and SGLang have by their degrees,
-and seconds are at stated speeds. Latency, packing, checksums and the engines' own work are left out, so real pushes
+Bytes of a push between ranks are those of the real plans, into the layout that vLLM and SGLang have by their degrees.
+Seconds are at stated speeds. Latency, packing, checksums and the engines' own work are left out, so real pushes
 take longer.
 """
 
@@ -71,7 +71,7 @@ class Cost:
 
 
 def plan_cost(moves: Plan, element_bytes: int | Callable[[str], int], links: Links) -> Cost:
-    """Cost of a plan executed round by round; a pair begins when both have finished their previous round.
+    """Returns the cost of a plan executed by rounds; a pair begins when both have finished their previous round.
 
     ``element_bytes`` are those of all tensors, or of a Hugging Face pattern. It ignores latency and dtype conversion.
     """
@@ -93,9 +93,9 @@ def plan_cost(moves: Plan, element_bytes: int | Callable[[str], int], links: Lin
 
 
 def broadcast_cost(src: Layout, receivers: Iterable[int], element_bytes: int, links: Links) -> Cost:
-    """Cost of the usual push: each learner rank gathers the whole model, then rank 0 broadcasts it to all receivers.
+    """Returns the usual push's cost: each learner rank gathers the model, then rank 0 broadcasts it to all receivers.
 
-    A learner rank gathers from its own node what that holds. The broadcast enters each node once; the node forwards it.
+    A learner rank gathers from its own node the parts there. The broadcast enters each node once; the node forwards it.
     Bound: gather and broadcast overlap fully; expected: one after the other.
     """
     own, nodes, total = _held(src, links.per_node)
@@ -111,7 +111,7 @@ def broadcast_cost(src: Layout, receivers: Iterable[int], element_bytes: int, li
     for process in targets:
         received[process] += model
     mean = sum(near.values()) + sum(far.values())
-    sent = Counter({rank: mean // len(ranks) for rank in ranks})  # a ring: each rank forwards what it receives
+    sent = Counter({rank: mean // len(ranks) for rank in ranks})  # a ring: each rank forwards received bytes
     if targets:
         sent[0] += model
         for process in targets[:-1]:
@@ -135,7 +135,7 @@ def _by_process(ports: Mapping[tuple[int, bool, bool], int], *, sending: bool) -
 
 
 def _last_round(traffic: Mapping[tuple[int, int], int], rounds: Rounds, links: Links) -> float:
-    """When the last process has finished. A process's round takes as long as the longer of its two messages."""
+    """Returns the last process's end, in seconds. A round takes as long as the longer of a process's two messages."""
     pairs: dict[int, list[tuple[int, int]]] = {}
     for a, b in traffic:
         pairs.setdefault(rounds.of_pair(a, b), []).append((a, b))
@@ -152,7 +152,7 @@ def _last_round(traffic: Mapping[tuple[int, int], int], rounds: Rounds, links: L
 
 
 def _held(layout: Layout, per_node: int) -> tuple[list[int], list[int], int]:
-    """Elements that each rank, each node and all ranks together hold; replicas count once, padding does not count."""
+    """Counts elements of each rank, each node and all ranks together; replicas count once, padding does not count."""
     own = [0] * layout.dims.world_size
     nodes: list[set[tuple[object, ...]]] = [set() for _ in range(-(-len(own) // per_node))]
     elements: dict[tuple[object, ...], int] = {}
@@ -176,7 +176,7 @@ def _held(layout: Layout, per_node: int) -> tuple[list[int], list[int], int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """A part of a push: bytes in all, of the busiest sender and of the busiest receiver; seconds at ``speed``."""
+    """A part of a push: total bytes, those of the busiest sender and of the busiest receiver; seconds at ``speed``."""
 
     where: str  # "over NVLink"
     total: float
@@ -186,7 +186,7 @@ class Hop:
     speed: str
 
     def describe(self) -> str:
-        """A line to show."""
+        """Returns a line to show."""
         if not self.total:
             return f"nothing goes {self.where}"
         ends = {"sends": self.sent, "receives": self.received}
@@ -196,21 +196,21 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """A push of all weights, or of adapters: its route, and its parts, one after the other. Own code's part is not
-    known."""
+    """A push of all weights, or of adapters: its route, and its parts, one after the other. The part of custom code is
+    not known."""
 
     route: Route
     hops: tuple[Hop, ...]
-    before: float = 0.0  # bytes of the model, where it is pushed once and adapters after that
+    before: float = 0.0  # bytes of the model if it is pushed once, and adapters after that
 
     @property
     def seconds(self) -> float:
-        """Seconds of all parts that are known."""
+        """The seconds of all known parts."""
         return sum(hop.seconds for hop in self.hops)
 
 
 def push_cost(config: RunConfig, shape: ModelShape) -> Push:
-    """The push of a run's weights. Raises ConfigError if the layout or the servers do not fit."""
+    """Returns the push of a run's weights. Raises ConfigError if the layout or the servers do not fit."""
     route, kind, served = route_of(config), config.transport, config.rollout.served
     if pushes_of(config) is not None:
         return _adapter_problems(config, shape, route)
@@ -223,8 +223,8 @@ def push_cost(config: RunConfig, shape: ModelShape) -> Push:
 
 
 def _by_stage(section: ServerSection) -> list[int]:
-    """The servers' processes, server by server and in it replica by replica, in the order of a layout's ranks: all of a
-    stage come before the next."""
+    """Returns the servers' processes, numbered by server and by replica within it, in the order of a layout's ranks:
+    all of a stage come before the next."""
     each = section.tp * section.pp
     blocks = range(0, section.count * section.dp * each, each)
     return [
@@ -233,7 +233,7 @@ def _by_stage(section: ServerSection) -> list[int]:
 
 
 def _straight(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
-    """The hop from the learner's ranks into the servers', whose processes follow the learner's in number."""
+    """Returns the hop from the learner's ranks into the servers' processes, which follow the learner's in number."""
     source, target, nodes = learner_layout(config, shape), engine_layout(config, shape), engine_nodes(config)
     first = source.dims.world_size
     links = _links(config, {first + rank: node for rank, node in enumerate(nodes)})
@@ -253,14 +253,14 @@ def _straight(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
 
 
 def _into_files(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
-    """Into the learner ranks that write the servers' files."""
+    """Returns the hop into the learner ranks that write the servers' files."""
     layout = learner_layout(config, shape)
     moves = plan_into_copies(layout, hf_layout(shape), file_writer_ranks(config))
     return _over_links(moves, bytes_served(config, layout), _links(config, {}), route)
 
 
 def _into_every_rank(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
-    """Into a whole copy of the model on each of the learner's ranks, which lack what other ranks hold."""
+    """Returns the hop into a whole copy of the model on each learner rank, which lacks the other ranks' parts."""
     layout, world, links = learner_layout(config, shape), config.learner.dims.world_size, _links(config, {})
     each, whole = BYTES[config.learner.dtype], sum(map(prod, hf_layout(shape).local_shapes(0).values()))
     lacks = [max(0, whole - held.both) * each for held in elements_by_stage(layout)]
@@ -288,7 +288,7 @@ def _over_links(moves: Plan, bytes_of: Callable[[str], int], links: Links, route
 
 
 def _evenly(config: RunConfig, shape: ModelShape, route: Route, links: Links) -> Hop:
-    """The hop of `_straight`, if it is not known what each rank of a server holds: by what the learner's ranks send."""
+    """Returns the hop of `_straight` by the learner's sent bytes, if the layout of a server's ranks is not known."""
     section, first = config.rollout.server, config.learner.dims.world_size
     processes = range(first, first + len(links.elsewhere))
     across = any(not links.within(0, process) for process in processes)
@@ -305,7 +305,7 @@ def _evenly(config: RunConfig, shape: ModelShape, route: Route, links: Links) ->
 
 
 def _adapter_problems(config: RunConfig, shape: ModelShape, route: Route) -> Push:
-    """Into the first of the ranks that write each file, which writes its folder; then all servers read theirs."""
+    """Returns the push into the first rank that writes each file and its folder; then all servers read theirs."""
     learner, each = learner_layout(config, shape), BYTES[config.learner.dtype]
     adapters = adapter_layouts(config.learner)
     assert adapters is not None, "the rows of weights.push say so"
@@ -352,7 +352,7 @@ def _speed_of(links: Links, *, across: bool) -> str:
 
 
 def _hardware(config: RunConfig) -> Gpu:
-    """The kind of the run's GPUs, with the speeds of links and files. Raises ConfigError if none is called so."""
+    """Returns the kind of the run's GPUs, with speeds of links and files. Raises ConfigError for an unknown name."""
     return gpu_named(config.slurm.speeds.gpu or "h100", "slurm.speeds.gpu")
 
 
@@ -365,7 +365,7 @@ def _storage_speed(config: RunConfig) -> str:
 class PredictedStep:
     """A step that `rl_step` predicts for ``gpus`` of the kind ``gpu``, with completions of ``mean`` tokens.
 
-    ``peak_seconds`` are what training takes at the peak of the learner's GPUs.
+    ``peak_seconds`` are the seconds of training at the peak of the learner's GPUs.
     """
 
     step: RlStep
@@ -380,7 +380,7 @@ class PredictedStep:
         return self.peak_seconds / self.step.parts["training"]
 
     def lines(self) -> Iterator[str]:
-        """Lines to show below the step's seconds."""
+        """Yields lines to show below the step's seconds."""
         step, (low, high) = self.step, RANGE
         parts = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in step.parts.items())
         bubble = step.training.get("bubble", 0.0) / step.parts["training"]
@@ -415,15 +415,15 @@ class PredictedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: ``predicted``, else the floor of a step whose completions all have full length; ``why`` says
-    why none are predicted."""
+    """Seconds of a step: ``predicted``, or the floor of a step with completions of full length; ``why`` is the reason
+    if none are predicted."""
 
     seconds: float
     predicted: PredictedStep | None = None
     why: str = ""
 
     def lines(self) -> Iterator[str]:
-        """The estimate as lines of text, with units."""
+        """Yields the estimate as lines of text, with units."""
         found = self.predicted
         if found is None:
             yield (
@@ -437,7 +437,7 @@ class StepTime:
             yield f"  seconds by phase are not predicted: {self.why}"
 
     def share(self, seconds: float) -> str:
-        """The share of the step that ``seconds`` are, in words; of a floor it is the most that they can be."""
+        """Returns the share of ``seconds`` in the step, in words; of a floor it is the highest possible share."""
         share = seconds / self.seconds
         if self.predicted is not None:
             return f"{share:.1%}"
@@ -458,7 +458,7 @@ class Estimate:
     pushes: bool = True  # False if only the run's end pushes weights, for its export
 
     def lines(self) -> Iterator[str]:
-        """The estimate as lines of text, with units."""
+        """Yields the estimate as lines of text, with units."""
         route = self.push.route
         what = "a push" if self.pushes else "the export"
         if self.push.before:
@@ -547,9 +547,9 @@ def _unpredicted(config: RunConfig) -> str:
 
 
 def predicted(config: RunConfig, shape: ModelShape, push: Push) -> PredictedStep:
-    """The step that is predicted of a configuration with ``slurm.speeds.gpu``; a push takes the seconds of its plan.
+    """Predicts the step of a configuration with ``slurm.speeds.gpu``; a push takes the seconds of its plan.
 
-    Raises ConfigError if no GPU is called so, or completions are longer in the mean than any may be.
+    Raises ConfigError for an unknown GPU, or if the mean length of completions is above the longest.
     """
     speeds, rollout, kind = config.slurm.speeds, config.rollout, str(config.slurm.speeds.gpu)
     mean = speeds.mean_tokens or rollout.max_new_tokens / 2
@@ -579,9 +579,9 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> PredictedStep
 
 
 def floor_seconds(config: RunConfig, shape: ModelShape) -> float:
-    """Seconds that no step on GPUs can beat if all completions have full length: training alone, at peak.
+    """Returns seconds that no step on GPUs can beat if all completions have full length: only training, at peak.
 
-    Forward and backward at the peak (`flops`); recomputing and sampling are left out.
+    Forward and backward at the peak (`flops`); recomputation and sampling are left out.
     """
     peak = _hardware(config).peak.bfloat16 * 1e12
     each = training_flops(shape, [config.longest_sequence], config.learner)

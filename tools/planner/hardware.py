@@ -20,12 +20,12 @@ from rl_megatron.training.flops import Peak, peak_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A kind of GPU and its links: GB and GB/s of 1e9 bytes, W; ``domain`` is how many GPUs NVLink joins.
+    """A kind of GPU and its links: GB and GB/s of 1e9 bytes, W; ``domain`` is the number of GPUs that NVLink joins.
 
-    ``cuda_name`` is the name that CUDA gives it, by which its peak is found; ``per_node`` GPUs are a node of Slurm's,
-    whose host has ``host`` GB of memory. The three speeds of files are assumed: ``node_file``, of a file in a node's
-    memory (/dev/shm) or on its own disk, for each process that writes or reads it; ``storage_node`` and ``storage``, of
-    the shared file system, for one node and for all together.
+    ``cuda_name`` is CUDA's name of it, by which its peak is found; ``per_node`` GPUs are a node of Slurm's, and a host
+    has ``host`` GB of memory. The three speeds of files are assumed. ``node_file`` is for each process that writes or
+    reads a file in a node's memory (/dev/shm) or on its own disk. ``storage_node`` and ``storage`` are those of the
+    shared file system, for one node and for all together.
     """
 
     cuda_name: str
@@ -68,9 +68,9 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def gpu_named(name: str, key: str = "gpu") -> Gpu:
-    """The GPU of the table, or of a YAML file: ``like``, a name of the table, and the fields of `Gpu` that differ.
+    """Returns a GPU of the table, or of a YAML file: ``like``, a name of the table, and fields of `Gpu` that differ.
 
-    Raises ConfigError, which says ``key``, for an unknown name, and for keys and values of a file that are not a GPU's.
+    Raises ConfigError, which names ``key``, for an unknown name, and for invalid keys and values of a file.
     """
     if name in GPUS:
         return GPUS[name]
@@ -141,7 +141,7 @@ PRIOR = Constants(
     age=0.015,
     fixed=0.3,
 )
-"""Physical values, towards which the fit is drawn; those that it leaves alone stay as they are here."""
+"""Physical values, towards which the fit is drawn; constants that are not fitted keep these values."""
 FITTED = replace(PRIOR, gemm=0.648, gemm_fp8=0.842, attention=0.589, links=0.659, imbalance=1.156, fixed=0.328)
 """Constants fitted to bench/published_runs.json by bench/step_time.py, which free six of them."""
 RANGE = (0.75, 1.3)

@@ -121,7 +121,7 @@ def timed_layouts(wanted: SearchRequest, world: int) -> Iterator[Timed]:
 
 
 def learner_seconds(wanted: SearchRequest, config: RunConfig) -> float:
-    """The same of a layout with what it computes again or keeps in the host's memory."""
+    """Returns seconds of training and log-probs in a step, with the configuration's recomputation and offloading."""
     return _seconds(wanted, learner_work(config, wanted.shape, wanted.gpu, wanted.mean))
 
 
@@ -131,7 +131,7 @@ def _seconds(wanted: SearchRequest, work: LearnerWork) -> float:
 
 
 def layouts(wanted: SearchRequest, world: int) -> Iterator[dict[str, object]]:
-    """Degrees that fill the learner's GPUs, and the other keys that the plan's time depends on."""
+    """Yields degrees that fill the learner's GPUs, with the other keys that the plan's time depends on."""
     shape, base = wanted.shape, wanted.base
     longest = base.longest_sequence
     heads = [shape.num_heads, shape.num_kv_heads if shape.latent is None else shape.num_heads]
@@ -159,7 +159,7 @@ def layouts(wanted: SearchRequest, world: int) -> Iterator[dict[str, object]]:
 
 
 def _with_work(wanted: SearchRequest, longest: int, degrees: Mapping[str, int]) -> Iterator[dict[str, object]]:
-    """The keys of a layout: its stages' layers, each dispatcher, micro-batches of the longest sequence or of two."""
+    """Yields a layout's keys: its stages' layers, each dispatcher, micro-batches of the longest sequence or of two."""
     own, chunks = wanted.base.learner, degrees["pp"] * degrees["vpp"]
     if own.stages is not None and len(own.stages) != chunks:
         return
@@ -273,7 +273,7 @@ def placements(wanted: SearchRequest) -> Iterator[tuple[float, dict[str, object]
         fraction = float(str(wanted.given.get("rollout.server.memory_fraction") or usual))
         keys |= {**shared, "rollout.server.memory_fraction": fraction}
         if "rollout.server.colocated" in keys and wanted.given.get("train.max_staleness"):
-            continue  # refused: servers that take turns with the learner sample nothing meanwhile
+            continue  # invalid: servers that take turns with the learner do not sample while it trains
         if "rollout.server.colocated" in keys and wanted.given.get("slurm.engines.nodes"):
             continue
         if any(wanted.given.get(key, value) != value for key, value in keys.items()):
@@ -289,8 +289,8 @@ def placements(wanted: SearchRequest) -> Iterator[tuple[float, dict[str, object]
 def _best_servers(
     wanted: SearchRequest, gpus: int, fraction: float, staleness: int
 ) -> tuple[float, dict[str, object]] | None:
-    """Seconds that a step takes at least, degrees and number of servers that sample fastest on ``gpus``, with at most
-    ``staleness``; None if the weights do not fit them."""
+    """Returns the least seconds of a step, and degrees and number of servers that sample fastest on ``gpus``, with at
+    most ``staleness``; None if the weights do not fit them."""
     best: tuple[float, dict[str, object]] | None = None
     shape, base, each = wanted.shape, wanted.base, wanted.per_node
     weights = weights_served(base, shape)
@@ -318,15 +318,15 @@ def _best_servers(
 
 
 def _slots(wanted: SearchRequest, server: ServerShape, *, dp: int, replicas: int, staleness: int) -> list[int]:
-    """Values of ``rollout.slots``, the default first: of those that the server's cache holds, which are all if it
-    never has more rows. That of the user alone."""
+    """Returns values of ``rollout.slots`` that the server's cache holds, the default first; the default also if a
+    server's rows all fit the cache. A user's value is the only one."""
     usual = wanted.base.rollout.slots
     if "rollout.slots" in wanted.given:
         return [usual]
     room = rows_that_fit(wanted.shape, server, wanted.mean)
     needed = wanted.base.completions_per_step * (1 + staleness) / replicas
     whole = min(int(room) // dp * dp, SLOTS[-1])
-    least = dp * wanted.base.most_completions  # vLLM refuses a request of more than a dp replica has
+    least = dp * wanted.base.most_completions  # vLLM rejects a request of more than a dp replica has
     fitting = sorted({max(least, slots) for slots in (*SLOTS, whole) if slots <= room})
     first = [usual] if least <= usual and min(usual, needed) <= room else []
     return [*first, *(slots for slots in reversed(fitting) if slots != usual)]
@@ -347,7 +347,7 @@ def _sampled(wanted: SearchRequest, server: ServerShape, *, replicas: int, slots
 
 
 def _requests(wanted: SearchRequest, here: RolloutEstimate, slots: int) -> dict[str, object]:
-    """The keys with which servers have so many slots, and requests for all their places, but no more than there are."""
+    """Returns keys that give servers ``slots``, and requests for all of them, up to the number that a run has."""
     base, keys = wanted.base.rollout, dict[str, object]()
     if slots != base.slots:
         keys["rollout.slots"] = slots

@@ -1,14 +1,14 @@
-"""Computes what a run needs before any of it is requested: integer arithmetic over the layout, without torch.
+"""Computes a run's memory before any of it is allocated: integer arithmetic over the layout, without torch.
 
 Memory of each GPU: parameters, gradients and optimizer state are exact except for padding. Activations follow from the
 layers' shapes, for attention that keeps no scores (FlashAttention) where it has such a kernel, and evenly loaded
-experts (arXiv:2205.05198); logits are counted as `learner.heads` makes them. Each server on a GPU takes its memory
-fraction; where it takes turns with the learner (``rollout.server.colocated``), it holds that while it samples, and
+experts (arXiv:2205.05198); logits are counted as `learner.heads` computes them. Each server on a GPU takes its memory
+fraction. If it takes turns with the learner (``rollout.server.colocated``), it holds that while it samples, and
 `ASLEEP` while the learner trains, which then has activations and logits.
 
-Bytes of a checkpoint. The host's memory of a node: for what the learner keeps off its GPUs (``learner.offload``,
-adapters), for copies of what is saved, and for the file of weights that servers read. Most of it is pinned, and
-torch's allocator of pinned memory rounds every request up to a power of two.
+It also computes bytes of a checkpoint, and host memory of a node: for the learner's offloaded data
+(``learner.offload``, adapters), for copies that are saved, and for the weight file that servers read. Most of it is
+pinned, and torch's allocator of pinned memory rounds every request up to a power of two.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def fullest(config: RunConfig, shape: ModelShape, here: int | None = None) -> Fo
 
 
 def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) -> Footprint | None:
-    """The fullest GPU's footprint; None if ``slurm.gpu_memory_gb`` is null. Raises ConfigError if it does not fit.
+    """Returns the fullest GPU's footprint; None if ``slurm.gpu_memory_gb`` is null. Raises ConfigError if it is over.
 
     ``here`` as in `gpus_on_learner_nodes`.
     """
@@ -425,9 +425,10 @@ class Save:
 def bytes_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) -> dict[int, int]:
     """Returns bytes of weights and optimizer that each rank of ``role`` writes; missing ranks write none.
 
-    The learner's ranks also write a reference that follows the policy. The first rank of a data-parallel group (of the
-    experts' group for experts) writes for ranks with the same parameters: megatron-core 0.16.1 gathers its optimizer
-    state there (``fully_reshardable``). With Muon each rank writes the parameters that it steps, counted for the first.
+    The learner's ranks also write a reference that follows the policy. The first rank of a data-parallel group writes
+    for ranks with the same parameters, because megatron-core 0.16.1 gathers its optimizer state there
+    (``fully_reshardable``); experts have their own group. With Muon each rank writes the parameters that it steps,
+    counted for the first.
     Norms and routers, whole on all tensor-parallel ranks, count for each. A model with adapters writes only these.
     """
     layout, d = learner_layout(config, shape), config.learner.dims

@@ -53,7 +53,7 @@ _KEYS = {
     "colocated": "rollout.server.colocated",
     "family": "learner.model",
 }
-"""Options of two layouts, and the keys of a configuration that say the same."""
+"""Option of two layouts -> the equivalent key of a configuration."""
 _NO_FOLDER = Path(os.devnull)  # stands for a missing model.path, which a configuration for a model must have
 
 ElementBytes = Annotated[int | None, typer.Option(min=1, help="bytes per element; 2, as of bfloat16, if not given")]
@@ -114,7 +114,7 @@ def plan(
 
 
 def _refuse(**given: object) -> None:
-    """Raises ConfigError for an option that is given, which describes two layouts, and names the key that says it."""
+    """Raises ConfigError, which names the key to set, for each given option of two layouts."""
     for name, value in given.items():
         if value is not None:
             option, key = f"--{name.replace('_', '-')}", _KEYS[name]
@@ -131,9 +131,9 @@ def show_plan(
     colocated: bool,
     gpu_memory_gb: float,
 ) -> None:
-    """Print the cost of moving ``model`` between ``layouts`` (``src=...``, ``dst=...``). Raises ConfigError.
+    """Prints the cost of moving ``model`` between ``layouts`` (``src=...``, ``dst=...``). Raises ConfigError.
 
-    Names a rank whose weights alone are more than ``gpu_memory_gb`` (1e9 bytes).
+    Names a rank if its weights exceed ``gpu_memory_gb`` (1e9 bytes).
     """
     shape = model_shape(model, family)
     texts = _texts(layouts)
@@ -177,10 +177,10 @@ def _unlike(dims: ParallelDims) -> range:
 
 
 def show_config(config_name: str, overrides: Sequence[str]) -> None:
-    """Prints what a configuration needs and costs as a job: memory, a push, a checkpoint.
+    """Prints a configuration's memory as a job, and the cost of a push and a checkpoint.
 
-    A configuration with model.name needs no folder of the model; one that is here must hold that model. Raises
-    ConfigError, also for what does not fit.
+    A configuration with model.name needs no folder of the model; an existing folder must hold that model. Raises
+    ConfigError, also if the job does not fit.
     """
     job = [] if any(item.startswith("run.launcher=") for item in overrides) else ["run.launcher=slurm"]
     config = load_config(config_name, [*overrides, *job], otherwise={"model.path": _NO_FOLDER})
@@ -253,7 +253,7 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
 
 
 def _tables(stages: Mapping[str, Footprint], width: int) -> Iterator[Table]:
-    """A table with a column for each stage, cut to ``width`` into several; a term that all lack has no row."""
+    """Yields a table with a column for each stage, cut to ``width`` into several; a term that all lack has no row."""
     terms = [t for t in next(iter(stages.values())).terms if any(found.terms[t] for found in stages.values())]
     rows = [(t, {name: f"{found.terms[t] / GB:.1f}" for name, found in stages.items()}) for t in terms]
     rows.append(("together", {name: f"{found.total / GB:.1f}" for name, found in stages.items()}))

@@ -140,15 +140,15 @@ def _kind(work: LearnerWork, sparse: bool, constants: Constants) -> LayerKind:
 
 
 def _kinds(work: LearnerWork) -> tuple[int, int]:
-    """Layers without and with experts."""
+    """Counts layers without and with experts."""
     sparse = len(work.shape.moe_layers)
     return work.shape.num_layers - sparse, sparse
 
 
 def _counts(work: LearnerWork, layer: float, head: float) -> tuple[tuple[float, float], bool]:
-    """Layers without and with experts of the slowest stage, and whether that is the last one.
+    """Returns layers without and with experts of the slowest stage, and True if that is the last one.
 
-    ``layer`` and ``head`` are seconds. Without ``stages`` the last stage gets the whole number of layers that is best.
+    ``layer`` and ``head`` are seconds. Without ``stages`` the last stage gets the best whole number of layers.
     """
     d, total = work.dims, work.shape.num_layers
     dense, sparse = _kinds(work)
@@ -167,14 +167,14 @@ def _counts(work: LearnerWork, layer: float, head: float) -> tuple[tuple[float, 
 
 
 def _boundary(work: LearnerWork) -> float:
-    """Bytes of hidden states that a rank sends to the next stage for a micro-batch."""
+    """Returns bytes of hidden states that a rank sends to the next stage for a micro-batch."""
     return (
         work.tokens / work.dims.cp / work.dims.tp * work.shape.hidden_size * (4 if work.precision == "float32" else 2)
     )
 
 
 def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
-    """Gradients' and parameters' messages, the optimizer, and what a step costs whatever it does."""
+    """Returns seconds of gradients' and parameters' messages, of the optimizer, and of each step's fixed cost."""
     d, s, gpu = work.dims, work.shape, work.gpu
     dense, experts = rank_parameters(s, d)
     shards = {"dense": d.dp * d.cp, "experts": max(1.0, d.tp * d.cp * d.dp / (d.ep * d.etp))}
@@ -182,7 +182,7 @@ def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
     link = (gpu.nvlink if inside else gpu.network) * GB * c.links
     moved = sum(n * (1 - 1 / shards[of]) for of, n in (("dense", dense), ("experts", experts)))
     sync = moved * (work.gradient_bytes + (4 if work.precision == "float32" else 2)) / link
-    if d.tp > 1:  # gradients of what a tensor-parallel group holds whole; an all-reduce sends twice its bytes
+    if d.tp > 1:  # gradients of parameters that a tensor-parallel group holds whole; an all-reduce sends them twice
         whole = replicated(s, s.num_layers / d.pp, len(s.moe_layers) / d.pp, last=False)
         sync += 2 * whole * work.gradient_bytes * (d.tp - 1) / d.tp / (gpu.nvlink * GB * c.links)
     held = dense / shards["dense"] + experts / shards["experts"]
@@ -200,8 +200,8 @@ def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
 
 
 def _orthogonalization(work: LearnerWork, c: Constants, shards: Mapping[str, float]) -> float:
-    """Seconds of Muon's products on a rank, the mean over stages. Data-parallel ranks share the matrices out; the ranks
-    of a tensor-parallel group each take whole ones."""
+    """Returns seconds of Muon's products on a rank, the mean over stages. Data-parallel ranks share the matrices; each
+    rank of a tensor-parallel group takes whole ones."""
     precision = "float32" if work.precision == "float32" else "bfloat16"
     rate, size = rate_of(work.gpu, precision, c), BYTES_READ[precision]
     both = zip(matrices(work.shape, work.dims.ep), (shards["dense"], shards["experts"]), strict=True)
