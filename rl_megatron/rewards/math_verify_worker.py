@@ -30,7 +30,7 @@ _CHOICE = re.compile(r"(?:(?i:\b(?:answer|option|choice)(?: is)?)|^)[ :*_(]*([A-
 
 
 def _score(answer: str, text: str | None) -> dict[str, Any]:
-    """Returns the reward of ``text`` and the value read in it. Without a text: whether the answer is an expression.
+    """Returns the reward of ``text`` and the value read in it; without a text, if the answer is an expression.
 
     math-verify's own limits are off. They are Python's signal handlers, which do not run within a power of integers.
     """
@@ -53,8 +53,8 @@ def _score(answer: str, text: str | None) -> dict[str, Any]:
 
 
 def _equal(package: Callable[..., bool], one: Any, other: Any, *places: int) -> bool:
-    """True if the package, which compares six decimal places, finds two numbers equal and they differ by at most 1e-5
-    of them if one is a decimal, otherwise 1e-30. Decimals that are equal as fractions are equal."""
+    """True if the package, which compares six decimal places, finds two numbers equal and they are close. They may
+    differ by 1e-5 of them if one is a decimal, otherwise by 1e-30. Decimals that are equal as fractions are equal."""
     from math_verify.grader import Float, Rational, get_pct_val
 
     same = package(one, other, *places)

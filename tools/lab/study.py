@@ -364,8 +364,8 @@ def cells_of(study: Study) -> list[Cell]:
     """Returns all cells, the first seed of every arm first, so that a stopped study has results of each arm.
 
     Raises one ConfigError that names the cells with an invalid configuration, or with one that never records the
-    study's metric, and the reasons. It is also raised for a metric of a critic or of experts that no cell records, for
-    two cells of one configuration, and for names of missing arms.
+    study's metric, and the reasons. It also names a metric of a critic or of experts that no cell records, two cells of
+    one configuration, and missing arms.
     """
     arms = arms_of(study)
     if len(arms) * len(study.seeds) > _MOST_CELLS:

@@ -129,8 +129,8 @@ def linears(k: LayerKind) -> list[tuple[float, float, float]]:
 
 
 def mixer_columns(s: ModelShape) -> tuple[float, float]:
-    """Returns columns of the output of the first linear of attention (grouped-query) or of a delta net, and of the
-    input of the last one, in the mean over layers."""
+    """Returns columns of the first linear's output and of the last linear's input, in the mean over layers of
+    grouped-query attention and delta nets."""
     gates = s.num_heads if s.output_gate else 0
     given, taken = float((s.num_heads + gates + 2 * s.num_kv_heads) * s.head_dim), float(s.num_heads * s.head_dim)
     if s.delta is None:

@@ -1,6 +1,6 @@
 """Seconds of reinforcement learning's whole step: rollout, log-probs, training, push, and how they overlap. No torch.
 
-Synchronous phases follow each other. With ``train.max_staleness`` = k, sampling and training overlap, and a step takes
+Synchronous phases follow each other. With ``train.max_staleness`` = k, sampling and training overlap. A step then takes
 the longest of the learner's seconds, the engines', and W / k, where W are the seconds of the longest completion. A
 batch is trained on at most k steps after its start (Little's law; simulated least k: W over the step, within one).
 A step takes at most the synchronous time, because its batch starts no later than in synchronous training.
@@ -8,8 +8,8 @@ A step takes at most the synchronous time, because its batch starts no later tha
 Sampling is a decode roofline with the tail of lengths. One token for all decoding rows costs the larger of reading and
 computing, and a fixed time for launches and messages. Read are weights (of experts only those that some row chose) and
 the rows' cache, with the states of delta nets. Once no prompt waits, rows end one after the other, and the longest
-decodes nearly alone. If a draft layer proposes tokens, the model makes one pass over the proposals and the token before
-them for each row, and the draft layer one pass for each proposal. A row gets one token more than were accepted
+decodes nearly alone. With a draft layer, the model makes one pass over the proposed tokens of each row and the token
+before them. The draft layer makes one pass for each proposal. A row gets one token more than were accepted
 (arXiv:2211.17192).
 """
 

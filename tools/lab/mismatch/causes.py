@@ -104,7 +104,7 @@ class Case:
 
     @property
     def disagrees_with_itself(self) -> str:
-        """The comparisons in which engine or learner disagrees with itself in another batch; empty if neither does."""
+        """The tests in which engine or learner disagrees with itself in another batch or prompt; empty without any."""
         limit = self.good + self.setting.noise
         o = self.outcomes
         found = {

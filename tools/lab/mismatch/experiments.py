@@ -1,9 +1,9 @@
 """The experiments with the engine and the learner. Their outcomes are interpreted in causes.py.
 
-They compare an engine's sampled tokens and log-probs with the learner's log-probs of the same tokens: how far the
-learner's routers choose other experts than the engine's and how much of the gap that explains, which sampling
-parameters explain the engine's log-probs, and whether it sampled from the distribution that it reported. Penalties
-come before the temperature, top-k and top-p after it, as in vLLM and SGLang.
+They compare an engine's sampled tokens and log-probs with the learner's log-probs of the same tokens. They test how
+often the learner's routers choose other experts and how much of the gap that explains, which sampling parameters
+explain the engine's log-probs, and if it sampled from the reported distribution. Penalties come before the
+temperature, top-k and top-p after it, as in vLLM and SGLang.
 
 Letters: N positions of all sequences, n of them sampled, m of these with the learner's whole distribution,
 V vocabulary, L layers with experts, k experts a token, M pairs of a token's place and an earlier token of its
