@@ -19,8 +19,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 SAMPLE = {
-    *("Prompt", "GenerationRequest", "Completion", "Turn", "TokenSequence", "Trajectory", "RolloutGroup", "RolloutBatch"),
-    *("Draw", "GroupResult", "_Scored", "Samples", "ScoredSamples", "Batch"),
+    *("Prompt", "GenerationRequest", "Completion", "Turn", "TokenSequence", "Trajectory"),
+    *("RolloutGroup", "RolloutBatch", "Draw", "GroupResult", "_Scored", "Samples", "ScoredSamples", "Batch"),
     *("PackedMicroBatch", "LossInputs"),
 }
 BOX = {"Tensor", "Parameter", "WeightUpdate"}  # and every class of rl_megatron.weights

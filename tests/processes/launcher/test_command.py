@@ -61,7 +61,8 @@ def test_stacks_on_a_read_only_disk_hide_no_error(tmp_path: Path) -> None:
     if subprocess.run([*mounted, mount, "sh", tmp_path], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets no user mount")
     (tmp_path / "controller.txt").touch()
-    code = "import sys, pathlib; from launcher.processes import stacks; stacks.remove_empty_files(pathlib.Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from launcher.processes import stacks; "
+    code += "stacks.remove_empty_files(Path(sys.argv[1]))"
     script = f'{mount}; ! touch "$1/other"; exec "$0" -c "$2" "$1"'
     done = subprocess.run([*mounted, script, sys.executable, tmp_path, code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
