@@ -201,8 +201,8 @@ class _Series:
         self.display.ended(found)
 
     async def _wait(self, cell: Cell, child: Child, record: CellRecord) -> int:
-        """Returns the exit status; 0 also if the cell was stopped. At the end of its time the cell is told to stop, and
-        killed after its ``learner.timeout_seconds``, which no call of a healthy run takes."""
+        """Returns the exit status; 0 also if the cell was stopped. At the end of its time the cell gets SIGTERM. After
+        its ``learner.timeout_seconds``, which no call of a healthy run takes, it is killed."""
         limit = self.study.budget.cell_minutes
         left = None if limit is None else max(60 * limit - record.seconds, 0.0)
         waits = asyncio.ensure_future(child.wait())
