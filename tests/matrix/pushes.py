@@ -97,7 +97,7 @@ PUSHES = (
     Push("qwen3_next", "tp2-ep2", "beside", "int8"),
     Push("qwen3_next", "pp2-ep2", "files", "adapters"),
     Push("qwen3_5_moe_stacked", "tp2-ep2", "members", "none"),
-    Push("gpt_oss", "pp2-ep2", "beside", "none"),
+    Push("gpt_oss", "tp2-ep2", "beside", "none"),
     Push("gpt_oss", "pp2-ep2", "files", "sparse"),
 )
 

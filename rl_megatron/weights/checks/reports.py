@@ -92,10 +92,10 @@ def narrowed(box: Tensor, dtype: torch.dtype) -> Tensor:
     return box.to(dtype) if dtype.itemsize < box.dtype.itemsize else box
 
 
-def aligned(whole: tuple[int, ...], columns: tuple[int, int], itemsize: int) -> bool:
-    """True if ``columns`` (of dim 1) are whole words of a tensor of shape ``whole``."""
-    row = prod(whole[2:]) * itemsize
-    return all(place * row % gcd(whole[1] * row, 8) == 0 for place in columns)
+def aligned(whole: tuple[int, ...], box: Box, itemsize: int) -> bool:
+    """True if the box's columns are whole words of a tensor of shape ``whole``. A vector is a row of columns."""
+    column = prod(whole[2:]) * itemsize
+    return not whole or all(at * column % gcd(whole[:2][-1] * column, 8) == 0 for at in box[:2][-1])
 
 
 def add(*checksums: int) -> int:
@@ -290,7 +290,7 @@ def fits(one: ParameterBox, tensor: Tensor) -> bool:
 
 def whole_words(one: ParameterBox, itemsize: int) -> bool:
     """True if the box's columns, `narrowed`, are whole words, so that checksums of its tensor's boxes add up."""
-    return len(one.whole) < 2 or aligned(one.whole, one.box[1], min(itemsize, one.dtype.itemsize))
+    return aligned(one.whole, one.box, min(itemsize, one.dtype.itemsize))
 
 
 REPORT_FORM = "2"
@@ -375,7 +375,7 @@ def sent_checksums(
 
 def checksums_add_up(sources: Sequence[SenderBox], itemsize: int) -> bool:
     """True if all boxes consist of whole words, so that their checksums add up to those of the tensors."""
-    return all(len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize) for one in sources)
+    return all(aligned(one.whole, one.box, itemsize) for one in sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
