@@ -277,6 +277,12 @@ SAMPLING: MetricTuples = (
      "compared) are all equal: no gradient where a group's mean is the baseline, but with a critic, another "
      "baseline or none, a KL in the reward, a teacher's distribution or algorithm.nll_coefficient",
      Curve("Health", "Groups with equal rewards")),
+    ("groups/all_correct", "", "share of sampled groups with rewards of at least eval.success_reward in all "
+     "completions; before rollout.dynamic_sampling filters groups; groups with a failed reward do not count",
+     Curve("Health", "Groups with all completions correct", limits=(0.0, 1.0))),
+    ("groups/none_correct", "", "share of sampled groups without such a reward, counted in the same way; in a reward "
+     "with partial credit these groups may still have a gradient",
+     Curve("Health", "Groups with no completion correct", limits=(0.0, 1.0))),
     ("ledger/<name>", "prompts", "prompts `drawn` since the run's start, and where they are after the push: `queued` "
      "(not sent), `in_flight` (being sampled or scored), `buffered` (scored), `trained`, or `dropped` (ledger.jsonl "
      "says when and why)", Curve("Health", "Prompts <name>", hide_constant=True)),

@@ -283,10 +283,20 @@ def rollout_row(config: RunConfig, step: int, rollouts: RolloutBatch, epochs: Ma
         "groups/trained": len(rollouts.groups),
         "groups/dropped": rollouts.dropped_groups,
         "groups/filtered": rollouts.filtered_groups,
+        **_correct_row(rollouts, config.eval.success_reward),
         "tokens/rollout": rollouts.num_tokens,
         **(_group_row(config, step, rollouts.groups) if rollouts.groups else {}),
         **source_row(config, rollouts, epochs),
     }
+
+
+def _correct_row(rollouts: RolloutBatch, success_reward: float) -> Row:
+    """Returns the shares of sampled groups, also filtered ones, in which all completions or none are correct."""
+    sampled = [one.answered.rewards for one in rollouts.places if one.answered is not None and one.answered.rewards]
+    shares = np.array([np.mean(np.array(rewards) >= success_reward) for rewards in sampled])
+    if not sampled:
+        return {}
+    return {"groups/all_correct": float(np.mean(shares == 1)), "groups/none_correct": float(np.mean(shares == 0))}
 
 
 def _group_row(config: RunConfig, step: int, groups: Sequence[RolloutGroup]) -> Row:

@@ -162,6 +162,17 @@ def test_a_refill_draws_as_many_prompts_as_were_left_out(tmp_path: Path) -> None
     assert row["tokens/rollout"] == 7 * sum(one.num_sampled for one in TEACHES.trajectories)
 
 
+@pytest.mark.parametrize("mode", ["off", "drop"])
+def test_shares_of_groups_with_all_or_no_correct_completions(tmp_path: Path, mode: str) -> None:
+    """Before the filter, by eval.success_reward; a group with a failed reward is left out of both shares."""
+    wrong = replace(TEACHES, trajectories=tuple(replace(one, reward=0.5) for one in TEACHES.trajectories))
+    given = [*answers(EQUAL, TEACHES, wrong), GroupResult(group=None, reason="reward_error")]
+    row, _ = step(tmp_path, given, rollout={"dynamic_sampling": mode})
+    assert (row["groups/all_correct"], row["groups/none_correct"]) == (1 / 3, 1 / 3)
+    row, _ = step(tmp_path, given, rollout={"dynamic_sampling": mode}, eval={"success_reward": 0.5})
+    assert (row["groups/all_correct"], row["groups/none_correct"]) == (2 / 3, 0)
+
+
 @pytest.mark.parametrize("mode", ["refill", "drop"])
 def test_an_empty_step_skips(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Literal["refill", "drop"]) -> None:
     """At a pass rate of 0 or 1 a run of days goes on: the next prompts may teach."""
