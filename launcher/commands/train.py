@@ -144,7 +144,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
                 async with report_written_again(config, folder):
                     finished = await _train(parts, progress, stop, start, loop_watch)
             except StopRequested as early:
-                progress.note(f"{early}; nothing is lost, and {goes_on}")
+                progress.stopped(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
                 if (first := _hidden(error)) is not None:
                     logger.error("after %s: %s", type(first).__name__, error)
@@ -160,7 +160,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
             if finished or (finished is False and stop.exports):  # else its job ends soon: a report may take minutes
                 await _report(config, folder, progress, stop)
             if finished is False:
-                progress.note(f"stopped and saved; {goes_on}")
+                progress.stopped(f"stopped and saved; {goes_on}")
     return folder
 
 

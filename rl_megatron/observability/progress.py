@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -23,6 +23,8 @@ from rich.text import Text
 from rl_megatron.observability.files import STEPS, JsonValue, number
 
 SECONDS_BETWEEN_NOTES = 10.0
+_WIDE = 120
+"""Columns of a terminal from which on the panel draws more than the reward."""
 _BARS = "▁▂▃▄▅▆▇█"
 _EQUAL = "groups/zero_advantage_fraction"
 _LINE = (
@@ -73,10 +75,12 @@ class Progress:
         self._folder, self._needs_differences = run_folder, needs_differences
         self._warm_total: int | None = None
         self._row: Mapping[str, JsonValue] = {"step": 0}
-        self._rewards: deque[float] = deque(maxlen=40)
+        self._past = {name: deque[float](maxlen=40) for name in ("reward/mean", "eval/accuracy", "entropy")}
         self._seconds: deque[float] = deque(maxlen=10)
         self._accuracy: tuple[float, str] | None = None
         self._checkpoint: int | None = None
+        self._last_line: str | None = None
+        self._has_ended = False
         self._began = time.monotonic()
         self._activity: Spinner | Text = Spinner("dots", text=Text("starting"), style="cyan")
         live = mode == "live" or (mode == "auto" and self._console.is_terminal)
@@ -90,9 +94,13 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._activity = Text("done" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed")
+        ended = "stopped" if self._last_line else "done"
+        self._activity = Text(ended if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed")
+        self._has_ended = True
         if self._live is not None:
             self._live.stop()
+            if self._last_line:
+                print(self._last_line, file=self._console.file, flush=True)
 
     def phase(self, name: str, total: int | None = None) -> None:
         """Sets the phase that the live panel shows. ``total`` is the number of warm-start steps in that phase."""
@@ -104,6 +112,12 @@ class Progress:
         """Prints a line immediately; in live mode above the panel."""
         self._print(text)
 
+    def stopped(self, text: str) -> None:
+        """Marks the run as stopped before its end. ``text`` tells how to resume it, and is the last line."""
+        self._last_line = text
+        if self._live is None:
+            self._print(text)
+
     def step(self, row: Mapping[str, JsonValue]) -> None:
         """Shows a row of metrics.jsonl, from the warm start, from RL, or of an evaluation in the background."""
         if row.get("phase") == "eval":
@@ -112,8 +126,9 @@ class Progress:
         self._row = row
         if (seconds := number(row, "seconds/step")) is not None and row.get("phase") in STEPS:
             self._seconds.append(seconds)
-        if (reward := number(row, "reward/mean")) is not None:
-            self._rewards.append(reward)
+        for name, past in self._past.items():
+            if (value := number(row, name)) is not None:
+                past.append(value)
         if (accuracy := number(row, "eval/accuracy")) is not None:
             self._accuracy = accuracy, self._position()
         if (saved := number(row, "checkpoint/step")) is not None:
@@ -125,6 +140,7 @@ class Progress:
         at = f"step {row['step']}"
         if (accuracy := number(row, "eval/accuracy")) is not None:
             self._accuracy = accuracy, at
+            self._past["eval/accuracy"].append(accuracy)
         if self._live is None:
             fields = [
                 f"{label}={_show(row[name])}" for label, name in (*_LINE, ("seconds", "seconds/eval")) if name in row
@@ -166,7 +182,7 @@ class Progress:
         return None if tokens is None or not seconds else tokens / seconds
 
     def _eta(self) -> str:
-        left = self.total - int(number(self._row, "step") or 0)
+        left = 0 if self._has_ended else self.total - int(number(self._row, "step") or 0)
         return _duration(left * sum(self._seconds) / len(self._seconds)) if self._seconds and left > 0 else ""
 
     def __rich__(self) -> Panel:
@@ -187,32 +203,39 @@ class Progress:
         for label, value in self._facts():
             body.add_row(Text(label, style="dim"), value)
         title = Text(self._title or "run")
-        return Panel(Group(head, Text(), body), title=title, title_align="left", border_style="cyan")
+        width = self._console.width - len("^C")  # a terminal's echo of Ctrl-C fits after the last line
+        return Panel(Group(head, Text(), body), title=title, title_align="left", border_style="cyan", width=width)
 
     def _facts(self) -> list[tuple[str, Text]]:
         facts = []
-        for label, name in (("loss", "loss"), ("loss", "warm_start/loss")):
-            if name in self._row:
-                facts.append((label, Text(_show(self._row[name]))))
-        if self._rewards:
-            reward = Text(f"{self._rewards[-1]:.3f}  ", style="bold")
-            reward.append(_sparkline(list(self._rewards)), style="green")
-            reward.append(f"  {min(self._rewards):.3g} to {max(self._rewards):.3g}", style="not bold dim")
-            facts.append(("reward", reward))
+        is_wide = self._console.width >= _WIDE
+        if rewards := self._past["reward/mean"]:
+            facts.append(("reward", self._curve(rewards)))
         if self._says(_EQUAL) and (share := _teaching(self._row)) is not None:
             text = f"{share:.0%} of the groups teach" + ("" if share else ": each group's rewards are equal")
             facts.append(("learn", Text(text, style="" if share else "bold red")))
         if self._accuracy is not None:
             value, where = self._accuracy
-            accuracy = Text(f"{value:.3f}", style="bold").append(f"  at {where}", style="not bold dim")
-            facts.append(("held-out accuracy", accuracy))
+            accuracy = self._curve(self._past["eval/accuracy"]) if is_wide else Text(f"{value:.3f}", style="bold")
+            facts.append(("held-out accuracy", accuracy.append(f"  at {where}", style="not bold dim")))
+        if is_wide and (entropies := self._past["entropy"]):
+            facts.append(("entropy", self._curve(entropies)))
+        losses = (self._row[name] for name in ("loss", "warm_start/loss") if name in self._row)
+        facts += [("loss", Text(_show(loss))) for loss in losses]
         if (speed := self._tokens_per_second()) is not None:
             facts.append(("sampled tokens/s", Text(f"{speed:,.0f}  ({_show(self._row['seconds/step'])} s a step)")))
         if self._checkpoint is not None:
             facts.append(("last checkpoint", Text(f"step {self._checkpoint}")))
         if self._folder is not None:
             facts.append(("run folder", Text(str(self._folder))))
+            facts.append(("report", Text(f"{self._folder / 'report.html'}  (open it in a browser)")))
         return facts
+
+    def _curve(self, values: Sequence[float]) -> Text:
+        """The last of some values, a sparkline of all, and their range."""
+        text = Text(f"{values[-1]:.3f}  ", style="bold")
+        text.append(_sparkline(values), style="green")
+        return text.append(f"  {min(values):.3g} to {max(values):.3g}", style="not bold dim")
 
 
 def _teaching(row: Mapping[str, JsonValue]) -> float | None:
@@ -225,7 +248,7 @@ def _show(value: JsonValue) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "not_finite" if value is None else value
 
 
-def _sparkline(values: list[float]) -> str:
+def _sparkline(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     scale = (len(_BARS) - 1) / ((high - low) or 1.0)
     return "".join(_BARS[round((value - low) * scale)] for value in values)

@@ -416,12 +416,44 @@ def test_the_live_panel_shows_the_state_of_the_run() -> None:
         progress.step(WARM)
         progress.step({**RL, "reward/mean": 0.0, "checkpoint/step": 3})
         progress.step({**RL, "step": 5, "reward/mean": 1.0})
+        progress.note("drawn again")
+        assert "10s left" in file.getvalue()
     text = file.getvalue()
     assert "a note [with brackets]" in text
     last = text[text.rindex("╭") :]
-    shown = ["gspo [tiny]", "step 5/10", "50 %", "10s left", "done", "1.000  ▁█  0 to 1", "0.250  at warm_start 20/40"]
+    shown = ["gspo [tiny]", "step 5/10", "50 %", "done", "1.000  ▁█  0 to 1", "0.250  at warm_start 20/40"]
     for part in [*shown, "500  (2 s a step)", "step 3", "runs/a", "-0.00123"]:
         assert part in last, part
+
+
+def test_the_panel_of_a_stopped_run_says_so_and_its_last_line_how_to_resume() -> None:
+    """And the echo of Ctrl-C, two columns, fits after its last line: a line more would be left half drawn."""
+    console, file = _console(terminal=True)
+    with Progress(10, "live", console=console) as progress:
+        progress.step(RL)
+        progress.note("drawn again")
+        assert "12s left" in file.getvalue()
+        progress.stopped("stopped; --resume continues")
+        progress.note("report: r.html")
+    last = file.getvalue()[file.getvalue().rindex("╭") :]
+    assert re.search("phase +stopped", last)
+    assert "left" not in last
+    assert last.splitlines()[-1].endswith("stopped; --resume continues")
+    assert {len(line) for line in last.splitlines() if line[:1] in "╭│╰"} == {98}
+
+
+def test_a_wide_panel_draws_accuracy_and_entropy_too() -> None:
+    for width in (100, 120):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+        with Progress(10, "live", run_folder=Path("runs/a"), console=console) as progress:
+            for step, value in ((1, 0.25), (2, 0.75)):
+                progress.step({"phase": "rl", "step": step, "entropy": 1 - value, "eval/accuracy": value})
+        last = file.getvalue()[file.getvalue().rindex("╭") :]
+        curves = ("0.750  ▁█  0.25 to 0.75  at step 2/10", "0.250  █▁  0.25 to 0.75")
+        assert [curve in last for curve in curves] == [width == 120] * 2
+        assert "0.750" in last
+        assert "runs/a/report.html  (open it in a browser)" in last
 
 
 def test_the_panel_says_that_no_group_teaches() -> None:
