@@ -27,6 +27,9 @@ def load_named(path: str, key: str, what: str, fits: Callable[[object], bool]) -
     """
     given = f"{key}={path!r:.200}"
     module_name, _, name = path.partition(":")
+    if "/" in module_name or module_name.endswith(".py"):
+        meant = f"{Path(module_name).stem}:{name}"
+        raise ConfigError(f"{given}: write {meant}; the folder of the file must be this one, or on PYTHONPATH")
     if not module_name or not name.isidentifier():
         raise ConfigError(f"{given}: write it as package.module:{what}")
     try:

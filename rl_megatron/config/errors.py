@@ -148,6 +148,8 @@ def _allowed(error: ErrorDetails) -> str:
             return "a valid integer of 64 bits"
         case "path_type":
             return "a path, as text"
+        case "tuple_type":
+            return "a list, for example [0, 1]"
     text = re.sub(r"^(Input|String|Value) should (be )?", "", error["msg"]).split(", unable to ")[0]
     if error["type"] == "string_type":
         return f"{text}; on the command line, quotes inside quotes make it one, as in \"'1'\""

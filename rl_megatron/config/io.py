@@ -44,8 +44,10 @@ def load_config(
         raise ConfigError(f"--config {quote_start(name)}: {problem}")
     composer = _Composer(root)
     path = Path(name) if Path(name).suffix in {".yaml", ".yml"} else root / f"{name}.yaml"
-    if not _is_file(path) and _is_file(inside := Path(name) / "config.yaml"):
-        raise ConfigError(f"--config {name}: a folder, and no file; give {inside}")
+    near = (Path(name).parent / f"{Path(name).stem}{suffix}" for suffix in (".yaml", ".yml"))
+    meant = next(filter(_is_file, (Path(name) / "config.yaml", *near)), None)
+    if meant is not None and not _is_file(path):
+        raise ConfigError(f"--config {name}: no such file; did you mean --config {meant}?")
     tree = composer.compose(path)
     values: list[tuple[str, object]] = []
     beside: dict[str, Any] = {}

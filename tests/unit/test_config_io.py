@@ -211,6 +211,7 @@ def test_every_problem_is_named_at_once(conf: Path) -> None:
         ("reward.on_error='warn': must be 'fail' or 'drop' or a valid number", ""),
         ("data.digits=9: must be less than or equal to 6", ""),
         ("data.digit=1: no such key (did you mean 'data.digits'?)", "num_eval"),
+        ("rollout.stop=3: must be a list, for example [0, 1]", ""),
         ("run.name=1: must be a valid string", "quotes"),
         ("seed.x=1: seed=7 is one value, without keys", ""),
     ]
@@ -557,9 +558,23 @@ def test_a_resume_from_another_folder_says_where_run_dir_is(tmp_path: Path, monk
 def test_a_runs_folder_given_as_a_configuration_is_told_its_file(tmp_path: Path, name: str) -> None:
     (folder := tmp_path / name).mkdir()
     save_resolved(RunConfig(), folder / "config.yaml")
-    with pytest.raises(ConfigError, match=re.escape(f"{folder}: a folder, and no file; give {folder}/config.yaml")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{folder}: no such file; did you mean --config {folder}/config.yaml?")
+    ):
         load_config(str(folder), [])
     assert load_config(str(folder / "config.yaml"), []) == RunConfig()
+
+
+@pytest.mark.parametrize("given", ["mine", "mine.yml"])
+def test_a_file_of_the_users_is_offered_where_its_suffix_is_missing_or_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("train: {steps: 3}\n")
+    with pytest.raises(
+        ConfigError, match=re.escape(f"--config {given}: no such file; did you mean --config mine.yaml?")
+    ):
+        load_config(given, [])
 
 
 def test_a_new_run_has_the_number_that_a_resume_without_a_name_takes(tmp_path: Path) -> None:

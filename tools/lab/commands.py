@@ -17,7 +17,9 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="the study's file", show_default=False)]
 More = Annotated[
     list[str] | None,
-    typer.Option("--override", metavar="KEY=VALUE", help="one more override of all cells, which are others then"),
+    typer.Option(
+        "--override", metavar="KEY=VALUE", help="an extra override for every cell; a changed cell is a new run"
+    ),
 ]
 
 

@@ -192,8 +192,6 @@ def _problems(study: Study) -> list[str]:
         found += [f"{place}: {each}: {why}" for each in given if (why := _RESERVED.get(each.partition("=")[0]))]
     if len(set(study.seeds)) < len(study.seeds):
         found.append(f"seeds={list(study.seeds)}: a seed is given twice; its runs would be one run")
-    if documented(metric := study.evaluation.metric) is None:
-        found.append(f"evaluation.metric={metric}: no such metric; docs/metrics.md lists them")
     return found
 
 
@@ -218,11 +216,8 @@ def _line(path: Path, error: ErrorDetails) -> str:
     if parts[:1] == ["axes"] and len(parts) > 2:
         wanted = "an override as text, a list of them, or one label with its override(s)"
         return f"{path}: {'.'.join(parts[:3])}: {quote_start(error['input'])}: must be {wanted}"
-    text = (
-        "at least one"
-        if error["type"] == "too_short"
-        else error["msg"].removeprefix("Input should ").removeprefix("be ")
-    )
+    known = {"too_short": "at least one", "tuple_type": "a list, for example [0, 1]"}
+    text = known.get(error["type"]) or error["msg"].removeprefix("Input should ").removeprefix("be ")
     return f"{path}: {key}={quote_start(error['input'])}: must be {text}"
 
 
@@ -380,6 +375,8 @@ def cells_of(study: Study) -> list[Cell]:
                 for line in str(error).splitlines():
                     refused.setdefault(line, []).append(f"{arm} seed={own}")
     lines = [f"{_listed(names)}: {line}" for line, names in refused.items()]
+    if documented(metric := study.evaluation.metric) is None:
+        lines.append(f"evaluation.metric={metric}: no such metric; docs/metrics.md lists them")
     if not lines:
         lines = [*_equal(cells), *_unknown(study, arms), *recorded_by_none(study, [cell.config for cell in cells])]
     if lines:

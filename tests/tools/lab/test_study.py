@@ -133,6 +133,11 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
         ({"axes": {"a": ALGORITHMS, "b": ["algorithm=ppo"]}}, r"axes\.b and axes\.a both set algorithm"),
         ({"overrides": ["seed=3"]}, r"overrides: seed=3: the study gives each cell its seed; name them in `seeds`"),
         ({"axes": {"a": ["run.name=x"]}}, r"axes\.a: run\.name=x: a cell's folder is named by its configuration"),
+        ({"seeds": 2}, r"seeds=2: must be a list, for example \[0, 1\]$"),
+        (
+            {"evaluation": {"metric": "accuracy"}, "axes": {"a": ["trian.steps=3"]}},
+            r"trian=.*no such key .*\n.*metric=",
+        ),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\]: a seed is given twice"),
         ({"evaluation": {"metric": "accuracy"}}, r"evaluation\.metric=accuracy: no such metric; docs/metrics\.md"),
         ({"axes": {"a": ["trian.steps=3"]}}, r"steps=3 seed=0 and 2 more: trian=.*no such key \(did you mean 'train"),

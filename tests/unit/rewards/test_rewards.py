@@ -225,6 +225,7 @@ async def test_a_function_that_never_returns_can_be_left(user_module: str) -> No
         ("nowhere_at_all:f", "no module 'nowhere_at_all'; install it or put its folder on PYTHONPATH"),
         ("my_rewards_for_test:by_lenght", "'by_lenght' of my_rewards_for_test is not there; did you mean 'by_length'"),
         ("my_rewards_for_test:LIMIT", "'LIMIT' of my_rewards_for_test is not a function"),
+        ("./rewards/mine.py:f", "write mine:f; the folder of the file must be this one, or on PYTHONPATH"),
         ("my_rewards_for_test:", "write it as package.module:function"),
         (":f", "write it as package.module:function"),
         ("bad_rewards_for_test:f", "importing bad_rewards_for_test failed: No module named 'not_there_at_all'"),
