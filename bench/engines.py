@@ -165,7 +165,7 @@ async def serving(name: str, model: Path, folder: Path, concurrency: int) -> Asy
         [
             *(f"rollout={name}", f"rollout.python={interpreter(name)}", f"rollout.slots={concurrency}"),
             *(f"rollout.max_prompt_tokens={PROMPT_TOKENS}", f"rollout.max_new_tokens={NEW_TOKENS}"),
-            *(f"rollout.server.concurrency={concurrency}", "rollout.group_size=1"),  # each request a group
+            *(f"rollout.server.max_concurrent_groups={concurrency}", "rollout.group_size=1"),  # each request a group
             *("algorithm.advantage_mean=batch", "algorithm.advantage_std=batch"),
         ],
     )

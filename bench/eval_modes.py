@@ -47,7 +47,7 @@ from rl_megatron.types import Prompt
 
 EVERY, PROBLEMS = 10, 2 * PROMPTS * GROUP
 BAR = 0.05  # of a step's seconds without evaluations
-MODES = ("none", "blocking", "beside", "few")
+MODES = ("none", "blocking", "background", "few")
 FEW = 4  # requests at once, of 16 slots
 
 
@@ -55,7 +55,7 @@ FEW = 4  # requests at once, of 16 slots
 class Evaluating:
     """Evaluates after pushes, as `training.jobs.rl` does."""
 
-    mode: str  # few: beside, with `FEW` requests at once
+    mode: str  # few: background, with `FEW` requests at once
     last: int  # the version of the last step
     rows: list[Any] = field(default_factory=list)
     beside: BackgroundEvaluator | None = None
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="that figures count")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--room", type=float, nargs="+", default=[0.5, 0.0])
-    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=["beside", "few"], help="beside none")
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=["background", "few"], help="against none")
     args = parse(parser)
     modes, rows = ("none", *args.modes), list[dict[str, Any]]()
     with contextlib.ExitStack() as held:

@@ -244,7 +244,7 @@ def _rl_config(point: Mapping[str, Any]) -> RunConfig:
         "overlap": {"gradients": True, "parameters": True},
         "offload": {} if apart else {"while_sampling": "optimizer"},
     }
-    server = {"tp": own["engine_tp"], "replicas": engines // own["engine_tp"], "concurrency": 1 << 20}
+    server = {"tp": own["engine_tp"], "replicas": engines // own["engine_tp"], "max_concurrent_groups": 1 << 20}
     server["nodes"] = -(-own["engine_tp"] // each)
     server |= {"memory_fraction": own.get("memory_fraction") or (0.8 if apart else 0.6), "colocated": not apart}
     rollout = {"engine": "vllm", "prompts_per_step": own["samples_per_step"] // _GROUP, "group_size": _GROUP}

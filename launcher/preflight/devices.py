@@ -99,7 +99,7 @@ def _requests(config: RunConfig) -> int:
     if not rollout.served:
         return 0
     group, drawn = rollout.group_size, _max_completions(config)
-    completions = min(rollout.server.concurrency * group, drawn, rollout.max_in_flight or drawn)
+    completions = min(rollout.server.max_concurrent_groups * group, drawn, rollout.max_in_flight or drawn)
     if set(led) == {"environment"}:  # a trajectory has one turn in flight
         return min(completions, config.environment.concurrency)
     return completions if config.one_by_one or led else completions // group

@@ -165,15 +165,16 @@ def _trajectories(config: RunConfig) -> Iterator[Finding]:
     if set(config.training_environments) != {"environment"} or not config.rollout.served:
         return
     most, server, group = config.environment.concurrency, config.rollout.server, config.rollout.group_size
-    turns, wanted = server.concurrency * group, config.completions_per_step * (1 + config.train.max_staleness)
+    turns, wanted = server.max_concurrent_groups * group, config.completions_per_step * (1 + config.train.max_staleness)
     if config.rollout.max_in_flight is not None:
         wanted = min(wanted, config.rollout.max_in_flight)
-    at_servers = f"{turns} turns (rollout.server.concurrency={server.concurrency} * rollout.group_size={group})"
+    groups = f"rollout.server.max_concurrent_groups={server.max_concurrent_groups}"
+    at_servers = f"{turns} turns ({groups} * rollout.group_size={group})"
     if min(most, wanted) > turns:
         yield note(
             f"{min(most, wanted)} trajectories are under way at once (environment.concurrency={most}), but servers "
             f"have at most {at_servers} in flight; the wait of the others counts for their environment.seconds: raise "
-            "rollout.server.concurrency, or lower environment.concurrency"
+            "rollout.server.max_concurrent_groups, or lower environment.concurrency"
         )
     elif most < min(turns, wanted):
         yield note(

@@ -12,7 +12,7 @@ _LOOP = "Symlink loop from "  # start of pathlib's RuntimeError before Python 3.
 _THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
 _SIGNS = {
     "Too many open files": "the limit of open files is reached; raise the hard one (ulimit -Hn), or have fewer ranks a "
-    "machine, or a lower environment.concurrency or rollout.server.concurrency",
+    "machine, or a lower environment.concurrency or rollout.server.max_concurrent_groups",
     "can't start new thread": _THREADS,
     "unable to start watchdog thread": _THREADS,
     "File too large": "the limit of a file's size is reached; raise it (ulimit -f)",
@@ -43,7 +43,7 @@ def problem_of_controller(ranks: int, requests: int = 0, trajectories: int = 0) 
     trajectories in the controller; empty if it does not."""
     counted = {
         "ranks": ranks,
-        "requests at servers (rollout.server.concurrency * rollout.group_size at most)": requests,
+        "requests at servers (rollout.server.max_concurrent_groups * rollout.group_size at most)": requests,
         "trajectories (environment.concurrency)": trajectories,
     }
     what = ", ".join(f"{count} {what}" for what, count in counted.items() if count)

@@ -95,10 +95,10 @@ def _check_same(
     lacked = {key: now[key] if key in FREE_BEFORE else value for key, value in usual.items() if key in now}
     held, then = then, {**lacked, **{key: value for key, value in then.items() if not is_free(key) or _is_held(key)}}
     for key in [key for key in then if key not in now]:
-        if (name := renamed(key)) is not None and name in now:
+        if (name := renamed(key)) is not None and (name in now or is_free(name)):
             logger.warning("%s: %s is called %s now", folder, key, name)
             old = then.pop(key)
-            if old is not None or name not in held:  # an older version may hold both
+            if name in now and (old is not None or name not in held):  # an older version may hold both
                 then[name] = old
     gone = {key: value for key, value in then.items() if key not in now and is_removed_key(key)}
     dropped = {

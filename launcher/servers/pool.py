@@ -562,7 +562,7 @@ def _delivery(
         file=file,
         learner=weights,
         servers=servers,
-        keeper=RendezvousStore(config.weights.meeting_host or host, config.rollout.server.timeout_seconds),
+        keeper=RendezvousStore(config.weights.rendezvous_host or host, config.rollout.server.timeout_seconds),
         learner_ranks=config.learner.dims.world_size,
         backend="gloo" if config.learner.device == "cpu" else "nccl",
     )

@@ -78,6 +78,8 @@ REMOVED: Mapping[str, Removed] = {
     "algorithm.critic.optimizer": _CRITICS,
     "algorithm.entropy_step": Removed("the weight of the entropy bonus is fixed", fixed=(0.005,)),
     "algorithm.entropy_target": Removed("the weight of the entropy bonus is fixed; set entropy_coefficient"),
+    "algorithm.kl.follow_every": _renamed("algorithm.kl.reference_update_every"),
+    "algorithm.kl.follow_rate": _renamed("algorithm.kl.reference_update_rate"),
     "algorithm.kl.horizon": Removed("the weight of the KL is fixed", fixed=(10000,)),
     "algorithm.kl.reset_moments": Removed("the policy's optimizer keeps its moments"),
     "algorithm.kl.target": Removed("the weight of the KL is fixed; set kl.coefficient"),
@@ -144,7 +146,7 @@ REMOVED: Mapping[str, Removed] = {
     "environment.close_seconds": _CLOSE_SECONDS,
     "environment.on_bad_call": _ON_BAD_CALL,
     "environment.spare": _SPARE,
-    "eval.replicas": Removed("no server samples for evaluations alone; set eval.mode=beside"),
+    "eval.replicas": Removed("no server samples for evaluations alone; set eval.mode=background"),
     "eval.sets.*.at_steps": Removed("use eval.sets.<name>.every"),
     "eval.sets.*.environment.close_seconds": _CLOSE_SECONDS,
     "eval.sets.*.environment.on_bad_call": _ON_BAD_CALL,
@@ -190,10 +192,12 @@ REMOVED: Mapping[str, Removed] = {
     "reward.model.dtype": _DTYPE,
     "rollout.interrupt.thinking_ends": Removed("thinking ends with </think>", fixed=("</think>",)),
     "rollout.max_refills": Removed("a step draws at most 8 batches of prompts", fixed=(8,)),
+    "rollout.max_seconds": _renamed("rollout.completion_timeout_seconds"),
     "rollout.server.backoff_seconds": Removed("retries and restarts wait 0.5, 1, 2, ... seconds", fixed=(0.5,)),
+    "rollout.server.concurrency": _renamed("rollout.server.max_concurrent_groups"),
     "rollout.server.health_seconds": Removed("a server has 60 s for three health checks", fixed=(60.0,)),
     "rollout.server.least_replicas": Removed("the run goes on while one server is left", fixed=(1,)),
-    "rollout.server.meeting_host": _renamed("weights.meeting_host"),
+    "rollout.server.meeting_host": _renamed("weights.rendezvous_host"),
     "rollout.server.retries": Removed("a request is sent at most 3 times again", fixed=(3,)),
     "rollout.server.transport": _renamed("weights.transport"),
     "rollout.server.weights_dir": _renamed("weights.folder"),
@@ -241,15 +245,20 @@ REMOVED: Mapping[str, Removed] = {
     "train.stream_micro_batches": Removed(
         "gradients are computed once the batch is whole; train.max_staleness overlaps them"
     ),
+    "train.whole_groups": _renamed("train.minibatch_by_group"),
+    "weights.meeting_host": _renamed("weights.rendezvous_host"),
     "weights.verify": Removed("receivers compare a digest of every box", fixed=(True,)),
 }
 """Dotted key -> row; ``*`` is the name of a mapping's entry. A section stands for all keys in it, and so comes after
 keys that have a row, because the first row of a key counts."""
 
+RENAMED_VALUES: Mapping[tuple[str, str], str] = {("eval.mode", "beside"): "background"}
+"""(key, old value) -> the value that replaced it."""
+
 _EXAMPLE = "with docs/examples/environments on PYTHONPATH, as docs/environments.md shows"
 
 VALUES: Mapping[tuple[str, str], str] = {
-    ("eval.mode", "pinned"): "'beside', whose evaluations are sampled by the servers of training, or 'blocking'",
+    ("eval.mode", "pinned"): "'background', which samples evaluations on the servers of training, or 'blocking'",
     ("environment.function", "nemo_gym"): f"nemo_gym_sessions:NemoGym {_EXAMPLE}",
     ("environment.function", "openenv"): f"openenv_episodes:OpenEnv {_EXAMPLE}",
     ("environment.function", "reasoning_gym"): f"reasoning_gym_problems:ReasoningGym {_EXAMPLE}",
@@ -329,8 +338,11 @@ def renamed(key: str) -> str | None:
 
 
 def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Returns the new name of a renamed key and its value there: a switch adds its entry to the list in ``tree``, or
-    takes it out. None for any other key, and for a switch that is neither on nor off."""
+    """Returns the new name of a renamed key and its value there, or a key and its renamed value. A switch adds its
+    entry to the list in ``tree``, or takes it out. None for any other key, and a switch that is neither on nor off."""
+    if isinstance(value, str) and (key, value) in RENAMED_VALUES:
+        logger.info("%s=%s is read as %s", key, value, RENAMED_VALUES[key, value])
+        return key, RENAMED_VALUES[key, value]
     row, name = _row(key)[1], renamed(key)
     if row is None or name is None or (row.entry is not None and value is not True and not is_off(value)):
         return None
@@ -360,7 +372,8 @@ def with_new_names(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]
             inner = inner.get(name, {}) if isinstance(inner, dict) else None
         there = given_value(tree, found[0].removeprefix(prefix))
         switches = isinstance(there, dict) and all(_row(f"{found[0]}.{one}")[1] for one in there)
-        if not isinstance(inner, dict) or (there is not None and not switches):
+        is_free = there is None or switches or found[0] == prefix + ".".join(parts)
+        if not isinstance(inner, dict) or not is_free:
             continue
         _take(out, parts)
         functools.reduce(lambda inner, name: inner.setdefault(name, {}), above, out)[leaf] = found[1]

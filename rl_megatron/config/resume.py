@@ -37,7 +37,7 @@ FREE: Mapping[str, bool] = {
     "rollout": False,
     "rollout.python": True,
     "rollout.slots": True,
-    "rollout.max_seconds": True,
+    "rollout.completion_timeout_seconds": True,
     "rollout.max_in_flight": True,
     "rollout.server": True,
     "rollout.server.options": False,  # may be of numbers

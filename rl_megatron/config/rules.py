@@ -50,7 +50,7 @@ ENVIRONMENT = On("training_environments@function")
 DEMONSTRATIONS = On("algorithm.demonstration_gamma")
 WARM_START = On("warm_start.steps", Above(0))
 STEPS = On("reward.steps", True), On("data.sources.*.reward.steps", True)
-BESIDE = On("eval.mode", Not("blocking"))
+BACKGROUND = On("eval.mode", Not("blocking"))
 
 _WITH_SERVERS = "set rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
 _LEAVE_OUT, _LEAVE_IT = "leave one of them out", "leave it out"
@@ -124,8 +124,8 @@ def _server_problems() -> Iterator[Rule]:
 
 def _of_sampling() -> Iterator[Rule]:
     """Stop texts, limits of time and number."""
-    yield Excludes(one=On("rollout.max_seconds"), other=NOT_SERVED, why=f"{_IN_LEARNER} a whole batch in one call, "
-          "which ends no completion before the others", fix=_WITH_SERVERS)
+    yield Excludes(one=On("rollout.completion_timeout_seconds"), other=NOT_SERVED,
+          why=f"{_IN_LEARNER} a whole batch in one call, which ends no completion before the others", fix=_WITH_SERVERS)
     yield Excludes(one=On("rollout.stop", Not(())), other=On("rollout.ignore_eos", True),
           why="ignore_eos ends no completion early", fix=_LEAVE_OUT)
     limit = "rollout.max_in_flight"
@@ -284,8 +284,8 @@ def _of_environments() -> Iterator[Rule]:
         (PAIRS, "pairs are of single completions", _LEAVE_OUT),
         (GREEDY, "a greedy turn leads to other observations, so its trajectory is no baseline of the sampled ones",
          "set advantage_mean=group"),
-        (On("rollout.max_seconds"), "environment.seconds bounds a trajectory, sampling included",
-         "leave max_seconds out"),
+        (On("rollout.completion_timeout_seconds"), "environment.seconds bounds a trajectory, sampling included",
+         "leave completion_timeout_seconds out"),
         ((On("algorithm.advantage_of", "parts"), SAMPLES), "an environment gives one reward", "set advantage_of=sum"))
     yield from _all_excluded(On("environment.function"), (On("reward", Not(RewardSection())),
           On("data.sources.*.reward"), On("eval.sets.*.reward")), "the environment gives the reward",
@@ -315,16 +315,16 @@ def _of_jobs() -> Iterator[Rule]:
     best, every = On("checkpoint.keep_best", Above(0)), On("checkpoint.every", Above(0))
     yield from _excluded(best,
         (On("checkpoint.every", 0), "only the last step's checkpoint is written", "set checkpoint.every"),
-        ((every, BESIDE), "a checkpoint is written before its step's evaluation ends", "set eval.mode=blocking"))
+        ((every, BACKGROUND), "a checkpoint is written before its step's evaluation ends", "set eval.mode=blocking"))
     yield Excludes(one=On("eval.at_once"), other=On("eval.mode", "blocking"),
-          why="it is for evaluations beside training", fix="set eval.mode=beside, or leave it out")
-    yield from _excluded(BESIDE,
+          why="only evaluations in the background have a limit", fix="set eval.mode=background, or leave it out")
+    yield from _excluded(BACKGROUND,
         (NOT_SERVED, f"{_IN_LEARNER}, which train meanwhile", "set rollout.server.replicas, or rollout=vllm or sglang, "
          "or eval.mode=blocking"),
         ((SERVED, COLOCATED), "servers leave their GPUs while the learner trains", "set eval.mode=blocking"),
         ((On("eval.at_once"), On("environments@function")), "a turn that waits for its place would use up its "
          "trajectory's environment.seconds", "leave at_once out"))
-    yield Needs(when=(BESIDE, On("eval.every", 0)), all=On("eval.sets.*.every", Above(0)),
+    yield Needs(when=(BACKGROUND, On("eval.every", 0)), all=On("eval.sets.*.every", Above(0)),
           why="nothing is evaluated between the first and the last step", fix="set eval.every")
     yield Excludes(one=On("profile.memory", True), other=ON_CPU, why="it is for GPUs", fix="leave it out")
     yield Needs(when=On("sandbox.type", "remote"), all=On("sandbox.url"), why="programs are posted to a server",
@@ -358,14 +358,15 @@ def _reads() -> Iterator[Rule]:
     yield _read("is the model, and no tiny one is made", "model.tiny", "model.cache_dir", any_of=On("model.path",
           UNSET))
     yield _read("there is no warm start", "warm_start", any_of=WARM_START)
-    yield _read(of_learner, "rollout.python", "rollout.server", "weights.folder", "weights.meeting_host", any_of=SERVED)
+    yield _read(of_learner, "rollout.python", "rollout.server", "weights.folder", "weights.rendezvous_host",
+          any_of=SERVED)
     yield _read("servers run in the trainer's interpreter, on CPUs", "rollout.python", "rollout.server.memory_fraction",
           any_of=On("rollout.engine", Not("local")))
     yield _read("no request runs at a push", "rollout.server.running_requests", any_of=(STALE, On("eval.mode",
-          "beside"), On("environments@function"), RUNNING))
+          "background"), On("environments@function"), RUNNING))
     yield _read("whole completions are compared, and credit=turn their steps", "reward.steps",
           "data.sources.*.reward.steps", "eval.sets.*.reward.steps", any_of=TURNS)
-    groups = "train.whole_groups"
+    groups = "train.minibatch_by_group"
     yield _read("a minibatch is the whole batch", groups, any_of=On("train.minibatches", Above(1)))
     yield _read("each group's pair stays together", groups, any_of=On("algorithm.preference.beta", UNSET))
     yield _read("a group is one completion", groups, any_of=(On("rollout.group_size", Above(1)), DEMONSTRATIONS))
@@ -373,7 +374,7 @@ def _reads() -> Iterator[Rule]:
           Not("none")))
     epochs = On("written_epochs", UNSET, "sft.epochs")
     yield _read("epochs say how many steps there are", "train.steps", any_of=epochs)
-    yield _read("weights go by a file, and direct reads it", "weights.meeting_host", any_of=DIRECT)
+    yield _read("weights go by a file, and direct reads it", "weights.rendezvous_host", any_of=DIRECT)
     yield _read("pass rates decide nothing", "data.curriculum.min_seen",
           any_of=(On("data.curriculum.retire_above"), On("data.curriculum.explore")))
     yield _read("programs run on this machine", "sandbox.url", "sandbox.token_file", any_of=On("sandbox.type",

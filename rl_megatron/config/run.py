@@ -114,7 +114,7 @@ class TrainSection(Section):
     """Number of rollout batches to train on."""
     minibatches: Positive = 2
     """Number of minibatches of a rollout batch; each is one optimizer step."""
-    whole_groups: bool = False
+    minibatch_by_group: bool = False
     """Whether all completions of a prompt are in one minibatch; false: completions are shuffled one by one."""
     epochs: Positive = 1
     """Passes over a rollout batch, each with its own split into minibatches."""
@@ -409,7 +409,7 @@ class RunConfig(Section):
     @property
     def parts_of_minibatches(self) -> tuple[int, str]:
         """The number of indivisible parts that minibatches consist of, and a name with their keys, for messages."""
-        if self.train.whole_groups or self.algorithm.pairs:
+        if self.train.minibatch_by_group or self.algorithm.pairs:
             prompts, parts = self.rollout.prompts_per_step, "pairs" if self.algorithm.pairs else "whole groups"
             return prompts, f"{parts} of a step (rollout.prompts_per_step={prompts})"
         return self.compared_per_step, f"completions of a step ({self.named_compared})"

@@ -100,9 +100,9 @@ class ServerEngine:
     During a push, running requests are paused and continue with the new weights, or are aborted and resent with their
     tokens (``running_requests``). Their completions are released after the commit. A prompt and its completion have at
     most ``max_length`` tokens, with ids below ``vocab_size``. Other requests are an error here, because a server would
-    truncate them or crash. At most ``rollout.server.concurrency`` groups of ``group_size`` completions are in flight,
-    in requests of any size. Evaluations may have that many problems of ``samples`` completions, if these are more.
-    ``slots``: of each server, if they are known and each request is for one completion.
+    truncate them or crash. At most ``rollout.server.max_concurrent_groups`` groups of ``group_size`` completions are in
+    flight, in requests of any size. Evaluations may have that many problems of ``samples`` completions, if these are
+    more. ``slots``: of each server, if they are known and each request is for one completion.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class ServerEngine:
         self.attempts = RequestRetrier(adapter, self.replicas, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self.attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
-        self._in_flight = _ConcurrencyLimit(section.concurrency * group_size)
-        self._ahead = _ConcurrencyLimit(section.concurrency * max(group_size, samples))
+        self._in_flight = _ConcurrencyLimit(section.max_concurrent_groups * group_size)
+        self._ahead = _ConcurrencyLimit(section.max_concurrent_groups * max(group_size, samples))
 
     @property
     def servers(self) -> list[Server]:

@@ -226,7 +226,7 @@ def open_files_error(what: str, error: OSError) -> TooManyOpenFiles | None:
         return None
     return TooManyOpenFiles(
         f"{what}: this process has no open file left: {error.strerror}; raise the hard limit of open files "
-        "(ulimit -Hn), or lower rollout.server.concurrency"
+        "(ulimit -Hn), or lower rollout.server.max_concurrent_groups"
     )
 
 

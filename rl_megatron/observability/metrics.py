@@ -121,7 +121,7 @@ LEARNING: MetricTuples = (
     ("eval/errors", "completions", "samples of eval/accuracy without a finite reward; they count as wrong",
      Curve("Headlines", "Held-out samples without a reward", hide_constant=True)),
     ("eval/own_version_fraction", "", "share of an evaluation's tokens by the weights of its step, with "
-     "eval.mode=beside", Curve("Evaluation", "Evaluated by the step's own weights", hide_constant=True)),
+     "eval.mode=background", Curve("Evaluation", "Evaluated by the step's own weights", hide_constant=True)),
     ("eval/<name>/mean_at_<k>", "", "mean@k of that set of eval.sets: mean over problems of the share of k samples "
      "right", Curve("Evaluation", "Set <name>: mean@<k>", limits=(0.0, 1.0))),
     ("eval/<name>/pass_at_<k>", "", "chance that one of k samples is right, by the unbiased estimate (pass_at)",

@@ -112,7 +112,7 @@ class RolloutSampler(PolicySampler):
         params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
         named = [(one.prompt, one.name()) for one in drawn]
         begun = {f"{name}: {one.prompt.id}": one.begun for one, (_, name) in zip(drawn, named, strict=True)}
-        limit = section.max_seconds
+        limit = section.completion_timeout_seconds
         answered = await self._run(named, section.group_size, params, begun, columns=self.columns, max_seconds=limit)
         if self.greedy_baseline:
             asked = [i for i, one in enumerate(answered) if one.reason != "poison"]

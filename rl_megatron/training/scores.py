@@ -115,7 +115,7 @@ class Packers:
     others: Mapping[str, Packer] = field(init=False)
 
     def __post_init__(self) -> None:
-        whole = self.config.train.whole_groups
+        whole = self.config.train.minibatch_by_group
         make = partial(make_packer, attention_cost=self.attention_cost, unit=self.unit, whole_groups=whole)
         self.own = make(self.config.learner)
         self.others = {role: make(self.config.learner_of(role)) for role in self.config.roles.layouts}

@@ -285,7 +285,7 @@ class PolicyUpdate:
         samples = to_samples(
             groups,
             columns=asked,
-            groups_of=section.aggregation == "prompt_mean" or self.config.train.whole_groups,
+            groups_of=section.aggregation == "prompt_mean" or self.config.train.minibatch_by_group,
             turns_of=section.ratio_level == "turn",
             demonstrated=section.demonstration_gamma is not None,
         )

@@ -51,7 +51,7 @@ KEYS = (
     *("learner.device=cuda", "learner.dtype=bfloat16", "learner.ep=2", "learner.dp=2", "learner.threads=1"),
     *("algorithm=ppo", "algorithm.kl.coefficient=0.05", "algorithm.kl.placement=token_reward"),
     *("algorithm.kl.estimator=k1", "weights.delta=false", "weights.transport=file", "slurm.gpus_per_node=2"),
-    "algorithm.kl.follow_rate=0.5",  # so that the reference is saved and loaded, and is 4 bytes a parameter
+    "algorithm.kl.reference_update_rate=0.5",  # so that the reference is saved and loaded, and is 4 bytes a parameter
 )
 
 

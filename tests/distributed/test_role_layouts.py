@@ -236,7 +236,7 @@ RATE, SAVED, STEPS = 0.3, 2, 3
 FOLLOWS = (
     *("learner.threads=1", "learner.max_tokens_per_micro_batch=64", "rollout.temperature=1.0"),
     *("rollout.max_new_tokens=16", "rollout.max_prompt_tokens=16"),
-    *("algorithm=grpo", "algorithm.kl.coefficient=0.1", f"algorithm.kl.follow_rate={RATE}"),
+    *("algorithm=grpo", "algorithm.kl.coefficient=0.1", f"algorithm.kl.reference_update_rate={RATE}"),
 )
 LAYOUTS = {"apart": ("learner.ep=1", "learner.dp=2"), "cut": ("learner.tp=2", "learner.ep=2", "learner.etp=1")}
 

@@ -120,7 +120,7 @@ KEYS = (
         "train.steps=5",
     ),
     "train.learning_rate=1e-30",  # changes no weight, so that figures do not depend on which pushes meet a request
-    *("checkpoint.every=2", "checkpoint.keep=9", "eval.mode=beside", "eval.every=2", "eval.sets.plain.limit=4"),
+    *("checkpoint.every=2", "checkpoint.keep=9", "eval.mode=background", "eval.every=2", "eval.sets.plain.limit=4"),
     *(f"eval.sets.odd.{key}" for key in ("limit=6", "samples=3", "temperature=1.0", "max_new_tokens=9")),
     *(f"eval.sets.odd.environment.{key}" for key in (*ODD, "max_tokens=24")),
 )

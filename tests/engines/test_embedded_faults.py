@@ -27,7 +27,7 @@ KEYS = (
     *("learner.ep=1", "reward.function=my_rewards:even", "rollout.server.replicas=2", f"data.digits={DIGITS}"),
     *("warm_start.steps=0", "eval.every=0", f"train.max_staleness={STALENESS}", f"data.num_eval={HELD_OUT}"),
     *("train.steps=100000", "checkpoint.every=0", "rollout.max_new_tokens=48", "rollout.ignore_eos=true"),
-    *("rollout.server.restarts=5", "rollout.server.concurrency=2"),
+    *("rollout.server.restarts=5", "rollout.server.max_concurrent_groups=2"),
 )
 
 

@@ -27,7 +27,7 @@ KEYS = (
     *("warm_start.steps=0", "eval.every=0", "train.lr_decay=none", f"train.max_staleness={STALENESS}"),
     *("checkpoint.every=1", f"log.samples_per_step={SIZE}", f"data.num_eval={NUM_EVAL}"),
     # So that pushes and checkpoints find completions under way:
-    *("rollout.max_new_tokens=64", "rollout.ignore_eos=true", "rollout.server.concurrency=1"),
+    *("rollout.max_new_tokens=64", "rollout.ignore_eos=true", "rollout.server.max_concurrent_groups=1"),
 )
 
 

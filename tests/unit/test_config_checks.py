@@ -306,7 +306,7 @@ def test_what_needs_a_token_that_was_sampled_is_refused_beside_demonstrations(ke
 
 
 def test_a_demonstration_is_a_second_completion_of_its_group() -> None:
-    for one in ([ONE], [ONE, REFILL], SINGLE, [ONE, "train.whole_groups=true", "train.minibatches=2"]):
+    for one in ([ONE], [ONE, REFILL], SINGLE, [ONE, "train.minibatch_by_group=true", "train.minibatches=2"]):
         assert problem("algorithm=dr_grpo", *one)
         assert problem(LUFFY, *one) is None
     assert problem(LUFFY, *FILES, "data.fields.prompt=answer", "data.fields.demonstration=x") is None
@@ -329,7 +329,7 @@ UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
     ("slurm.container_mounts=/data", (), ("slurm.container=/a.sif",)),
     ("slurm.container_python=python3", (), ("slurm.container=/a.sif",)),
     ("rollout.server.running_requests=abort", ("rollout=vllm",), ("rollout=vllm", "train.max_staleness=1")),
-    ("rollout.server.running_requests=abort", ("rollout=vllm",), ("rollout=vllm", "eval.mode=beside")),
+    ("rollout.server.running_requests=abort", ("rollout=vllm",), ("rollout=vllm", "eval.mode=background")),
 ]
 
 
@@ -466,6 +466,15 @@ def test_a_renamed_key_is_read_by_its_new_name(key: str, caplog: pytest.LogCaptu
     if row.entry is None and not named.startswith(new):  # both are given: the schema refuses the old one
         both = {**nested(named, value), **nested(new, 1)} if named.split(".")[0] != new.split(".")[0] else None
         assert both is None or with_new_names(both) == both
+
+
+def test_a_renamed_value_is_read_by_its_new_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "old.yaml").write_text("defaults: [tiny_cpu]\neval: {mode: beside}\nrollout: {server: {replicas: 1}}\n")
+    for keys in ((str(tmp_path / "old.yaml"), []), ("tiny_cpu", ["rollout.server.replicas=1", "eval.mode=beside"])):
+        caplog.clear()
+        assert load_config(*keys).eval.mode == "background"
+        assert caplog.messages == ["eval.mode=beside is read as background"]
 
 
 @pytest.mark.parametrize("above", [None, 0, "grpo", {"kl": 1}, [1]])

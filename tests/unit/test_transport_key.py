@@ -190,14 +190,14 @@ def test_formats_of_fewer_bits_are_refused_by_name(kind: str) -> None:
             "processes, and only servers read it; leave it out, or set it to its default, null",
         ),
         (
-            ["weights.meeting_host=a"],
-            "weights.meeting_host=a does nothing: with rollout.engine=local this engine samples in the learner's "
+            ["weights.rendezvous_host=a"],
+            "weights.rendezvous_host=a does nothing: with rollout.engine=local this engine samples in the learner's "
             "processes, and only servers read it; leave it out, or set it to its default, null",
         ),
         (
-            [*SERVED, "weights.meeting_host=a"],
-            "weights.meeting_host=a does nothing: with weights.transport=auto weights go by a file, and direct reads "
-            "it; leave it out, or set it to its default, null",
+            [*SERVED, "weights.rendezvous_host=a"],
+            "weights.rendezvous_host=a does nothing: with weights.transport=auto weights go by a file, and direct reads"
+            " it; leave it out, or set it to its default, null",
         ),
     ],
 )
@@ -209,13 +209,13 @@ def test_keys_that_act_with_servers_are_taken() -> None:
     """Whatever the transport, their file is filled: for an export, and for a server that comes back."""
     keys = ["weights.delta=true", "weights.bucket_mb=8", "weights.folder=/fast"]
     load_config("tiny_cpu", [*SERVED, *keys])
-    load_config("tiny_cpu", [*SERVED, *keys, DIRECT, "weights.meeting_host=a"])
+    load_config("tiny_cpu", [*SERVED, *keys, DIRECT, "weights.rendezvous_host=a"])
 
 
 # Which teachers behind servers fit an algorithm and its data, and what a resume may change of them.
 URL = "http://127.0.0.1:9"
 KEY = "algorithm.kl.teachers"
-FOLLOWS = "algorithm.kl.follow_rate=0.1"
+FOLLOWS = "algorithm.kl.reference_update_rate=0.1"
 
 
 def teacher(name: str, path: Path = Path("tests"), *keys: str) -> list[str]:
@@ -276,11 +276,14 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0 does not read it"),
         ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference.beta"),
         ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),
-        ([*held("a"), FOLLOWS], "none of them is the policy's moving average, as each has a path; leave follow_rate"),
+        ([*held("a"), FOLLOWS], "none of them is the policy's moving average, as each has a path; leave refe"),
         ([*own("a", 9), FOLLOWS, "roles.reference=separate"], "takes its weights from the same ranks; set roles.ref"),
-        ([FOLLOWS, "roles.reference=separate"], "follow_rate=0.1 with roles.reference=separate and job=rl: a"),
-        ([FOLLOWS, "algorithm=grpo"], "follow_rate=0.1 does nothing: with algorithm.kl.coefficient=0 and"),
-        (["algorithm.kl.follow_every=2"], "follow_every=2 does nothing: with algorithm.kl.follow_rate=null the refe"),
+        ([FOLLOWS, "roles.reference=separate"], "_update_rate=0.1 with roles.reference=separate and job=rl: a"),
+        ([FOLLOWS, "algorithm=grpo"], "reference_update_rate=0.1 does nothing: with algorithm.kl.coefficient=0 and"),
+        (
+            ["algorithm.kl.reference_update_every=2"],
+            "every=2 does nothing: with algorithm.kl.reference_update_rate",
+        ),
         ([*teacher("a"), *teacher("b"), "algorithm=gkd"], "a, b judge the same prompts, and estimator=top_k"),
         (teacher("a", Path("tests"), "sources=[sums]"), f"{KEY}.a.sources names 'sums'; data.sources has none"),
         ([f"{KEY}.a.weight=2"], "no path: without one it is the policy itself, which judges by another prompt"),

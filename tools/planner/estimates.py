@@ -399,7 +399,7 @@ class PredictedStep:
         )
         if step.sampled.held_back:
             yield (
-                "  rollout.server.concurrency holds the servers back: raise it; "
+                "  rollout.server.max_concurrent_groups holds the servers back: raise it; "
                 f"{step.sampled.requests:,} requests, each of a group, fill their places"
             )
         if step.server.drafts:

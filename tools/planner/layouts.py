@@ -333,7 +333,7 @@ def _slots(wanted: SearchRequest, server: ServerShape, *, dp: int, replicas: int
 
 
 def _sampled(wanted: SearchRequest, server: ServerShape, *, replicas: int, slots: int) -> RolloutEstimate:
-    own = wanted.given.get("rollout.server.concurrency")
+    own = wanted.given.get("rollout.server.max_concurrent_groups")
     return rollout_seconds(
         with_keys(wanted.base, {"rollout.slots": slots}),
         wanted.shape,
@@ -351,7 +351,7 @@ def _requests(wanted: SearchRequest, here: RolloutEstimate, slots: int) -> dict[
     base, keys = wanted.base.rollout, dict[str, object]()
     if slots != base.slots:
         keys["rollout.slots"] = slots
-    if "rollout.server.concurrency" not in wanted.given:
+    if "rollout.server.max_concurrent_groups" not in wanted.given:
         useful = min(here.requests, base.prompts_per_step * (1 + MOST_STALENESS))
-        keys["rollout.server.concurrency"] = max(useful, base.server.concurrency)
+        keys["rollout.server.max_concurrent_groups"] = max(useful, base.server.max_concurrent_groups)
     return keys

@@ -463,7 +463,7 @@ def rl_step(
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
     sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.count, prompt=prompt)
     sample = partial(sample, sharing=servers_on_a_gpu(config))
-    engines = sample(concurrency=section.concurrency)
+    engines = sample(concurrency=section.max_concurrent_groups)
     learner = sum(parts.values())
     slower = max(learner, engines.steady, scored)
     least = max(1, ceil(engines.longest / slower)) if apart else 0

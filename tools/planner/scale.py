@@ -145,8 +145,8 @@ def _rates(asked: ScaleRequest, best: PlannedRun) -> list[str]:
     ]
     if step.sampled.held_back:
         lines.append(
-            f"rollout.server.concurrency={best.config.rollout.server.concurrency} holds the servers back: "
-            f"{step.sampled.requests:,} requests, each of a group, fill their places"
+            f"rollout.server.max_concurrent_groups={best.config.rollout.server.max_concurrent_groups} holds servers "
+            f"back: {step.sampled.requests:,} requests, each of a group, fill their places"
         )
     if step.staleness:
         lines.append(

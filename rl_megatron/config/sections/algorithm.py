@@ -328,10 +328,10 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     DAPO), fewer than that, or below 1, into the last this share of them; 0 is off."""
     overlong_factor: NonNegativeFloat = 1.0
     """Penalty of a completion of that length; it grows linearly over ``overlong_buffer``, with the length alone: one
-    that rollout.max_seconds ended has none if it is short."""
+    that rollout.completion_timeout_seconds ended has none if it is short."""
     drop_truncated: bool = False
-    """Whether to leave completions truncated at rollout.max_new_tokens or by rollout.max_seconds out of the loss; with
-    an environment, trajectories that did not end as done: by its limits, a bad call or a fault, too."""
+    """Whether to leave completions truncated at rollout.max_new_tokens or by rollout.completion_timeout_seconds out of
+    the loss; with an environment, trajectories that did not end as done: by its limits, a bad call or a fault, too."""
     unfinished_reward: Finite | None = None
     """Reward of a completion that ``drop_truncated`` would leave out, in place of its own; with credit=gae the
     truncation then counts as an end. null: its own reward, to which credit=gae adds the critic's value of the last

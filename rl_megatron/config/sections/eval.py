@@ -79,12 +79,12 @@ class EvalSection(Section):
 
     every: NonNegative = 10
     """Steps between evaluations; 0: only before the first step and after the last."""
-    mode: Literal["blocking", "beside"] = "blocking"
-    """``blocking``: training waits for an evaluation. ``beside``: training continues, and pushes change the weights
+    mode: Literal["blocking", "background"] = "blocking"
+    """``blocking``: training waits for an evaluation. ``background``: training continues, and pushes change the weights
     under the evaluation's requests, so that later tokens are of later weights; needs servers (docs/evaluation.md)."""
     at_once: Positive | None = None
-    """``mode=beside``: most concurrent requests of an evaluation to servers, each for all samples of a problem, so that
-    they leave slots to training; null: all."""
+    """``mode=background``: most concurrent requests of an evaluation to servers, each for all samples of a problem, so
+    that they leave slots to training; null: all."""
     temperature: GreedyOrTemperature = 0.0
     """Temperature of evaluation; 0 is greedy."""
     success_reward: Finite = 1.0

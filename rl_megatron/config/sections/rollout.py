@@ -121,7 +121,7 @@ class ServerSection(Section):
     restarts: NonNegative = 3
     """Most restarts of a dead server; with ``addresses``, most waits for a dead server to answer again. Once one
     has run for an hour they count from 0 again."""
-    concurrency: Positive = 256
+    max_concurrent_groups: Positive = 256
     """Most groups in flight at servers: of ``group_size`` completions, whether they are one request each, as with
     train.max_staleness or in an environment, or one in all. More wait in the controller, a trajectory's turns within
     its environment.seconds."""
@@ -233,7 +233,7 @@ class RolloutSection(Section):
     """Longest prompt, in tokens."""
     max_new_tokens: Positive = 32
     """Longest completion, in tokens, stop token included."""
-    max_seconds: PositiveFloat | None = None
+    completion_timeout_seconds: PositiveFloat | None = None
     """Longest time that a completion to train on may run in a server, its wait for a slot and pauses of pushes
     included; one that runs longer ends there and counts as truncated. One without a token by then gets twice as long.
     Time between servers does not count, nor what was lost with a server. Needs servers; null: no limit."""

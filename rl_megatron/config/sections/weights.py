@@ -52,6 +52,6 @@ class WeightsSection(Section):
     """The folder of the servers' files of weights, which every reader must see; a run has a folder of its own there,
     while it lasts. null: /dev/shm, where each of the learner's nodes with servers has a file of its own, or the run's
     folder if servers have nodes of their own or are by address elsewhere than on this machine."""
-    meeting_host: str | None = None
+    rendezvous_host: str | None = None
     """transport=direct into servers: the controller's address for the rendezvous of learner and server
     ranks. null: loopback, or the address at which a job's other nodes reach the controller."""

@@ -1,4 +1,4 @@
-"""``algorithm.kl.follow_rate``: a reference model that takes a share of the policy's weights every few steps."""
+"""``algorithm.kl.reference_update_rate``: a reference that takes a share of the policy's weights every few steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class FollowKeys(Section):
     """The feature's keys of the KL."""
 
-    follow_rate: PositiveFraction | None = None
-    """The reference follows the policy: after each ``follow_every`` steps this share of its weights is the policy's, so
-    that it is a moving average; 1 puts the policy in its place. null: it is frozen."""
-    follow_every: Positive = 1
+    reference_update_rate: PositiveFraction | None = None
+    """The reference follows the policy: after each ``reference_update_every`` steps this share of its weights is the
+    policy's, so that it is a moving average; 1 puts the policy in its place. null: it is frozen."""
+    reference_update_every: Positive = 1
     """Steps from one to the next."""
 
 
@@ -34,19 +34,19 @@ def follow_of(kl: KLSection) -> FollowKeys:
     return kl
 
 
-_FOLLOWS = On("algorithm.kl.follow_rate")
+_FOLLOWS = On("algorithm.kl.reference_update_rate")
 
 FEATURE = Feature(
     name="following_reference",
     keys={"algorithm.kl": FollowKeys},
-    moves_reference=lambda config: follow_of(config.algorithm.kl).follow_rate is not None,
+    moves_reference=lambda config: follow_of(config.algorithm.kl).reference_update_rate is not None,
     rules=(
         Excludes(one=_FOLLOWS, other=(On("roles.reference", "separate"), On("kind.samples", True, "job"),
                  On("needs_reference", True, "job")),
                  why="a reference that follows the policy takes its weights from the same ranks",
-                 fix="set roles.reference=learner, or leave follow_rate out"),
+                 fix="set roles.reference=learner, or leave reference_update_rate out"),
         read_with_reference(*(f"algorithm.kl.{key}" for key in FollowKeys.model_fields)),
-        ReadIf(keys=("algorithm.kl.follow_every",), any_of=(_FOLLOWS,),
+        ReadIf(keys=("algorithm.kl.reference_update_every",), any_of=(_FOLLOWS,),
                why="the reference is frozen"),
     ),
     step="rl_megatron.features.following_reference.feature:make_hooks",
@@ -56,9 +56,9 @@ FEATURE = Feature(
 def make_hooks(config: RunConfig, roles: RunComponents) -> Following | None:
     """Returns the hooks that move the reference; None for a run with a frozen reference."""
     kl = follow_of(config.algorithm.kl)
-    if not config.reference_moves or kl.follow_rate is None:
+    if not config.reference_moves or kl.reference_update_rate is None:
         return None
-    return Following(policy=roles.policy, rate=kl.follow_rate, every=kl.follow_every)
+    return Following(policy=roles.policy, rate=kl.reference_update_rate, every=kl.reference_update_every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

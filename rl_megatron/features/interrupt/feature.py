@@ -72,7 +72,8 @@ FEATURE = Feature(
     keys={"rollout": InterruptKeys},
     rules=(
         *(Excludes(one=_INTERRUPTS, other=On(key), why=_SINGLE, fix=_LEAVE_OUT)
-          for key in ("training_environments@function", "algorithm.preference.beta", "rollout.max_seconds")),
+          for key in ("training_environments@function", "algorithm.preference.beta",
+                      "rollout.completion_timeout_seconds")),
         *(Excludes(one=_INTERRUPTS, other=On(key, True), why=_TWO, fix=_LEAVE_OUT)
           for key in ("reward.steps", "data.sources.*.reward.steps")),
         ReadIf(keys=("rollout.interrupt",), any_of=(_INTERRUPTS,), why="no completion is interrupted"),

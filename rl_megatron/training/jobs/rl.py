@@ -79,7 +79,7 @@ class RLJob:
     recorder: Recorder
     route: str  # name of how pushes travel, in rows of metrics
     name: str = "reinforcement"
-    beside: BackgroundEvaluator | None = None  # evaluates while later steps train, with `eval.mode=beside`
+    beside: BackgroundEvaluator | None = None  # evaluates while later steps train, with `eval.mode=background`
     number: int = 0  # number of the last step
     places: tuple[PendingPrompt, ...] = ()  # prompts of the last batch
 
@@ -208,7 +208,7 @@ class RLJob:
     async def evaluate(self, watch: Stopwatch) -> Row:
         """Returns figures of the sets that are due, of the weights that were pushed last, timed as ``eval``.
 
-        With ``eval.mode=beside`` it returns figures before the first step and after the last one alone; other
+        With ``eval.mode=background`` it returns figures before the first step and after the last one alone; other
         evaluations end later.
         """
         if self.beside is not None and 0 < self.number < self.config.train.steps:

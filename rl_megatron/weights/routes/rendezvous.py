@@ -156,7 +156,7 @@ class RendezvousStore:
             listener = socket.create_server((host, 0), backlog=4096)  # torch's own would listen at all addresses
         except OSError as error:
             raise ConfigError(
-                f"weights.meeting_host={host}: {error.strerror}; give an address of the controller's node"
+                f"weights.rendezvous_host={host}: {error.strerror}; give an address of the controller's node"
             ) from error
         port = listener.getsockname()[1]
         self._store = TCPStore(

@@ -130,7 +130,7 @@ def test_the_preflight_finds_it_and_names_its_key(model: Path) -> None:
             r"eval.sets.odd.environment.function=.* with eval.sets.odd.data.chat_template=true: an environment's",
         ),
         (
-            ["rollout.server.replicas=1", "eval.mode=beside", "eval.at_once=4"],
+            ["rollout.server.replicas=1", "eval.mode=background", "eval.at_once=4"],
             "eval.at_once=4 and eval.sets.odd.environment.function=",
         ),
     ],

@@ -193,7 +193,7 @@ def test_each_pipeline_stage_saves_what_it_holds_itself() -> None:
     layout = learner_layout(config, shape)
     held = {rank: 14 * sum(map(prod, layout.local_shapes(rank).values())) for rank in range(2)}
     assert bytes_by_rank(config, shape) == copied_by_rank(config, shape) == held
-    kl = config.algorithm.kl.model_copy(update={"coefficient": 0.1, "follow_rate": 0.5})
+    kl = config.algorithm.kl.model_copy(update={"coefficient": 0.1, "reference_update_rate": 0.5})
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": kl})})
     follows = {rank: count * 18 // 14 for rank, count in held.items()}  # and 4 of a reference that follows
     assert bytes_by_rank(config, shape) == copied_by_rank(config, shape) == follows

@@ -674,7 +674,7 @@ def test_an_engine_whose_module_is_in_a_package_is_found(tmp_path: Path, monkeyp
     ("base", "keys", "requests", "trajectories"),
     [
         ("tiny_cpu", ["train.max_staleness=1"], 64, 0),  # a request of each completion that is drawn
-        ("tiny_cpu", ["train.max_staleness=1", "rollout.server.concurrency=3"], 24, 0),
+        ("tiny_cpu", ["train.max_staleness=1", "rollout.server.max_concurrent_groups=3"], 24, 0),
         ("tiny_cpu", ["train.max_staleness=1", "rollout.max_in_flight=40"], 40, 0),
         ("tiny_cpu", [], 4, 0),  # of each group
         ("calculator", ["environment.concurrency=16"], 16, 16),  # of each trajectory's turn

@@ -289,7 +289,7 @@ MOE = NAMED["qwen3-235b-a22b"]
 
 async def test_requests_that_come_at_once_leave_the_loop_to_others(fakes: list[Fake]) -> None:
     """What another task waits for takes some passes of the loop, not the sending of all of them."""
-    engine = engine_of(fakes, concurrency=64)
+    engine = engine_of(fakes, max_concurrent_groups=64)
     await push(engine, 1)
     asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=f"{n}"))) for n in range(64)]
     for _ in range(24):
@@ -328,7 +328,8 @@ async def test_what_a_push_held_and_a_checkpoint_aborts_is_sent_one_after_anothe
     """Some passes of the loop apart: the requests, the aborts and then the rests, each once."""
     adapter, names = Aborted(), [f"{n}" for n in range(64)]
     servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
-    engine = ServerEngine(adapter, servers, SECTION.model_copy(update={"concurrency": 64}), max_length=8, vocab_size=10)
+    section = SECTION.model_copy(update={"max_concurrent_groups": 64})
+    engine = ServerEngine(adapter, servers, section, max_length=8, vocab_size=10)
     await engine.weights.load(Path("weights"), 1)
     asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
     await every_chance()
@@ -367,7 +368,7 @@ async def test_servers_are_told_once_what_they_are_to_abort(fakes: list[Fake], e
     """By name: what others ask of them goes on, as does a group of this run that is not interrupted."""
     adapter, names = Listed(), [f"{n}" for n in range(64)]
     servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
-    section = SECTION.model_copy(update={"concurrency": 64})
+    section = SECTION.model_copy(update={"max_concurrent_groups": 64})
     engine = ServerEngine(adapter, servers, section, max_length=8, vocab_size=10)
     await push(engine, 1)
     group = asyncio.create_task(engine.generate(replace(REQUEST, id="group", num_completions=2, ahead=True)))
@@ -437,7 +438,7 @@ class Held(Described):
 async def two_groups_of_four(fake: Fake, folder: Path, *keys: str) -> AsyncIterator[tuple[Held, ServerEngine]]:
     """A run's servers, of which so much may be in flight."""
     model = make_tiny_model(TinySizes(), folder / "cache", seed=0)
-    limits = ["rollout.server.concurrency=2", "rollout.group_size=4"]
+    limits = ["rollout.server.max_concurrent_groups=2", "rollout.group_size=4"]
     config = load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={fake.url}", *limits, *keys])
     servers = ServerPool(config, held := Held(), model, folder, read_shape(model))
     async with servers.running(folder / "mirror" / "model.safetensors") as engine:

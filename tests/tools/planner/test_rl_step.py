@@ -184,7 +184,7 @@ def in_groups(groups: list[list[float]], requests: int) -> float:
 
 @pytest.mark.parametrize(("requests", "group"), [(4, 8), (16, 4)])
 def test_requests_that_wait_for_their_longest_completion_hold_servers_back(requests: int, group: int) -> None:
-    """rollout.server.concurrency counts requests, each of a group: its other completions' places stay empty."""
+    """rollout.server.max_concurrent_groups counts groups, and the places of their ended completions stay empty."""
     lengths, count = length_distribution(1000, 4096), 12 * requests
     drawn = random.Random(0)
     groups = [[drawn.choice(lengths) for _ in range(group)] for _ in range(count)]
@@ -366,7 +366,7 @@ def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences(
     assert parts["teacher_me"] == pytest.approx(wanted, rel=1e-9)
     assert parts["teacher_me"] > 1.4 * parts["log-probs"]
     average = load_config(
-        QWEN_30B, [*teacher, "algorithm.kl.follow_rate=0.1", "model.path=x", "rollout.max_prompt_tokens=200"]
+        QWEN_30B, [*teacher, "algorithm.kl.reference_update_rate=0.1", "model.path=x", "rollout.max_prompt_tokens=200"]
     )
     assert rl_step(average, SHAPE, H100, [500.0], prompt=100.0).parts == parts  # no second pass as the reference
 

@@ -223,10 +223,10 @@ def test_servers_fill_their_nodes(dp: int) -> None:
 
 def test_servers_of_a_plan_have_as_many_requests_as_they_can_take() -> None:
     best = search(asked("kimi-k2", "gpus=1024", "gpu=h100", "rollout.prompts_per_step=1024").wanted).plans[0]
-    assert best.config.rollout.server.concurrency == best.keys["rollout.server.concurrency"] > 256
+    assert best.config.rollout.server.max_concurrent_groups == best.keys["rollout.server.max_concurrent_groups"] > 256
     assert not best.step.sampled.held_back
-    few = search(asked(*SMALL, "rollout.server.concurrency=4").wanted).plans[0]
-    assert few.config.rollout.server.concurrency == 4
+    few = search(asked(*SMALL, "rollout.server.max_concurrent_groups=4").wanted).plans[0]
+    assert few.config.rollout.server.max_concurrent_groups == 4
     assert few.step.sampled.held_back
 
 

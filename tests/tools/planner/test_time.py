@@ -352,7 +352,7 @@ def test_completions_longer_in_the_mean_than_any_may_be_are_refused() -> None:
 def test_requests_in_flight_that_take_the_whole_step_hold_nothing_back() -> None:
     """A synchronous step of 64 groups, on servers with places for 124."""
     keys = ("rollout.max_new_tokens=1024", "rollout.server.replicas=4")
-    few, whole, more = (told(job(QWEN_30B, *keys, f"rollout.server.concurrency={n}")) for n in (16, 64, 1000))
+    few, whole, more = (told(job(QWEN_30B, *keys, f"rollout.server.max_concurrent_groups={n}")) for n in (16, 64, 1000))
     assert few.seconds > whole.seconds == more.seconds
     said = ["holds the servers back" in "\n".join(found.lines()) for found in (few, whole, more)]
     assert said == [True, False, False]

@@ -196,7 +196,7 @@ def test_each_term_grows_with_what_its_advice_names() -> None:
     half = now("learner.max_tokens_per_micro_batch=8192").terms["activations"]
     assert was["activations"] / 2 < half < was["activations"] / 2 + gradients  # which do not grow with tokens
     assert now("algorithm.kl.coefficient=0.1").terms["reference"] == was["parameters"]
-    follows = now("algorithm.kl.coefficient=0.1", "algorithm.kl.follow_rate=0.1")
+    follows = now("algorithm.kl.coefficient=0.1", "algorithm.kl.reference_update_rate=0.1")
     assert follows.terms["reference"] == 2 * was["parameters"]  # in float32, beside parameters in bfloat16
     assert now("algorithm=ppo").terms["critic"] == was["parameters"] + was["gradients"] + was["optimizer"]
     assert now("weights.bucket_mb=512").terms["weight push"] == 2 * was["weight push"]

@@ -367,7 +367,7 @@ def test_a_token_without_an_embedding_ends_the_run(tmp_path: Path, name: str, mo
     ],
 )
 def test_trajectories_that_wait_for_servers_or_the_reverse_are_noted(most: int, groups: int, said: str | None) -> None:
-    served = ("rollout=vllm", "rollout.server.addresses=http://a:1", f"rollout.server.concurrency={groups}")
+    served = ("rollout=vllm", "rollout.server.addresses=http://a:1", f"rollout.server.max_concurrent_groups={groups}")
     many = ("rollout.prompts_per_step=8", "rollout.group_size=4", f"environment.concurrency={most}")
     config = load_config("calculator", [*served, *many])
     notes = [

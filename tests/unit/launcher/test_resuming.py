@@ -197,6 +197,7 @@ def test_a_renamed_key_without_a_value_leaves_that_of_its_name_of_today(old: str
         ("algorithm.second_moment_limit", 0.04, "0.04 then, now no such key; it is called algorithm.parameters."),
         ("data.gone", 1, "1 then, now no such key\nresume with the version that wrote it, or begin another run.name"),
         ("data.gone", None, None),
+        ("rollout.max_seconds", 30.0, None),  # its new name is free
         ("gone.inner", None, None),
         ("learner.optimizer.distributed", True, None),
         ("learner.optimizer.distributed", False, "False then, now no such key; data-parallel ranks shard"),

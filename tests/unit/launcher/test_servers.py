@@ -168,7 +168,7 @@ async def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> Non
         async with bed(fakes, []) as it:
             await it.push(4)
             async with without_files(it, fakes[0]) as replica:
-                with pytest.raises(EngineError, match=r"request 'step 1.*ulimit -Hn.* rollout.server.concurrency"):
+                with pytest.raises(EngineError, match=r"request 'step 1.*ulimit -Hn.* rollout.server.max_concurrent"):
                     await it.engine.generate(ENGINE_REQUEST)
                 assert not replica.suspected.is_set()
                 replica.suspect(AttemptFailed("of another cause"))  # its supervisor asks for its health

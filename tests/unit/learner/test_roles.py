@@ -34,7 +34,7 @@ from tests.distributed.test_role_layouts import sampled
 from tools.convert.inspection import describe
 
 RATE = 0.25
-GIVEN = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", f"algorithm.kl.follow_rate={RATE}", "learner.ep=1")
+GIVEN = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", f"algorithm.kl.reference_update_rate={RATE}", "learner.ep=1")
 LORA = ("learner.lora.rank=4",)
 PROJECTION = "decoder.layers.0.self_attention.linear_proj."
 

@@ -239,6 +239,7 @@ def test_paths_that_lead_nowhere_say_why(user_module: str, path: str, message: s
 
 
 # The format and length rewards, and the section that configures them.
+RATE = "algorithm.kl.reference_update_rate"
 PROMPT = Prompt(id="train:7", text="q", token_ids=(1,), answer="4")
 
 
@@ -285,7 +286,7 @@ def test_a_function_without_its_options_says_which(name: str, message: str) -> N
                 ["reward.parts.exact_match=0", *keys],
                 r"are all 0, and the policy is compared with itself.*set algorithm\.kl\.reference to a teacher",
             )
-            for keys in (["algorithm=gkd"], ["algorithm=distill"], ["algorithm=gkd", "algorithm.kl.follow_rate=0.05"])
+            for keys in (["algorithm=gkd"], ["algorithm=distill"], ["algorithm=gkd", f"{RATE}=0.05"])
         ),
         (["reward.parts.Format=1"], r"reward\.parts\.Format.*text that matches"),
         (["reward.parts.format.weights=1"], r"reward\.parts\.format\.weights=1: no such key.*weight"),

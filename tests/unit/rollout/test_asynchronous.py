@@ -127,7 +127,7 @@ class Ran:
 
 def run(kind: str, k: int, steps: int, mode: RunningRequests = "recompute", pause: float = 0.0) -> Ran:
     """The loop of a run with this staleness."""
-    server = ServerSection(running_requests=mode, concurrency=4096)
+    server = ServerSection(running_requests=mode, max_concurrent_groups=4096)
     section = RolloutSection(
         prompts_per_step=PROMPTS, group_size=GROUP, engine="vllm", max_new_tokens=MOST * MEAN, server=server
     )

@@ -38,7 +38,7 @@ from tests.unit.rollout.test_engine_routes import ASKED
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
 REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
-SECTION = ServerSection(timeout_seconds=60.0, concurrency=3)
+SECTION = ServerSection(timeout_seconds=60.0, max_concurrent_groups=3)
 
 LABELS = WeightLabels()
 LABELS.start = "t"
@@ -215,7 +215,7 @@ async def test_what_cannot_be_served_names_the_request(answer: tuple[int, object
 
 
 async def test_no_more_requests_are_in_flight_than_allowed(fakes: list[Fake]) -> None:
-    three = threading.Barrier(SECTION.concurrency)
+    three = threading.Barrier(SECTION.max_concurrent_groups)
 
     def meeting(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         three.wait(SECTION.timeout_seconds)  # none is answered before as many are in flight as may be

@@ -266,7 +266,7 @@ async def test_of_a_request_that_was_answered_whole_nothing_is_kept(fakes: list[
     assert asked.interrupts == 1
 
 
-# Completions that run longer than ``rollout.max_seconds`` end where they are, and count as truncated.
+# Completions that run longer than ``rollout.completion_timeout_seconds`` end where they are, and count as truncated.
 TIMED = replace(REQUEST, params=replace(PARAMS, max_new_tokens=5, stop_token_ids=(9,)), max_seconds=0.05)
 
 
@@ -365,11 +365,11 @@ def test_time_between_attempts_and_in_attempts_that_failed_does_not_count() -> N
 
 @pytest.mark.parametrize("keys", [[], ["rollout.server.replicas=2"], ["rollout=vllm"]])
 def test_only_servers_can_end_a_completion_before_the_others(keys: list[str]) -> None:
-    given = [*keys, "rollout.max_seconds=30"]
+    given = [*keys, "rollout.completion_timeout_seconds=30"]
     if keys:
-        assert load_config("tiny_cpu", given).rollout.max_seconds == 30
+        assert load_config("tiny_cpu", given).rollout.completion_timeout_seconds == 30
         return
-    said = "max_seconds=30 with rollout.engine=local: .* a whole batch in one call, .* set rollout.server.replicas"
+    said = "timeout_seconds=30 with rollout.engine=local: .* a whole batch in one call, .* set rollout.server.replicas"
     with pytest.raises(ConfigError, match=said):
         load_config("tiny_cpu", given)
 
@@ -421,7 +421,7 @@ async def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> Non
         await push(engine, 1)
         fake.answer = behind
         later = replace(REQUEST, birth=0)  # as a trajectory's later turns
-        ahead = [asyncio.ensure_future(engine.generate(later)) for _ in range(2 * SECTION.concurrency)]
+        ahead = [asyncio.ensure_future(engine.generate(later)) for _ in range(2 * SECTION.max_concurrent_groups)]
         await asyncio.sleep(0)
         await engine.generate(replace(REQUEST, id="evaluation: 2+2=", ahead=True))
         await asyncio.gather(*ahead)

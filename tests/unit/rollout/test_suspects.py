@@ -68,7 +68,7 @@ class World:
         self.together, self.status = r.random() < 0.3, r.random() < 0.3
 
     async def run(self) -> None:
-        section = ServerSection(concurrency=self.slots)
+        section = ServerSection(max_concurrent_groups=self.slots)
         seats: list[Any] = [Seat(number) for number in range(self.replicas)]
         self.engine = ServerEngine(Deadly(self), seats, section, max_length=99, vocab_size=99)
         for replica in self.engine.replicas.all:

@@ -275,11 +275,11 @@ def test_nll_weights_are_over_the_right_tokens_of_their_minibatch() -> None:
 )
 def test_whole_groups_that_move_nothing_or_are_too_few_are_refused(keys: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_config("tiny_cpu", ["train.whole_groups=true", *keys])
+        load_config("tiny_cpu", ["train.minibatch_by_group=true", *keys])
 
 
 # When a reference that follows the policy takes its weights, and where it is from at a start and at a resume.
-FOLLOWS = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", "algorithm.kl.follow_rate=0.25")
+FOLLOWS = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", "algorithm.kl.reference_update_rate=0.25")
 
 
 async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[Any], list[Any]]:
@@ -307,17 +307,17 @@ async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[
     ("keys", "led"),
     [
         ((), [0.25, 0.25]),
-        (("algorithm.kl.follow_every=31",), [0.25]),  # after step 62
-        (("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=100"), []),
-        (("algorithm.kl.follow_rate=1.0", "algorithm.kl.follow_every=31"), [1.0]),
-        (("algorithm.kl.follow_rate=null",), []),
+        (("algorithm.kl.reference_update_every=31",), [0.25]),  # after step 62
+        (("algorithm.kl.reference_update_rate=1.0", "algorithm.kl.reference_update_every=100"), []),
+        (("algorithm.kl.reference_update_rate=1.0", "algorithm.kl.reference_update_every=31"), [1.0]),
+        (("algorithm.kl.reference_update_rate=null",), []),
     ],
 )
 def test_weights_are_taken_when_due(keys: tuple[str, ...], led: list[Any], tmp_path: Path) -> None:
     assert asyncio.run(heard(tmp_path, *keys, fresh=True))[0] == led
 
 
-@pytest.mark.parametrize(("keys", "loads"), [((), 0), (("algorithm.kl.follow_rate=null",), 1)])
+@pytest.mark.parametrize(("keys", "loads"), [((), 0), (("algorithm.kl.reference_update_rate=null",), 1)])
 def test_a_resume_has_it_from_the_checkpoint(keys: tuple[str, ...], loads: int, tmp_path: Path) -> None:
     """A frozen one is read again from where the run began."""
     assert len(asyncio.run(heard(tmp_path, *keys, fresh=True))[1]) == 1

@@ -278,7 +278,7 @@ def groups() -> list[RolloutGroup]:
     [
         ("distill", [], "policy"),
         ("gkd", [], "policy"),
-        ("gkd", ["algorithm.kl.follow_rate=0.1"], "reference"),
+        ("gkd", ["algorithm.kl.reference_update_rate=0.1"], "reference"),
         ("distill", [f"{KEY}.me.path=tests"], "teacher_me"),
         ("gkd", [f"{KEY}.me.path=tests", "roles.layouts.teacher_me.tp=1"], "teacher_me"),
         (

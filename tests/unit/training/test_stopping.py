@@ -594,18 +594,18 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
     ("keys", "reason"),
     [
         ([], "rollout.engine=local: this engine samples in the learner's processes, which train meanwhile"),
-        (["rollout=vllm", "rollout.server.colocated=true"], "eval.mode=beside with .*rollout.server.colocated=true"),
+        (["rollout=vllm", "rollout.server.colocated=true"], "eval.mode=background with .*server.colocated=true"),
         (["rollout.server.replicas=1", "eval.every=0"], "eval.every=0 .*: nothing is evaluated between"),
         (
             ["rollout.server.replicas=1", "eval.at_once=4", "environment.function=calculator"],
             "eval.at_once=4 and environment.function=calculator: a turn that waits",
         ),
-        (["rollout.server.replicas=1", "checkpoint.keep_best=1"], "keep_best=1 with .*eval.mode=beside: a checkpoint"),
+        (["rollout.server.replicas=1", "checkpoint.keep_best=1"], "keep_best=1 with .*eval.mode=background: a check"),
     ],
 )
 def test_where_it_would_do_nothing_it_is_refused(keys: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_config("tiny_cpu", ["eval.mode=beside", *keys])
-    with pytest.raises(ConfigError, match=r"at_once=4 with eval\.mode=blocking: it is for evaluations beside training"):
+        load_config("tiny_cpu", ["eval.mode=background", *keys])
+    with pytest.raises(ConfigError, match=r"at_once=4 with eval\.mode=blocking: only evaluations in the backgr"):
         load_config("tiny_cpu", ["eval.at_once=4"])
-    load_config("tiny_cpu", ["eval.mode=beside", "rollout.server.replicas=1"])
+    load_config("tiny_cpu", ["eval.mode=background", "rollout.server.replicas=1"])

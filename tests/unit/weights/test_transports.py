@@ -127,7 +127,7 @@ def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> 
     rendezvous = keeper.rendezvous(1, learners=1, backend="gloo")
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.ip for c in listening if c.laddr.port == rendezvous.port] == ["127.0.0.1"]
-    with pytest.raises(ConfigError, match=r"weights\.meeting_host=192\.0\.2\.1: .*controller's node"):
+    with pytest.raises(ConfigError, match=r"weights\.rendezvous_host=192\.0\.2\.1: .*controller's node"):
         RendezvousStore("192.0.2.1", LIMIT)  # of nobody (RFC 5737)
     member = RendezvousMember(rendezvous, 0)
     assert member.group is None  # it would be alone in it
