@@ -61,7 +61,9 @@ def evaluate(
         str | None,
         typer.Option(help="a name under conf/, or a YAML file [default: the run's own; for another folder tiny_cpu]"),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="of the results' file [default: the checkpoint's]")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="of the results' file [default: the checkpoint's, with the next free number]")
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="two files of results: show what the second has more", metavar="A B"),
@@ -89,7 +91,8 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
     from launcher.build.data import load_data
     from launcher.build.trained import config_for_folder, format_variables, hugging_face, standalone_engine
 
-    path = target.out / f"{name or target.name}.json"
+    paths = (target.out / f"{target.name}{number}.json" for number in ("", *(f"-{n}" for n in range(2, 10_000))))
+    path = target.out / f"{name}.json" if name else next(path for path in paths if not path.exists())
     _check(target.config)
     with _claimed(path), scratch() as spare, run_log(target.out, role="eval"):
         folder = hugging_face(target, spare)

@@ -199,7 +199,7 @@ def test_what_cannot_be_compared_is_refused(folder: Path, here: Path, capsys: py
     (here / "eval").mkdir()
     (here / "eval" / f"{folder.name}.json").touch()
     (kept := here / "eval" / f".{folder.name}.json.unfinished").touch()  # a file without results does not end it
-    status, text = said(capsys, str(folder), *KEYS)
+    status, text = said(capsys, str(folder), *KEYS, "--name", folder.name)
     assert (status, kept.exists()) == (1, True)
     assert "exists; remove it, or give another name with --name" in " ".join(text.split())
 
@@ -282,6 +282,8 @@ async def test_of_two_at_once_with_one_name_the_second_is_refused(folder: Path, 
     assert str(second).startswith("eval/a.json: an evaluation that still runs will write it; wait for its end, or give")
     assert isinstance(second, ConfigError)
     assert sorted((here / "eval").glob("*.json")) == [here / "eval" / "a.json", here / "eval" / "b.json"]
+    (here / "eval" / f"{target.name}.json").touch()
+    assert await measure_model(target, None) == Path(f"eval/{target.name}-2.json")
 
 
 def asked(folder: Path) -> tuple[int, Counter[int]]:
