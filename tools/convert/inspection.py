@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from launcher.build.model import starting_shape
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import CheckpointError, ConfigError, of_the_hub
 from rl_megatron.files import parse
 from rl_megatron.models.json_files import JsonFields, read_json, tensor_names
@@ -131,10 +133,11 @@ def describe(folder: Path) -> Contents:
     """
     if (folder / _ADAPTER).is_file():
         return _adapters(folder)
-    megatron, config = is_megatron(folder), _config(folder)
+    megatron, config = is_megatron(folder), _config(folder) or _run_model(folder)
     layers = num if isinstance(num := config.get("num_hidden_layers"), int) else None
     held = list(_megatron(folder, layers) if megatron else _hugging_face(folder, layers))
     facts = {**_model(config), **(_megatron_facts(folder) if megatron else _hugging_face_facts(folder))}
+    facts["tokenizer"] = config.get("_tokenizer", facts["tokenizer"])
     drafts = sorted({draft for name, *_ in held if (draft := _draft_of(name, layers)) is not None})
     if drafts:
         facts["draft layers"] = ", ".join(drafts)
@@ -227,6 +230,19 @@ def _config(folder: Path) -> Mapping[str, Any]:
     raw = (read_json(path, JsonFields, CheckpointError).model_extra or {}) if path.is_file() else {}
     text = raw.get("text_config")
     return {**raw, **text, "model_type": raw.get("model_type")} if isinstance(text, dict) else raw
+
+
+def _run_model(folder: Path) -> Mapping[str, Any]:
+    """Returns sizes by their keys in config.json if ``folder`` has the shards of a run with a known model."""
+    file = folder.absolute().parent.parent.parent / "config.yaml"
+    if folder.name != "learner" or not file.is_file():
+        return {}
+    try:
+        shape = starting_shape(run := load_config(str(file), []))
+    except ConfigError:  # the model's folder is not on this machine
+        return {}
+    sizes = {"num_hidden_layers": shape.num_layers, "hidden_size": shape.hidden_size, "num_experts": shape.num_experts}
+    return {**sizes, "model_type": shape.family, "_tokenizer": f"from {run.model.path or 'the tiny model'}"}
 
 
 def _model(config: Mapping[str, Any]) -> Mapping[str, str]:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from launcher.__main__ import app
+from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.observability.metrics import STEPS
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.weights.layouts.families import read_shape
@@ -128,6 +129,23 @@ def test_the_newest_checkpoint_is_told_with_its_step(
         (shards.parent / "trainer.json").write_text(json.dumps({"step": step}))
     assert status_of("convert", "--inspect", tmp_path) == 0
     assert capsys.readouterr().out.startswith(f"{shards}: megatron torch_dist, of step {steps[-1]}\n")
+
+
+def test_a_run_names_the_model_of_its_configuration(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = shutil.copytree(folders / "megatron", tmp_path / "checkpoints/step_000002/learner")
+    (shards / "config.json").unlink()
+    (tmp_path / "checkpoints/step_000002/trainer.json").write_text('{"step": 2}')
+    for keys, model, tokenizer in (
+        ([], "qwen3_moe: 2 layers, hidden size 64, 8 experts", "from the tiny model"),
+        (["model.path=/away", "warm_start.steps=0"], "unknown: there is no config.json", "none"),
+    ):
+        save_resolved(load_config("tiny_cpu", keys), tmp_path / "config.yaml")
+        assert status_of("convert", "--inspect", tmp_path) == 0
+        told = capsys.readouterr().out
+        assert f"model: {model}\n" in told
+        assert f"tokenizer: {tokenizer}\n" in told
 
 
 def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
