@@ -29,7 +29,7 @@ from rl_megatron.types import Completion, Prompt
 ROOT = Path(__file__).resolve().parent.parent
 OF_OTHER_TASKS = {"gigpo", "distill", "gkd"}  # with turns, or a teacher
 NAMES = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - OF_OTHER_TASKS)
-PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
+PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.sinks=[]")
 ENOUGH = 0.9
 STEPS = load_config("tiny_cpu", []).train.steps
 LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambda 0 below 20 tokens; answers have 4

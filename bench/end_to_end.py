@@ -257,7 +257,7 @@ def our_config(task: Task, work: Path) -> dict[str, Any]:
         },
         "eval": {"every": 0},
         "checkpoint": {"every": 0},
-        "log": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+        "log": {"progress": "plain", "sinks": [], "samples_per_step": 0},
     }
 
 

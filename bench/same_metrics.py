@@ -23,7 +23,7 @@ from rl_megatron.observability.files import JsonRow, read_jsonl
 from rl_megatron.observability.metrics import deterministic, documented
 
 REPO = Path(__file__).resolve().parents[1]
-KEYS = ("seed=0", "log.progress=plain", "log.tensorboard=false", "run.dir=runs", "run.name=same")
+KEYS = ("seed=0", "log.progress=plain", "log.sinks=[]", "run.dir=runs", "run.name=same")
 
 
 @contextlib.contextmanager

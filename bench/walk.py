@@ -34,7 +34,7 @@ from bench.results import parse, write
 
 REPO = Path(__file__).resolve().parents[1]
 KEYS = (
-    *("run.dir=runs", "run.name=walk", "log.progress=plain", "log.tensorboard=false", "warm_start.steps=0"),
+    *("run.dir=runs", "run.name=walk", "log.progress=plain", "log.sinks=[]", "warm_start.steps=0"),
     *("train.steps=1", "rollout.prompts_per_step=1", "rollout.group_size=4", "train.minibatches=1"),
     *("data.num_eval=1", "learner.threads=1"),
 )

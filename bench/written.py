@@ -150,7 +150,7 @@ def our_rates(folder: Path, model: Path, job: str, rows: Path, steps: int, layou
             "train": {"steps": steps, "learning_rate": LEARNING_RATE},
             "eval": {"every": 0},
             "checkpoint": {"every": 0},
-            "log": {"progress": "plain", "tensorboard": False},
+            "log": {"progress": "plain", "sinks": []},
         }
         Path(work, "run.yaml").write_text(json.dumps(config))  # JSON is YAML
         run([sys.executable, "-m", "launcher", "train", "--config", f"{work}/run.yaml", *layout])

@@ -34,7 +34,7 @@ _PACKAGES = (
     ("vllm", "vllm", "optional: rollout engine"),
     ("sglang", "sglang", "optional: rollout engine"),
     ("ray", "ray", "optional: launching over nodes"),
-    ("wandb", "wandb", "optional: log.wandb"),
+    ("wandb", "wandb", "optional: log.sinks=wandb"),
 )
 IMPORT_SECONDS = 300.0  # limit for the learner's modules, from a cold disk
 

@@ -258,7 +258,7 @@ def smoke_of(config: RunConfig) -> RunConfig:
         "warm_start": WarmStartSection().model_dump(),
         "eval": {"every": 0 if config.eval.mode == "blocking" else steps, "sets": sets},
         "checkpoint": {"every": 1, "keep": 2, "keep_best": 0},
-        "log": {"tensorboard": False, "wandb": "off", "wandb_project": LogSection().wandb_project},
+        "log": {"sinks": (), "project": LogSection().project},
         "slurm": {"restarts": max(config.slurm.restarts, 1)},
     }
     for section, changed in changes.items():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shlex
 import sys
 import time
@@ -36,6 +37,7 @@ from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
+from rl_megatron.observability.sinks.sink import RunEnd, Sinks, SinkSettings
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
 
@@ -141,8 +143,9 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
             goes_on = f"rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume goes on"
             finished: bool | None = None  # not begun
             try:
-                async with report_written_again(config, folder):
-                    finished = await _train(parts, progress, stop, start, loop_watch)
+                async with _open_sinks(config, folder, start) as sinks, report_written_again(config, folder):
+                    finished = await _train(parts, progress, stop, start, loop_watch, sinks)
+                    sinks.end = RunEnd(state="finished") if finished else sinks.end
             except StopRequested as early:
                 progress.stopped(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
@@ -162,6 +165,24 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
             if finished is False:
                 progress.stopped(f"stopped and saved; {goes_on}")
     return folder
+
+
+@contextlib.asynccontextmanager
+async def _open_sinks(config: RunConfig, folder: Path, start: Checkpoint | None) -> AsyncIterator[Sinks]:
+    """Context of the run's sinks. They get its end, with the error that ends it, and a bounded time to close."""
+    settings = SinkSettings(
+        folder=folder, project=config.log.project, is_fresh=start is None, environment=dict(os.environ)
+    )
+    sinks = Sinks(config.log.sinks, settings)
+    try:
+        yield sinks
+    except StopRequested:
+        raise
+    except Exception as error:
+        sinks.end = RunEnd(state="failed", message=f"{_hidden(error) or error}")
+        raise
+    finally:
+        await asyncio.to_thread(sinks.close)
 
 
 def _hidden(error: BaseException) -> RLMegatronError | None:
@@ -265,7 +286,12 @@ def _plan(config: RunConfig, folder: Path) -> None:
 
 
 async def _train(
-    parts: RunParts, progress: Progress, stop: StopSignal, start: Checkpoint | None, loop_watch: LoopWatch
+    parts: RunParts,
+    progress: Progress,
+    stop: StopSignal,
+    start: Checkpoint | None,
+    loop_watch: LoopWatch,
+    sinks: Sinks,
 ) -> bool:
     """Trains, and exports the model unless a stop says not to. Returns whether every step was made."""
     from launcher.build.jobs import make_loops
@@ -284,10 +310,10 @@ async def _train(
             before_row=parts.hold,
             is_taught=is_taught,
             decode=data.tokenizer.decode,
-            fresh=start is None,
+            sinks=sinks,
         )
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(asyncio.to_thread, recorder.close)  # W&B may be slow, or away
+            stack.push_async_callback(asyncio.to_thread, recorder.close)
             warm_start, loop = make_loops(parts, shape, roles, data, recorder, stop)
             loop_watch.begin()
             of_warm_start = start is None or start.state.warm_start_step is not None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launcher.preflight import devices, engine, model_files, own_code, problems_of_data, sizes
+from launcher.preflight import devices, engine, model_files, own_code, problems_of_data, sinks, sizes
 from launcher.preflight.subject import Check, Finding, PreflightContext, run_check
 from rl_megatron.config.run import RunConfig
 from rl_megatron.entries import declared, describe_entry, load_entry
@@ -20,6 +20,7 @@ CHECKS: Mapping[str, Check] = {
     "data": problems_of_data.check,
     "devices": devices.check,
     "nodes": devices.check_nodes,
+    "sinks": sinks.check,
     "engine": engine.check,
     "versions": engine.check_versions,
     "reward": own_code.check,

@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_megatron.errors import quote_start
@@ -30,8 +30,10 @@ class Removed:
     """Values that say what is done now: null, false, 0 and empty ones, if none is given. A key with one is dropped."""
     name: str | None = None
     """The key that replaced it; the first ``*`` in it is what that of the old name is."""
-    entry: str | None = None
-    """The entry that a switch with the value true adds to the list ``name``."""
+    entries: Mapping[bool | str, str | None] = field(default_factory=dict)
+    """Value of a switch -> the entry that it adds to the list ``name``; None, and a value that is off, add no entry."""
+    usual: tuple[str, ...] = ()
+    """The default of the list ``name``."""
     of_policy: str | None = None
     """The policy's key that a critic of its own follows now; ``fixed`` is the default of both."""
 
@@ -42,7 +44,7 @@ def _renamed(name: str) -> Removed:
 
 def _entries(section: str, name: str, *switches: str) -> Mapping[str, Removed]:
     """Rows of switches of a section that are entries of the list ``name`` now."""
-    return {f"{section}.{one}": Removed(f"set {name}={one}", name=name, entry=one) for one in switches}
+    return {f"{section}.{one}": Removed(f"set {name}={one}", name=name, entries={True: one}) for one in switches}
 
 
 _STARTED = "start the server in slurm.setup or in a job of its own, and give its URL (docs/data.md)"
@@ -59,6 +61,7 @@ _TINY = Removed("the tiny model's heads are fixed, and its embeddings are not ti
 _CRITICS = Removed("the critic is trained by the policy's optimizer, learner.optimizer; leave it out to have that")
 _FUSION = Removed("TransformerEngine's layers sort tokens by kernels, and routers choose experts without one")
 _NODES_ALIKE = Removed("the nodes of a job are alike, and a role has as many as its ranks fill")
+_SINKS = "log.sinks"
 _SPARE = Removed("a trajectory that fails drops its group, with environment.on_error=drop")
 
 REMOVED: Mapping[str, Removed] = {
@@ -176,6 +179,16 @@ REMOVED: Mapping[str, Removed] = {
     "learner.recompute_layers": Removed("it is called learner.recompute.uniform, 1 for true and null for false"),
     "learner.vocab_multiple": Removed("rows of the vocabulary are padded to a multiple of 8 times tp", fixed=(8,)),
     "log.samples_per_group": Removed("the first four completions of a group are written", fixed=(4,)),
+    "log.tensorboard": Removed(
+        "set log.sinks=tensorboard, or log.sinks=[]", name=_SINKS, entries={True: "tensorboard"}, usual=("tensorboard",)
+    ),
+    "log.wandb": Removed(
+        "set log.sinks=wandb, or log.sinks=wandb:offline",
+        name=_SINKS,
+        entries={"off": None, "online": "wandb", "offline": "wandb:offline"},
+        usual=("tensorboard",),
+    ),
+    "log.wandb_project": _renamed("log.project"),
     "model.tiny.head_dim": _TINY,
     "model.tiny.num_heads": replace(_TINY, fixed=(4,)),
     "model.tiny.num_kv_heads": replace(_TINY, fixed=(2,)),
@@ -344,14 +357,18 @@ def new_name(key: str, value: object, tree: Mapping[str, Any]) -> tuple[str, obj
         logger.info("%s=%s is read as %s", key, value, RENAMED_VALUES[key, value])
         return key, RENAMED_VALUES[key, value]
     row, name = _row(key)[1], renamed(key)
-    if row is None or name is None or (row.entry is not None and value is not True and not is_off(value)):
+    if row is None or name is None:
+        return None
+    is_known = isinstance(value, bool | str) and value in row.entries
+    if row.entries and not is_known and not is_off(value):
         return None
     logger.info("%s is read as %s", key, name)
-    if row.entry is None:
+    if not row.entries:
         return name, value
     present = given_value(tree, name)
-    others = [one for one in present if one != row.entry] if isinstance(present, list) else []
-    return name, [*others, row.entry] if value is True else others
+    others = [one for one in (present if isinstance(present, list) else row.usual) if one not in row.entries.values()]
+    entry = row.entries[value] if isinstance(value, bool | str) and is_known else None
+    return name, others if entry is None else [*others, entry]
 
 
 def with_new_names(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:

@@ -383,7 +383,7 @@ def _reads() -> Iterator[Rule]:
     yield _read("answers have no labels", "dpo.desirable_weight", "dpo.undesirable_weight", any_of=On("dpo.loss",
           "kto"))
     yield _read("there is no environment", "environment", any_of=On("environment.function"))
-    yield _read("no metrics are sent", "log.wandb_project", any_of=On("log.wandb", Not("off")))
+    yield _read("no sink has projects", "log.project", any_of=On("log.names_project", True, "log.sinks"))
     container, of_engines = On("slurm.container"), On("slurm.engines.container")
     yield _read("nothing runs in a container", "slurm.container_runtime", "slurm.container_mounts", any_of=(container,
           of_engines))

@@ -1,63 +1,40 @@
-"""Sends a run's rows and samples to metrics.jsonl and its mirrors, samples.jsonl and the display."""
+"""Sends a run's rows and samples to metrics.jsonl and sinks, samples.jsonl and the display."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
-import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_megatron.errors import ConfigError
-from rl_megatron.files import add_path_to_errors, write_atomically
 from rl_megatron.observability import timeline
 from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue, from_the_end
 from rl_megatron.observability.history import SampleRow, SamplesWriter, SampleTurn
 from rl_megatron.observability.metrics import checked_row
 from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.sinks.sink import Sinks
 from rl_megatron.observability.timeline import Timeline
 from rl_megatron.types import Prompt, RolloutGroup, Trajectory
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
     from rl_megatron.config.sections.jobs import LogSection
 
 
 logger = logging.getLogger(__name__)
 
-_WANDB_SECONDS = 30.0  # limit to take a row, or to send the last ones: before a job's time limit each second counts
-_WANDB_BEGINS_SECONDS = 120.0  # its own limit is 90 s
-
 
 class MetricsWriter:
-    """Records rows in ``folder``/metrics.jsonl, in TensorBoard files and in W&B. Controller process only; one
-    thread at a time.
+    """Records rows in ``folder``/metrics.jsonl, then gives them to ``sinks``. Controller process only; one thread at a
+    time."""
 
-    ``fresh``: the run begins or starts over, and is a new one at W&B. Raises ConfigError if ``wandb`` is requested but
-    not installed; logs a warning for later failures of W&B, and for those of TensorBoard.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        tensorboard: bool = False,
-        wandb: Literal["off", "offline", "online"] = "off",
-        wandb_project: str = "rl_megatron",
-        fresh: bool = True,
-    ) -> None:
-        self._file = JsonlFile(folder / "metrics.jsonl")
-        self._tensorboard = _TensorBoard(folder / "tensorboard") if tensorboard else None
-        self._wandb = _Wandb(folder, wandb, wandb_project, fresh=fresh) if wandb != "off" else None
+    def __init__(self, folder: Path, sinks: Sinks | None = None) -> None:
+        self._file, self._sinks = JsonlFile(folder / "metrics.jsonl"), sinks
 
     def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> dict[str, JsonValue]:
         """Appends one row durably, with ``again`` in place of the last one if that is of the same phase and step.
@@ -66,18 +43,15 @@ class MetricsWriter:
         if again:
             self._remove(out)
         self._file.append([out])
-        tags, x = _tagged(out)
-        if self._tensorboard is not None:
-            self._tensorboard.log(str(out["phase"]), tags, x)
-        if self._wandb is not None:
-            self._wandb.log(tags)
+        if self._sinks is not None:
+            self._sinks.log(out)
         return out
 
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> int:
         """Prepares a resume from ``step``: removes later rows and a torn last line. Returns the number of rows removed.
 
-        ``step=-1`` clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. TensorBoard
-        itself hides its later points, from the next row on; W&B removes none.
+        ``step=-1`` clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. Sinks keep
+        later rows: TensorBoard hides them from the next row on.
         """
         if warm_start_step is not None:
             return self._file.truncate_after(warm_start_step, "warm_start/step")
@@ -100,166 +74,13 @@ class MetricsWriter:
         self._file.truncate_after(last, axis, late=_is_beside, also=lambda row: also <= row.items())
 
     def close(self) -> None:
-        """Flushes and closes all files, and ends the W&B run, which has half a minute, and as much to begin first.
-
-        Raises OSError that names metrics.jsonl, once all are closed."""
-        with contextlib.ExitStack() as last_first:
-            last_first.callback(self._file.close)
-            if self._tensorboard is not None:
-                last_first.callback(self._tensorboard.close)
-            if self._wandb is not None:
-                last_first.callback(self._wandb.finish)
+        """Closes metrics.jsonl, and no sink. Raises OSError that names it."""
+        self._file.close()
 
 
 def _is_beside(row: JsonRow) -> bool:
     """True if the row is of an evaluation during later steps, so that it may follow their rows."""
     return row.get("phase") == "eval"
-
-
-def _tagged(row: JsonRow) -> tuple[dict[str, float], int]:
-    """Returns a row's numbers by TensorBoard and W&B tag, and their x.
-
-    A warm start has its own x axis, and in TensorBoard its own folder. A purge of RL steps after a resume compares
-    only x, so it would remove the warm start's points too.
-    """
-    warm = row["phase"] == "warm_start"
-    numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and not (warm and n == "step")}
-    if not warm:
-        return numbers, int(numbers["step"])
-    tags = {n if n.startswith("warm_start/") else f"warm_start/{n}": v for n, v in numbers.items()}
-    return tags, int(tags.get("warm_start/step", 0))
-
-
-class _TensorBoard:
-    """TensorBoard's files, a folder for each phase. The first failure of the system logs a warning and ends the
-    writing, because the thread that writes has ended; no failure ends the training."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._writers: dict[str, SummaryWriter] = {}  # phase -> its writer
-        self._works = True
-
-    def log(self, phase: str, values: Mapping[str, float], x: int) -> None:
-        """Writes a row, unless something has failed."""
-        if not self._works:
-            return
-        with self._trying(self._folder / phase):
-            if phase not in self._writers:
-                self._folder.mkdir(exist_ok=True)  # TensorBoard would make the run's folder, too
-                self._writers[phase] = _open_tensorboard(self._folder / phase, purge_step=x)
-            for tag, value in values.items():
-                self._writers[phase].add_scalar(tag, value, x)
-            self._writers[phase].flush()
-
-    def close(self) -> None:
-        """Flushes and closes each file."""
-        for phase, writer in self._writers.items():
-            with self._trying(self._folder / phase):
-                writer.close()
-
-    @contextlib.contextmanager
-    def _trying(self, path: Path) -> Iterator[None]:
-        try:
-            with add_path_to_errors(path):
-                yield
-        except OSError as error:
-            if self._works:
-                logger.warning(
-                    "TensorBoard gets no more rows until a resume; the run goes on, and metrics.jsonl has all: %s",
-                    error,
-                )
-            self._works = False
-
-
-def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter  # takes a second: only for runs that use it
-
-    return SummaryWriter(str(folder), purge_step=purge_step)
-
-
-class _Wandb:
-    """W&B's run. The first of its failures, or of its calls that hang, logs a warning and ends the sending; no failure
-    ends the training."""
-
-    def __init__(self, folder: Path, mode: str, project: str, *, fresh: bool) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"log.wandb={mode} needs the package wandb, which is not installed; "
-                "install it with `pip install 'rl-megatron[wandb]'` or set log.wandb=off"
-            ) from error
-        self._package: Any = wandb
-        self._run: Any = None  # None until it has begun
-        self._works, self._hangs = True, False
-        identity = _wandb_id(folder, fresh=fresh)
-
-        def begin() -> None:
-            self._run = run = wandb.init(
-                project=project, name=folder.name, id=identity, dir=str(folder), mode=mode, resume="allow"
-            )
-            run.define_metric("warm_start/*", step_metric="warm_start/step")
-            run.define_metric("*", step_metric="step")
-
-        self._beginning = self._begin(begin)  # the first row waits for it, and no start of a run
-
-    def log(self, values: Mapping[str, float]) -> None:
-        """Sends a row, unless something has failed."""
-        self._begun(_WANDB_BEGINS_SECONDS)
-        if self._works:
-            self._ends(self._begin(lambda: self._run.log(values)), _WANDB_SECONDS, "it did not take a row")
-
-    def finish(self) -> None:
-        """Sends the rest, within the time limit."""
-        self._begun(_WANDB_SECONDS)
-        if self._run is not None and not self._hangs:
-            self._ends(self._begin(self._run.finish), _WANDB_SECONDS, "its last rows are not sent")
-        if self._hangs:  # otherwise W&B waits for it when Python ends
-            self._ends(self._begin(self._package.teardown), 1.0, "it does not end")
-
-    def _begun(self, seconds: float) -> None:
-        if self._works:
-            self._ends(self._beginning, seconds, "it did not begin")
-
-    def _begin(self, work: Callable[[], None]) -> threading.Thread:
-        """Starts ``work`` in a thread of its own, which does not keep Python from ending."""
-        thread = threading.Thread(target=self._try, args=(work,), name="W&B", daemon=True)
-        thread.start()
-        return thread
-
-    def _ends(self, thread: threading.Thread, seconds: float, late: str) -> None:
-        """Waits for the thread's end, or fails with ``late`` after ``seconds`` and leaves it running."""
-        thread.join(seconds)
-        if thread.is_alive():
-            self._hangs = True
-            self._fails(f"{late} in {seconds:g} s")
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001  `_fails` logs it
-            self._fails(f"{type(error).__name__}: {error}")
-
-    def _fails(self, why: str) -> None:
-        if self._works:
-            logger.warning("W&B gets no more of this run, which goes on; metrics.jsonl has all rows: %s", why)
-        self._works = False
-
-
-def _wandb_id(folder: Path, *, fresh: bool) -> str:
-    """Returns the run's id, which no other run has, whatever the names of folders. It is drawn once and kept in the
-    folder with the folder's name: a copy under another name draws its own. Ids of older runs are without a name. If
-    W&B's own folder exists and no id, the run was begun when its name was the id."""
-    path = folder / "wandb_id.txt"
-    if not fresh and path.exists():
-        kept, _, name = path.read_text().strip().partition(" ")
-        if name in ("", folder.name):
-            return kept
-    elif not fresh and (folder / "wandb").exists():
-        return folder.name
-    identity = secrets.token_hex(8)
-    write_atomically(path, f"{identity} {folder.name}\n".encode())
-    return identity
 
 
 IDLE_STEPS = 5
@@ -281,15 +102,13 @@ class Recorder:
         before_row: Callable[[], None] = lambda: None,
         is_taught: bool = False,
         decode: Callable[[list[int]], str] | None = None,
-        fresh: bool = True,
+        sinks: Sinks | None = None,
     ) -> None:
         """``before_row`` is called before each row is written, in the rows' thread; `write` raises its errors.
         ``is_taught``: texts, a teacher's distribution or right answers are learned from, whatever the advantages.
-        ``decode`` gives the text that a model read between turns; without it samples have no turns. ``fresh``: the run
-        begins, or starts over."""
-        self._metrics = MetricsWriter(
-            folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project, fresh=fresh
-        )
+        ``decode`` gives the text that a model read between turns; without it samples have no turns. ``sinks`` get each
+        row once it is on disk, and their owner closes them."""
+        self._metrics = MetricsWriter(folder, sinks)
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
         self._per_step, self._decode = log.samples_per_step, decode
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient

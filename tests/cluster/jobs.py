@@ -27,7 +27,7 @@ STEPS = 6
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 Record = list[dict[str, Any]]
 TINY = (
-    *("learner.threads=1", "learner.ep=2", "log.tensorboard=false", "rollout.prompts_per_step=4"),
+    *("learner.threads=1", "learner.ep=2", "log.sinks=[]", "rollout.prompts_per_step=4"),
     *("rollout.group_size=4", "warm_start.steps=2", "warm_start.check_every=2", "warm_start.batch_size=16"),
     *("warm_start.stop_at_accuracy=1", f"train.steps={STEPS}", "checkpoint.every=2", "eval.every=2"),
     *("data.num_eval=16", "reward.function=my_rewards:even"),

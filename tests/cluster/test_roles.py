@@ -192,7 +192,7 @@ def test_a_server_on_two_nodes_samples_what_the_learner_scores(cluster: Cluster,
 # own; a server that slurm.setup starts has the other.
 STEPS = 6
 WRITTEN = (
-    *("learner.threads=1", "log.tensorboard=false", "data.num_eval=16", f"train.steps={STEPS}"),
+    *("learner.threads=1", "log.sinks=[]", "data.num_eval=16", f"train.steps={STEPS}"),
     *("checkpoint.every=2", "eval.every=2"),
 )
 LAST = f"hf_step_{STEPS:06d}"

@@ -23,7 +23,7 @@ from tests.e2e.forked import NODE, PROGRAM, Fork
 LIMIT = 600.0  # seconds any wait may take; an idle machine needs a few, one with a load of 30 a minute
 TINY = (
     "learner.threads=1",
-    "log.tensorboard=false",
+    "log.sinks=[]",
     "rollout.prompts_per_step=4",
     "rollout.group_size=4",
     "warm_start.steps=4",

@@ -16,7 +16,7 @@ from tests.learns.run import MOST_BEFORE, learned
 
 SELDOM = ("warm_start.check_every=100", "eval.every=15")  # they measure, and change no weight
 GUESS = (
-    *("--config", "guess", "learner.ep=1", "learner.threads=1", "log.tensorboard=false", "warm_start.steps=50"),
+    *("--config", "guess", "learner.ep=1", "learner.threads=1", "log.sinks=[]", "warm_start.steps=50"),
     *("warm_start.check_every=50", "train.steps=4", "eval.every=0", "data.num_eval=32"),
 )
 FAMILIES = (

@@ -79,7 +79,7 @@ def keys(model: Path, job: str, *more: str) -> tuple[str, ...]:
         *("--config", f"{job.removesuffix('_model')}_tiny", f"model.path={model}", "data.type=files"),
         *(f"data.train={TRAIN[job]}", "data.eval=eval.jsonl", "data.fields.messages=good", "data.fields.rejected=bad"),
         *(f"{job}.batch_size={SIZE}", f"{job}.max_tokens=256", f"train.steps={STEPS}", f"train.learning_rate={RATE}"),
-        *("train.lr_decay=none", "eval.every=1", "learner.threads=1", "log.tensorboard=false"),
+        *("train.lr_decay=none", "eval.every=1", "learner.threads=1", "log.sinks=[]"),
         *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", SIGN, *more),
     )
 
@@ -345,7 +345,7 @@ def test_a_classifier_is_no_policy(reward: Run, capsys: pytest.CaptureFixture[st
 
 KEYS = (
     *("--config", "reward_tiny", "learner.ep=1", "train.lr_decay=none", "data.num_eval=16"),
-    *("eval.every=1", "checkpoint.every=1", "log.tensorboard=false"),
+    *("eval.every=1", "checkpoint.every=1", "log.sinks=[]"),
 )
 LAYOUTS = (("learner.tp=2", "learner.cp=2"), ("learner.pp=2", "learner.dp=2", "learner.ep=2"), ())
 

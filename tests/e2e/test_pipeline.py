@@ -11,7 +11,7 @@ import pytest
 from rl_megatron.evaluation.results import read_results
 from tests.e2e.processes import Place, Run
 
-COMMON = ("learner.threads=1", "log.tensorboard=false", "checkpoint.every=0")
+COMMON = ("learner.threads=1", "log.sinks=[]", "checkpoint.every=0")
 PAIRS = """
 def ipo(better, worse, beta):
     return (better - worse - 1 / (2 * beta)) ** 2
@@ -21,7 +21,7 @@ def flat(better, worse, beta):
 """
 LEARNS = (
     *("warm_start.steps=0", "train.learning_rate=1e-3", "train.lr_decay=none", "learner.ep=1", "learner.threads=1"),
-    *("rollout.temperature=0.8", "algorithm.kl.coefficient=0.001", "eval.every=6", "log.tensorboard=false"),
+    *("rollout.temperature=0.8", "algorithm.kl.coefficient=0.001", "eval.every=6", "log.sinks=[]"),
     *("reward.parts.even.function=my_rewards:even", "reward.parts.even.weight=0.1"),
     "eval.sets.sums.reward.function=my_rewards:even",
 )

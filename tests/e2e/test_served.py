@@ -75,7 +75,7 @@ class Odd:
 '''
 ODD = ("function=my_env:Odd", "options.question=?", "template=plain", "max_turns=2", "min_turn_tokens=2")
 MIXTURE = (
-    *("learner.ep=1", "learner.threads=1", "log.tensorboard=false", "warm_start.steps=0"),
+    *("learner.ep=1", "learner.threads=1", "log.sinks=[]", "warm_start.steps=0"),
     *("rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=8", "train.steps=2"),
     *("environment.function=my_agent:talks", "environment.template=plain", "environment.min_turn_tokens=1"),
     *("environment.max_tokens=64", "data=mixture", "data.sources.odd.operation=product", "eval.every=2"),

@@ -77,7 +77,7 @@ def keys(model: Path, *more: str) -> tuple[str, ...]:
     return (
         *("--config", "sft_tiny", f"model.path={model}", "data.type=files", "data.train=train.jsonl"),
         *("data.eval=eval.jsonl", "data.fields.messages=messages", f"sft.batch_size={SIZE}", "sft.max_tokens=256"),
-        *(f"train.learning_rate={RATE}", "eval.every=1", "learner.threads=1", "log.tensorboard=false"),
+        *(f"train.learning_rate={RATE}", "eval.every=1", "learner.threads=1", "log.sinks=[]"),
         *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", SIGN, *more),
     )
 

@@ -18,7 +18,7 @@ from tests.documents import blocks
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = (
-    *("learner.ep=1", "learner.dp=1", "learner.threads=1", "log.tensorboard=false", "train.steps=1", "eval.every=1"),
+    *("learner.ep=1", "learner.dp=1", "learner.threads=1", "log.sinks=[]", "train.steps=1", "eval.every=1"),
     *("rollout.prompts_per_step=2", "rollout.group_size=2", "warm_start.steps=1", "warm_start.batch_size=4"),
 )
 LARGEST_WHEEL, LARGEST_SOURCE = 2_000_000, 4_000_000  # bytes; the source archive has tests and docs

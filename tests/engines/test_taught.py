@@ -32,7 +32,7 @@ LIMIT = 300.0  # seconds of a run
 LENGTH = 64  # tokens that a server's caches are made for
 KEYS = (
     *("learner.threads=1", "learner.ep=1", "warm_start.steps=0", "train.steps=2", "eval.every=0"),
-    *("rollout.prompts_per_step=4", "rollout.group_size=4", "log.tensorboard=false", "reward.parts.exact_match=0"),
+    *("rollout.prompts_per_step=4", "rollout.group_size=4", "log.sinks=[]", "reward.parts.exact_match=0"),
 )
 # As on GPUs, and as a run's: a scheduler that overlaps and has priorities must outlive /health, which has none.
 SGLANG = (*(one for one in ON_CPU if one != "--disable-overlap-schedule"), *adapter.priority_options(()))

@@ -16,7 +16,7 @@ KEYS = (
     *("data.type=files", "data.train=tasks/train.jsonl", "data.eval=tasks/eval.jsonl", "data.on_leak=keep"),
     *("environment.template=plain", "environment.max_turns=1", "environment.max_tokens=8"),
     *("environment.min_turn_tokens=1", "learner.ep=2", "learner.threads=1", "learner.optimizer.beta2=0.99"),
-    *("train.lr_decay=linear", "eval.every=0", "log.tensorboard=false"),
+    *("train.lr_decay=linear", "eval.every=0", "log.sinks=[]"),
 )
 
 

@@ -139,7 +139,7 @@ def _trained(
     """The run, and its seconds."""
     start = time.monotonic()
     keys = (f"seed={seed}", *more, f"run.name={name}", f"model.cache_dir={place.cache}")
-    run = call("train", "--config", recipe, *keys, "learner.threads=1", "log.tensorboard=false")
+    run = call("train", "--config", recipe, *keys, "learner.threads=1", "log.sinks=[]")
     run.folder = place.folder / "runs" / name
     run.finish()
     return run, round(time.monotonic() - start, 1)

@@ -324,7 +324,7 @@ UNREAD = [  # the key, what makes it one that nothing reads, and what reads it
     ("data.on_leak=drop", (), ROWS),
     ("data.on_leak=drop", (), ("eval.sets.own.data.type=files", "eval.sets.own.data.eval=b.jsonl")),
     ("eval.temperature=0.5", (f"{SET}=1",), ("eval.sets.hard.limit=3",)),
-    ("log.wandb_project=mine", (), ("log.wandb=offline",)),
+    ("log.project=mine", (), ("log.sinks=wandb:offline",)),
     ("slurm.container_runtime=apptainer", (), ("slurm.container=/a.sif",)),
     ("slurm.container_mounts=/data", (), ("slurm.container=/a.sif",)),
     ("slurm.container_python=python3", (), ("slurm.container=/a.sif",)),
@@ -445,7 +445,7 @@ def test_a_removed_key_is_answered_with_what_to_do(key: str) -> None:
     row = removed_key(named)
     assert row is not None
     assert row.name is None or not is_removed_key(row.name)
-    if row.name is not None and row.entry is None:  # it is read, as the next test says
+    if row.name is not None and not row.entries:  # it is read, as the next test says
         return
     mixture = ["data.type=mixture", "data.sources.one.type=arithmetic"] if key.startswith("data.sources.") else []
     with pytest.raises(ConfigError) as caught:
@@ -458,12 +458,12 @@ def test_a_renamed_key_is_read_by_its_new_name(key: str, caplog: pytest.LogCaptu
     caplog.set_level("INFO")
     named, row = key.replace("*", "one"), REMOVED[key]
     assert row.name is not None
-    new, value = row.name.replace("*", "one"), True if row.entry else 0.5
-    expected = [row.entry] if row.entry else value
+    new, value = row.name.replace("*", "one"), list(row.entries)[-1] if row.entries else 0.5
+    expected = [*dict.fromkeys((*row.usual, row.entries[value]))] if isinstance(value, bool | str) else value
     assert dict(flat(with_new_names(nested(named, value)))) == {new: expected}
     assert caplog.messages == [f"{named} is read as {new}"]
     assert new_name(named, value, {}) == (new, expected)
-    if row.entry is None and not named.startswith(new):  # both are given: the schema refuses the old one
+    if not row.entries and not named.startswith(new):  # both are given: the schema refuses the old one
         both = {**nested(named, value), **nested(new, 1)} if named.split(".")[0] != new.split(".")[0] else None
         assert both is None or with_new_names(both) == both
 

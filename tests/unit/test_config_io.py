@@ -140,7 +140,9 @@ def test_a_file_of_ones_own_starts_from_a_known_config_and_its_groups(conf: Path
         ("learner.dp=null", "learner", "dp", None),
         ("learner.dp=", "learner", "dp", None),
         ("algorithm.leave_one_out=true", "algorithm", "leave_one_out", True),
-        ("log.wandb=off", "log", "wandb", "off"),
+        ("log.wandb=off", "log", "sinks", ("tensorboard",)),
+        ("log.wandb=offline", "log", "sinks", ("tensorboard", "wandb:offline")),
+        ("log.tensorboard=false", "log", "sinks", ()),
         ("train.lr_decay=none", "train", "lr_decay", "none"),
         ("reward.on_error=-1", "reward", "on_error", -1.0),
         ("reward.on_error=drop", "reward", "on_error", "drop"),
@@ -157,9 +159,10 @@ def test_override_values(conf: Path, override: str, section: str, key: str, expe
 
 
 def test_yaml_files_read_off_as_text_and_exponents_as_numbers(conf: Path) -> None:
-    (conf / "run.yaml").write_text("log: {wandb: off}\ntrain: {learning_rate: 1e-3}\nrun: {name: no}\n")
+    text = "log: {wandb: off, tensorboard: false}\ntrain: {learning_rate: 1e-3}\nrun: {name: no}\n"
+    (conf / "run.yaml").write_text(text)
     config = load_config("run", [], conf)
-    assert (config.log.wandb, config.train.learning_rate, config.run.name) == ("off", 1e-3, "no")
+    assert (config.log.sinks, config.train.learning_rate, config.run.name) == ((), 1e-3, "no")
 
 
 @given(written=st.from_regex(r"\A[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,2})?\Z"))

@@ -216,7 +216,7 @@ class Rig:
     def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.folder, self._loop = folder, loop
         progress = Progress(1, "plain", console=Console(file=StringIO()))
-        self.recorder = Recorder(folder, LogSection(tensorboard=False, samples_per_step=0), progress)
+        self.recorder = Recorder(folder, LogSection(samples_per_step=0), progress)
         self.prompts = [Prompt(id=f"p{i}", text="", token_ids=(i, i + 1), answer=decode((i, i + 1))) for i in range(8)]
 
     def heard(

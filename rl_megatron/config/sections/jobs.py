@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
 from rl_megatron.config.sections.algorithm import UNPAIRED, PreferenceSection
 from rl_megatron.section import LISTED, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -39,7 +42,7 @@ _WRITTEN = (
     *("job", "seed", "run", "model", "data", "learner", "slurm"),
     *("train.steps", "train.learning_rate", "train.lr_warmup_steps", "train.lr_decay", "train.lr_min"),
     *("eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.async_save"),
-    *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
+    *("log.progress", "log.sinks", "log.project"),
     *("profile.steps", "profile.memory"),
 )
 _UNREAD = ("data.curriculum", "data.fields.demonstration", "slurm.engines")
@@ -159,6 +162,18 @@ class CheckpointSection(Section):
     checkpoint wait for the pending one. false: training waits until it is written, and no copy is held."""
 
 
+SinkName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*(:.*)?$")]
+_LOCAL_SINKS = ("tensorboard",)
+
+
+def _check_sinks(sinks: tuple[str, ...]) -> tuple[str, ...]:
+    names = [one.partition(":")[0] for one in sinks]
+    for name in names:
+        if names.count(name) > 1:
+            raise PydanticCustomError("sinks", "Input should be different sinks, not {name} twice", {"name": name})
+    return sinks
+
+
 class LogSection(Section):
     """Display of a run's progress, and records besides metrics.jsonl."""
 
@@ -166,14 +181,16 @@ class LogSection(Section):
     """Show progress as a live panel, as plain lines, or as whichever suits the terminal (auto)."""
     samples_per_step: NonNegative = 4
     """Number of groups per step with completions in samples.jsonl, the first four of each."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard files. If the disk refuses them, a warning says so and the run continues without,
-    until a resume."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Send metrics to Weights & Biases (online), or store them to send later (offline). If that fails,
-    or takes no row for half a minute, a warning says so and the run continues without, until a resume."""
-    wandb_project: str = "rl_megatron"
+    sinks: Annotated[tuple[SinkName, ...], LISTED, AfterValidator(_check_sinks)] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl (docs/cluster.md), as a list or text such as tensorboard,wandb. The sink
+    wandb:offline stores metrics to send later. A sink that fails or hangs does not end the run."""
+    project: str = "rl_megatron"
     """Project at Weights & Biases."""
+
+    @property
+    def names_project(self) -> bool:
+        """True if a sink reads ``project``: each may, but those that are local."""
+        return any(one.partition(":")[0] not in _LOCAL_SINKS for one in self.sinks)
 
 
 class ProfileSection(Section):

@@ -12,7 +12,7 @@ from tests.gpu.machine import Machine
 pytestmark = pytest.mark.gpu
 SMALL = (
     *("rollout.prompts_per_step=4", "rollout.group_size=4", "warm_start.steps=0", "train.steps=2", "eval.every=0"),
-    *("checkpoint.every=0", "log.tensorboard=false", "learner.threads=1", "log.progress=plain"),
+    *("checkpoint.every=0", "log.sinks=[]", "learner.threads=1", "log.progress=plain"),
 )
 
 

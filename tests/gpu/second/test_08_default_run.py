@@ -20,7 +20,7 @@ def test_it_learns(machine: Machine, tmp_path: Path) -> None:
     keys = ["learner.device=cuda"]
     if machine.pretended:
         keys = ["warm_start.steps=2", "train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
-    run = ("learner.ep=1", "run.name=default", "log.progress=plain", "log.tensorboard=false")
+    run = ("learner.ep=1", "run.name=default", "log.progress=plain", "log.sinks=[]")
     path = tmp_path / "runs" / "default" / "metrics.jsonl"
     try:
         machine.command("-m", "launcher", "train", *keys, *run, folder=tmp_path, seconds=LIMIT)

@@ -424,7 +424,7 @@ def test_a_part_that_fails_is_named_and_the_job_is_ended(
 
 
 def test_it_is_the_run_in_its_layout_from_the_first_step_on() -> None:
-    keys = ("run.name=x", "checkpoint.every=7", "slurm.restarts=0", "log.wandb=online")
+    keys = ("run.name=x", "checkpoint.every=7", "slurm.restarts=0", "log.sinks=wandb")
     sets = ("eval.sets.one.limit=4", "eval.sets.one.samples=8", "eval.sets.one.temperature=1", "eval.sets.two.every=5")
     config = load_config("tiny_cpu", [*keys, *sets, "learner.dp=2", "train.lr_decay=cosine"])
     made = smoke_of(config)
@@ -432,7 +432,7 @@ def test_it_is_the_run_in_its_layout_from_the_first_step_on() -> None:
     assert (made.learner, made.rollout, made.reward, made.algorithm) == (
         *(config.learner, config.rollout, config.reward, config.algorithm),
     )
-    assert (made.warm_start.steps, made.log.wandb) == (0, "off")
+    assert (made.warm_start.steps, made.log.sinks) == (0, ())
     assert [(name, one.limit, one.samples, one.every) for name, one in made.eval.sets.items()] == [("one", 4, 1, None)]
     assert smoke_of(load_config("tiny_cpu", [])).eval.sets["smoke"].limit == 8
 

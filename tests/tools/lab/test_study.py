@@ -94,7 +94,7 @@ def test_a_cell_is_a_run_in_the_studys_folder(tmp_path: Path) -> None:
 def test_a_folder_is_named_by_what_changes_numbers_alone(tmp_path: Path) -> None:
     (cell, *_) = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}))
     assert cell.name == f"grpo-s0-{config_digest(cell.config)}"
-    same = ("run.name=x", "run.dir=y", "log.tensorboard=false", "checkpoint.every=3", "model.cache_dir=z")
+    same = ("run.name=x", "run.dir=y", "log.sinks=[]", "checkpoint.every=3", "model.cache_dir=z")
     other = ("seed=1", "train.steps=7", "learner.ep=1", "algorithm.clip_low=0.1", "data.num_eval=3")
     assert {config_digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in same} == {
         config_digest(cell.config)

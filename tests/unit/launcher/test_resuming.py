@@ -41,6 +41,9 @@ from rl_megatron.observability.history import SampleRow, SamplesWriter
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import MetricsWriter, Recorder
+from rl_megatron.observability.sinks.sink import SinkSettings
+from rl_megatron.observability.sinks.tensorboard import TensorBoardSink
+from rl_megatron.observability.sinks.wandb import WandbSink
 from rl_megatron.observability.timeline import TraceFile
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.training.loop import Intervals, Loop
@@ -546,7 +549,7 @@ async def test_a_lock_that_was_removed_is_taken_again_at_the_next_row(tmp_path: 
     """There may be hours to the next checkpoint. A folder that is away for a while is none of a row's business."""
     with claim(run := tmp_path / "run", resume=False) as claimed:
         os.utime(run / "lock", (0, 0))
-        recorder = Recorder(run, LogSection(tensorboard=False), Progress(1), before_row=claimed.hold)
+        recorder = Recorder(run, LogSection(), Progress(1), before_row=claimed.hold)
         await recorder.write({"phase": "rl", "step": 1})
         assert (run / "lock").stat().st_mtime == 0  # it is looked at, no more
         (run / "lock").unlink()
@@ -611,25 +614,24 @@ async def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, othe
         assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "hf_step_000001", "lock"]
 
 
-def test_no_writer_begins_the_folder_anew_that_was_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_writer_begins_the_folder_anew_that_was_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first row, or the first stack, began a run's folder again at its old path, and the run went on there."""
     pytest.importorskip("tensorboard")
     run, row = tmp_path / "runs/a", {"phase": "rl", "step": 1}
     run.mkdir(parents=True)
-    mirrored = MetricsWriter(run, tensorboard=True)
-    mirrored.write({"phase": "warm_start", "step": 0, "warm_start/step": 1})
+    settings, writer = SinkSettings(folder=run, environment={}), MetricsWriter(run)
+    mirrored = TensorBoardSink(settings)
+    for write in (writer.write, mirrored.log):
+        write({"phase": "warm_start", "step": 0, "warm_start/step": 1})
     run.rename(tmp_path / "moved")
-    mirrored.write(row)  # into the file that is open, and TensorBoard's of its phase, which is not
-    mirrored.close()
-    assert "TensorBoard gets no more rows until a resume" in caplog.text
+    writer.write(row)  # into the file that is open
     monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
     sample = SampleRow(step=1, prompt="", completion="", answer="", reward=0.0)
     watchdog = Watchdog([], cast(Any, None), load_config("tiny_cpu", []), run / "stacks" / "now")
     writers: Mapping[str, Callable[[], object]] = {
         "metrics": lambda: MetricsWriter(run).write(row),
-        "W&B's id": lambda: MetricsWriter(run, wandb="offline"),
+        "TensorBoard": lambda: mirrored.log(row),  # the file of another phase is open
+        "W&B's id": WandbSink(settings).open,
         "samples": lambda: SamplesWriter(run).write([sample]),
         "timeline": lambda: TraceFile(run).append([(timeline.STEPS, "step 1", 0, 1, None)]),
         "log": lambda: run_log(run, role="rank", rank=1).__enter__(),

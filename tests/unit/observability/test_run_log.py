@@ -153,7 +153,7 @@ def _group(name: str, rewards: tuple[float, ...]) -> RolloutGroup:
 
 def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
     groups = [_group("a", (0, 1, 0.5, 0, 1)), _group("b", (1, 0)), _group("c", (0, 0))]
-    log = LogSection(tensorboard=False, samples_per_step=2)
+    log = LogSection(samples_per_step=2)
     with closing(Recorder(tmp_path, log, Progress(1, "plain"))) as recorder:
         recorder.write_samples(3, groups)
     path = tmp_path / "samples.jsonl"
@@ -167,18 +167,18 @@ def test_a_prompt_of_messages_is_shown_whole(tmp_path: Path) -> None:
     said = [{"role": "developer", "content": "Be brief."}, called, {"role": "tool", "content": "7"}]
     (group,) = [_group("7", (1,))]
     group = replace(group, prompt=replace(group.prompt, messages=tuple(said)))
-    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(1, "plain"))) as recorder:
+    with closing(Recorder(tmp_path, LogSection(), Progress(1, "plain"))) as recorder:
         recorder.write_samples(3, [group])
     (row,) = read_samples(tmp_path / "samples.jsonl")
     assert row.prompt == 'developer: Be brief.\n\nassistant: [{"function": {"name": "add"}}]\n\ntool: 7'
 
 
 def test_a_row_that_is_written_again_is_of_the_process_that_made_the_step(tmp_path: Path) -> None:
-    log, row = LogSection(tensorboard=False), {"step": 1, "phase": "rl"}
+    log, row = LogSection(), {"step": 1, "phase": "rl"}
     before = {"devices/learner": 8, "devices/engines": 8}
     with closing(Recorder(tmp_path, log, Progress(2, "plain"), before)) as recorder:
         row = asyncio.run(recorder.write(row))
-    with closing(Recorder(tmp_path, log, Progress(2, "plain"), {"devices/learner": 4}, fresh=False)) as resumed:
+    with closing(Recorder(tmp_path, log, Progress(2, "plain"), {"devices/learner": 4})) as resumed:
         asyncio.run(resumed.write({**row, "eval/accuracy": 0.5}, again=True))
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "phase": "rl", **before, "eval/accuracy": 0.5}]
 
@@ -192,7 +192,7 @@ async def test_the_loop_turns_and_written_rows_keep_order(tmp_path: Path, monkey
         fsync(descriptor)
 
     monkeypatch.setattr("rl_megatron.observability.files.os.fsync", slow)
-    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(3, "plain"))) as recorder:
+    with closing(Recorder(tmp_path, LogSection(), Progress(3, "plain"))) as recorder:
         rows = ({"step": step, "phase": phase} for step, phase in ((1, "rl"), (2, "rl"), (1, "eval"), (3, "rl")))
         first, *others, last = [asyncio.create_task(recorder.write(row)) for row in rows]
         await asyncio.sleep(0)  # all have begun
@@ -209,7 +209,7 @@ async def test_the_loop_turns_and_written_rows_keep_order(tmp_path: Path, monkey
 
 def test_where_metrics_cannot_be_written_the_error_names_them_and_the_other_files_are_closed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    recorder = Recorder(tmp_path, LogSection(tensorboard=False), Progress(1, "plain"))
+    recorder = Recorder(tmp_path, LogSection(), Progress(1, "plain"))
     recorder.write_samples(1, [_group("a", (0, 1))])
     refused = f"No space left on device: '{tmp_path}/metrics.jsonl'"
     with pytest.raises(OSError, match=refused):
@@ -502,7 +502,7 @@ def test_steps_that_teach_nothing_are_warned_of_once(
 ) -> None:
     console, file = _console(terminal=False)
     warned = []
-    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
+    with closing(Recorder(tmp_path, LogSection(), Progress(10, console=console))) as recorder:
         for step, share in enumerate(equal, 1):
             asyncio.run(recorder.write({"phase": "rl", "step": step, **({} if share is None else {EQUAL: share})}))
             warned.append(caplog.text.count("no advantage differed from 0 for 5 steps"))
@@ -514,7 +514,7 @@ def test_steps_that_teach_nothing_are_warned_of_once(
 def test_gradients_of_0_with_other_rewards_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     console, _ = _console(terminal=False)
     warned, norms = [], [0.0, 0.0, 1e-9, *[0.0] * 12]
-    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(20, console=console))) as recorder:
+    with closing(Recorder(tmp_path, LogSection(), Progress(20, console=console))) as recorder:
         for step, norm in enumerate(norms, 1):
             asyncio.run(recorder.write({"phase": "rl", "step": step, EQUAL: 0.25, "grad_norm": norm}))
             warned.append(caplog.text.count("gradient norm was exactly 0 for 5 steps although rewards differed"))
@@ -523,7 +523,7 @@ def test_gradients_of_0_with_other_rewards_are_warned_of(tmp_path: Path, caplog:
 
 def test_a_critic_that_teaches_equal_groups_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     console, _ = _console(terminal=False)
-    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
+    with closing(Recorder(tmp_path, LogSection(), Progress(10, console=console))) as recorder:
         for step in range(9):
             row = {"phase": "rl", "step": step, EQUAL: 1.0, "advantage/mean": 0.0, "advantage/std": 0.1}
             asyncio.run(recorder.write(row))

@@ -106,7 +106,7 @@ class Steps(Learner):
 
 def job(folder: Path, answers: Sequence[GroupResult], learner: Any, **sections: dict[str, Any]) -> RLJob:
     rollout = {"prompts_per_step": WANTED, **sections.pop("rollout", {})}
-    given = {"train": {"minibatches": 1}, "log": {"tensorboard": False}, "rollout": rollout, **sections}
+    given = {"train": {"minibatches": 1}, "rollout": rollout, **sections}
     config = RunConfig.model_validate(given)
     roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
     prompts = PromptStream([TEACHES.prompt] * 8, seed=0)
@@ -307,7 +307,7 @@ async def test_no_turn_of_a_batch_is_visited_in_the_thread_of_the_event_loop(tmp
     async def trains(*_: object) -> Row:
         return {"tokens/train": 0}
 
-    it = job(tmp_path, answers(*[group] * WANTED), Steps(), log={"tensorboard": False, "samples_per_step": 0})
+    it = job(tmp_path, answers(*[group] * WANTED), Steps(), log={"samples_per_step": 0})
     trains.hooks = ()  # type: ignore[attr-defined]
     it.update = cast(Any, trains)
     row, loop = await it.step(1, Stopwatch()), get_ident()

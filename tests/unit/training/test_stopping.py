@@ -153,7 +153,7 @@ def run(folder: Path, at: str, *, saved: bool = True, least: float = 2.0) -> tup
         stop = asyncio.Event()
         job = Steps(stop, at, saved, least)
         folder.mkdir(exist_ok=True)
-        recorder = Recorder(folder, LogSection(tensorboard=False), Progress(6, mode="plain"))
+        recorder = Recorder(folder, LogSection(), Progress(6, mode="plain"))
         loop = Loop(
             job=cast(Any, job),
             pace=Intervals(steps=6, rows=1, evaluations=2, checkpoints=2),
@@ -407,7 +407,7 @@ class Waits(Scripted):
 def beside(folder: Path, source: PolicySampler, prompts: Sequence[Prompt] = PROMPTS) -> BackgroundEvaluator:
     problems = EvalSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
     evaluation = Evaluator(sampler=source, sets=[problems], section=EvalSection(every=3), last_step=99)
-    recorder = Recorder(folder, LogSection(tensorboard=False), Progress(9, mode="plain"))
+    recorder = Recorder(folder, LogSection(), Progress(9, mode="plain"))
     return BackgroundEvaluator(evaluation=evaluation, recorder=recorder)
 
 
