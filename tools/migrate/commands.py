@@ -1,0 +1,64 @@
+"""``rl-megatron import``: makes a configuration of another framework's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_megatron.errors import ConfigError
+from tools.migrate.core import READERS, Imported, import_file, render
+
+
+def import_command(
+    file: Annotated[
+        Path,
+        typer.Argument(help="a script or YAML of verl or TRL, or a script of slime", show_default=False),
+    ],
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="write the configuration to a new file, not to the screen")
+    ] = None,
+    framework: Annotated[
+        str | None, typer.Option("--from", help="verl, TRL or slime, if the file does not show which")
+    ] = None,
+) -> None:
+    """Make a configuration of a verl, TRL or slime file. Each key has its source as a comment, also their defaults that
+    change the loss. Keys without a counterpart are listed. Values that change the loss and have none are an error. The
+    file is read, not run.
+    """
+    names = {name.lower(): name for name in READERS}
+    if framework is not None and framework.lower() not in names:
+        raise ConfigError(f"--from {framework}: must be one of {', '.join(READERS)}")
+    imported = import_file(file, names[framework.lower()] if framework else None)
+    text = page(imported, file, write)
+    if write is None:
+        print(text, end="")
+        return
+    if write.exists():
+        raise ConfigError(f"--write {write}: the file exists; remove it, or give another name")
+    write.write_text(text, encoding="utf-8")
+    print(f"written: {write}: {len(imported.lines)} keys from {imported.framework}, row {imported.row}")
+    for line in imported.to_set:
+        print(f"set: {line}")
+    print(f"{len(imported.not_carried)} keys of {file} are not carried over; the end of {write} lists them")
+    print(f"check it: rl-megatron train --config {write} --check")
+
+
+def page(imported: Imported, file: Path, write: Path | None) -> str:
+    """The file to write: the configuration between comments that say what to set and what is not carried over."""
+    name = write or "FILE.yaml"
+    head = [
+        f"From {file} ({imported.framework}), by rl-megatron import.",
+        *(f"Set: {line}" for line in imported.to_set),
+    ]
+    head += [
+        f"Then: rl-megatron train --config {name} --check",
+        "rl-megatron scale MODEL gpus=N gpu=h100 --write LAYOUT.yaml finds a layout for your GPUs.",
+    ]
+    tail = [f"Keys of {imported.framework} that are not carried over:", *(f"- {line}" for line in imported.not_carried)]
+    return _comments(head) + render(imported.row, imported.lines) + (_comments(tail) if imported.not_carried else "")
+
+
+def _comments(lines: list[str]) -> str:
+    return "".join(f"# {' '.join(line.split())}\n" for line in lines)

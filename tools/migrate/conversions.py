@@ -1,0 +1,62 @@
+"""Conversions that tables of several frameworks name in ``as``: from their values to ours, each with its default."""
+
+from __future__ import annotations
+
+import re
+
+from tools.migrate.given import SKIP, NoCounterpart, ToSet
+
+
+def not_negative(value: object) -> object:
+    """0 in place of a negative number, which turns a period or a limit off there."""
+    return max(0, int(str(value)))
+
+
+def skip_unless_positive(value: object) -> object:
+    """Leaves out a number that is 0, negative or null."""
+    return SKIP if value is None or float(str(value)) <= 0 else value
+
+
+def skip_null(value: object) -> object:
+    """Leaves out null."""
+    return SKIP if value is None else value
+
+
+def top_k_off(value: object) -> object:
+    """Accepts only values that do not limit sampling to the most probable tokens."""
+    if value is not None and int(str(value)) > 0:
+        raise NoCounterpart("sampling from the k most probable tokens is not in rollout; the log-probs would differ")
+    return SKIP
+
+
+def folder_name(value: object) -> object:
+    """A name of a run, without characters that a folder's name cannot have."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", str(value)).strip("._-")
+    return name or SKIP
+
+
+def model_folder(value: object) -> object:
+    """A model's folder; a name of the Hugging Face hub is written as it is, with what to do."""
+    if value is None:
+        return ToSet(SKIP, "model.path: give the folder of the model")
+    text = str(value)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        return ToSet(text, f"model.path: download {text} (hf download {text} --local-dir FOLDER), and give its folder")
+    return text
+
+
+def data_file(value: object) -> object:
+    """Returns the one file of data; several must be put into one folder."""
+    files = value if isinstance(value, list | tuple) else [value]
+    if len(files) == 1:
+        return str(files[0])
+    together = " and ".join(map(str, files))
+    return ToSet(
+        f"FOLDER_OF_{len(files)}_FILES",
+        f"data: one file or one folder of .parquet files is read; put {together} in one",
+    )
+
+
+def log_sinks(value: object) -> object:
+    """The sinks of metrics, if Weights & Biases is among the trackers; TensorBoard is on here."""
+    return ["tensorboard", "wandb"] if "wandb" in str(value) else SKIP

@@ -1,0 +1,19 @@
+"""Reads TRL configurations and scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.migrate.given import Given
+
+FRAMEWORK = "TRL"
+
+
+def recognizes(text: str, path: Path) -> bool:
+    """True if the file is one of TRL."""
+    return False
+
+
+def read(text: str, path: Path) -> Given:
+    """Returns the arguments of the script."""
+    return Given(framework=FRAMEWORK, values={})
