@@ -8,15 +8,24 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from launcher.hosts.slurm.calls import call_slurm
-from rl_megatron.errors import ConfigError
-from rl_megatron.observability.files import STEPS, from_the_end, text_at_end
+from launcher.runs.folder import is_running
+from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.observability.files import STEPS, JsonValue, from_the_end, text_at_end
 from rl_megatron.observability.log import last_line
+from rl_megatron.observability.progress import Progress
+
+_ROWS = 1000  # rows at the end that may have an accuracy
+_EVALUATED = re.compile(r"step \d+ evaluated")
 
 
 def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
@@ -27,22 +36,48 @@ def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_def
 def describe(run: Path) -> str:
     """Returns a run's state from Slurm and its own files, the last line of its job's log, and commands for that job.
 
-    For a run without a job: its last step and what it logged last. Raises ConfigError if the folder holds no run.
+    For a run without a job: whether it runs, its last step, and what it logged last. Raises ConfigError if the folder
+    holds no run.
     """
     found = _current(run)
     if found is None and not (run / "config.yaml").is_file():  # its log may have been rotated
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
-    lines = [f"{run}: a run without a job" if found is None else f"{run}: job {found[0]}, {found[1].text}"]
-    metrics = run / "metrics.jsonl"
-    rows = from_the_end(metrics) if metrics.is_file() else iter(())
-    step = next((row["step"] for row in rows if row.get("phase") in STEPS), None)
-    lines.append("no step yet" if step is None else f"step {step}")
+    steps, done, total = _steps(run)
     if found is None:
-        return "\n".join([*lines, *filter(None, [last_line(run)])])
+        how = "running" if is_running(run) else "done" if 0 < total <= done else "not running"
+        resume = [f"rl-megatron train --config {shlex.quote(str(run))}/config.yaml --resume"]
+        last = [last_line(run)] if how != "done" else []
+        lines = [f"{run}: a run without a job, {how}", *steps, *last, *(resume if how == "not running" else ())]
+        return "\n".join(filter(None, lines))
+    lines = [f"{run}: job {found[0]}, {found[1].text}", *steps]
     log = run / "jobs" / f"{found[0]}.txt"
     if log.is_file() and (said := text_at_end(log).splitlines()):
         lines.append(said[-1])
     return "\n".join([*lines, *job_commands(run, found[0], over=found[1].over)])
+
+
+def _steps(run: Path) -> tuple[list[str], int, int]:
+    """Returns the run's lines of its last accuracy and last step, the number of that step, and how many it makes."""
+    try:
+        total = load_config(str(run / "config.yaml"), []).train.steps
+    except ConfigError:  # another version wrote it
+        total = 0
+    metrics, rows, text = run / "metrics.jsonl", list[dict[str, JsonValue]](), StringIO()
+    try:
+        for row in islice(from_the_end(metrics) if metrics.is_file() else (), _ROWS):
+            rows.append(row)
+            if "eval/accuracy" in row:
+                break
+    except DataError:
+        if not rows:
+            raise
+    progress = Progress(total, "plain", console=Console(file=text))
+    for row in reversed(rows):
+        progress.step(row)
+    printed = text.getvalue().splitlines()
+    last = [line for line in printed if not _EVALUATED.match(line)][-1:] or ["no step yet"]
+    best = [line for line in printed if " accuracy=" in line and line not in last]
+    return [*best, *last], max((int(str(row["step"])) for row in rows if row.get("phase") in STEPS), default=0), total
 
 
 def job_commands(run: Path, job: str, *, over: bool = False) -> list[str]:

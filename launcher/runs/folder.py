@@ -69,6 +69,18 @@ def lock(file: BinaryIO) -> bool:
     return True
 
 
+def is_running(folder: Path) -> bool:
+    """True if a process holds the lock of a run's folder; False also on a file system without locks."""
+    try:
+        with (folder / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # NFS says the second of an open file that was removed elsewhere
 
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from launcher.__main__ import app
 from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.config.run import RunConfig
 from rl_megatron.observability.metrics import STEPS
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.weights.layouts.families import read_shape
@@ -298,7 +299,10 @@ def test_the_status_without_job_is_a_step(phase: str, tmp_path: Path, capsys: py
     (tmp_path / "log.txt").write_text(f"{ours}{at} WARNING [rank 1] megatron.core.x: Mismatched keys\n\n")
     (tmp_path / "metrics.jsonl").write_text(f'{{"phase": "{phase}", "step": 7}}\n')
     assert status_of("status", tmp_path) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["step 7", "08:16:18 rank 1: the last words"]
+    assert capsys.readouterr().out.splitlines()[1:3] == [
+        f"step 7/{RunConfig().train.steps}",
+        "08:16:18 rank 1: the last words",
+    ]
 
 
 def test_version_short_help_and_completion_are_there() -> None:

@@ -13,6 +13,8 @@ import pytest
 from launcher.commands.status import describe, job_status
 from launcher.hosts.slurm import calls
 from launcher.hosts.slurm.script import job_script
+from launcher.runs.folder import lock
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.slurm_jobs import config_of
@@ -59,7 +61,25 @@ def test_status_reads_the_end_of_metrics_alone(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     rows = ['{"phase": "rl", "step": 7}', '{"phase": "eval", "step": 5}', '{"phase": "rl", "step": 8']  # torn
     (tmp_path / "metrics.jsonl").write_text("\n".join(["broken", *rows]))
-    assert describe(tmp_path) == f"{tmp_path}: a run without a job\nstep 7"
+    resume = f"rl-megatron train --config {tmp_path}/config.yaml --resume"
+    assert (
+        describe(tmp_path)
+        == f"{tmp_path}: a run without a job, not running\nstep 7/{RunConfig().train.steps}\n{resume}"
+    )
+
+
+def test_status_of_a_run_here_has_its_figures_and_whether_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: 4}\n")
+    rows = [{"reward/mean": 0.1, "eval/accuracy": 0.5}, {"reward/mean": 0.25, "seconds/step": 30.0}]
+    with (tmp_path / "metrics.jsonl").open("w") as file, (tmp_path / "lock").open("ab") as held:
+        for step, row in enumerate(rows, 1):
+            print(json.dumps({"phase": "rl", "step": step, **row}), file=file, flush=True)
+        assert lock(held)
+        told = describe(tmp_path).splitlines()
+        assert told[0].endswith("a run without a job, running")
+        assert told[1:] == ["step 1/4 reward=0.1 accuracy=0.5", "step 2/4 reward=0.25 seconds=30 eta=1m00s"]
+        print(json.dumps({"phase": "rl", "step": 4}), file=file, flush=True)
+    assert describe(tmp_path).splitlines()[::2] == [f"{tmp_path}: a run without a job, done", "step 4/4"]
 
 
 def test_slurm_that_does_not_answer_is_waited_for_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
