@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
+from rl_megatron.config.errors import closest_key
 from rl_megatron.config.sections.learner import COUNTS, layer_counts
 from rl_megatron.errors import ConfigError, of_the_hub
 from rl_megatron.models.named import NAMED
@@ -57,6 +58,9 @@ def model_shape(model: str, family: str | None = None) -> ModelShape:
     if model in NAMED:
         return replace(NAMED[model], family_at=family)
     if not Path(model).is_dir():
-        known = ", ".join(NAMED)
-        raise ConfigError(f"{model} is neither a folder nor a known model; known: {known}{of_the_hub(Path(model))}")
+        near = closest_key(model, NAMED)
+        raise ConfigError(
+            f"{model} is neither a folder nor a known model{near}; known: {', '.join(NAMED)}; of others give a folder "
+            f"with their config.json{of_the_hub(Path(model))}"
+        )
     return read_shape(Path(model), family)

@@ -223,6 +223,8 @@ def _servers(keys: Mapping[str, object]) -> str:
 def described(keys: Mapping[str, object]) -> str:
     """Describes a layout in a few words."""
     d = {axis: keys.get(f"learner.{axis}", 1) for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")}
+    if d["ep"] == 1 and d["etp"] == d["tp"]:  # the default, and the only value of a model without experts
+        del d["etp"]
     learner = " ".join(f"{axis}{degree}" for axis, degree in d.items() if degree != 1)
     apart = keys.get("slurm.engines.nodes")
     where = f"{_servers(keys)} on {apart} nodes" if apart else f"{_servers(keys)} on the same GPUs"

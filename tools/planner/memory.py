@@ -178,6 +178,11 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
     most, room = fullest(config, shape, here), config.slurm.gpu_memory_gb * GB
     if most.total > room:
         change = with_role_keys(config, most.role, advice(config, most.largest))
+        if servers and most.role == LEARNER and not config.rollout.server.colocated:
+            turns = "rollout.server.colocated=true learner.offload.while_sampling=optimizer"
+            change = f"let servers and learner use the GPUs in turns ({turns}), {change}"
+        if config.rollout.served:
+            change += "; rl-megatron scale MODEL gpus=N gpu=NAME --write FILE.yaml finds a layout"
         when = {"": "", "training": " while it trains", "sampling": " while servers sample"}[most.phase]
         if most.phase == "sampling" and most.role == LEARNER and config.learner.offload.while_sampling != "optimizer":
             change += "; or set learner.offload.while_sampling=optimizer"

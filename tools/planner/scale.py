@@ -32,7 +32,7 @@ from tools.planner.layouts import Goal, SearchRequest, described
 from tools.planner.rl_step import length_distribution
 from tools.planner.search import PlannedRun, SearchResult, explain_term, search
 
-_SHOWN = 8  # rejected layouts
+_SHOWN = 3  # rejected layouts
 _ORDER = (
     "the order of layouts is a guess: of five pairs of published steps that were kept back one came in the predicted "
     "order; time the first few layouts (docs/cluster.md)"
@@ -113,15 +113,16 @@ def show(console: Console, asked: ScaleRequest, found: SearchResult, seconds: fl
         soft_wrap=True,
     )
     console.print(f"best: {described(best.keys)}", soft_wrap=True)
-    console.print(
-        "  " + " ".join(f"{key}={_said(value)}" for key, value in asked.changed(best).items()), soft_wrap=True
-    )
+    keys = {
+        key: value for key, value in asked.changed(best).items() if wanted.shape.num_experts or key != "learner.etp"
+    }
+    console.print("  " + " ".join(f"{key}={_said(value)}" for key, value in keys.items()), soft_wrap=True)
     for line in _rates(asked, best):
         console.print(line, soft_wrap=True)
     console.print(_table("seconds of a step", best.step.parts, "s"))
     console.print(_table("seconds of training, by term", best.step.training, "s"))
     terms = {term: held / GB for term, held in best.footprint.terms.items()}
-    title = f"GB on the fullest GPU (stage {best.footprint.stage}), of {wanted.gpu.memory:g}"
+    title = f"GB of {wanted.gpu.memory:g} on stage {best.footprint.stage}"
     console.print(_table(title, terms, "GB"))
     console.print(_ORDER, soft_wrap=True)
     for plan in found.plans[1:4]:

@@ -321,7 +321,10 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
         ((*SMALL, "gpus=many"), "gpus=many: must be a whole number above 0"),
         ((*SMALL, "mean_tokens=9000"), "mean_tokens=9000 is more than rollout.max_new_tokens=7168; lower the first"),
         ((*SMALL, "learner.ttp=2"), "learner.ttp=2: no such key"),
-        (("qwen4", "gpus=8", "gpu=h100"), "qwen4 is neither a folder nor a known model"),
+        (
+            ("qwen3-30b", "gpus=8", "gpu=h100"),
+            "nor a known model (did you mean 'qwen3-30b-a3b'?); known: qwen3-30b-a3b",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_its_reason(arguments: tuple[str, ...], reason: str) -> None:

@@ -265,9 +265,13 @@ def test_terms_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        (QWEN_30B, ("slurm.gpu_memory_gb=80",), r"rank 0 needs 96\.6 GB .* Largest: optimizer; raise slurm\."),
+        (QWEN_30B, ("slurm.gpu_memory_gb=80",), r"rank 0 needs 96\.6 GB .* Largest: optimizer; .* raise slurm\."),
         (QWEN_30B, ("rollout.server.memory_fraction=0.05",), r"memory_fraction=0\.05 .* less than the 7\.6 GB"),
-        (QWEN_235B, ("slurm.engines.nodes=0",), r"Largest: engine; lower rollout\.server\.memory_fraction"),
+        (
+            QWEN_235B,
+            ("slurm.engines.nodes=0",),
+            r"Largest: engine; let .* turns \(rollout\.server\.co.*=optimizer\), lower rollout\.server\..* scale M",
+        ),
         (QWEN_235B, ("rollout.server.tp=4",), r"memory_fraction=0\.9 .* less than the 117\.5 GB"),
         (
             QWEN_235B,

@@ -85,7 +85,10 @@ def test_a_folder_needs_only_its_config(said: Said, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("kimi-k3", "src=hf", "dst=hf"), "kimi-k3 is neither a folder nor a known model; known: qwen3-30b-a3b"),
+        (
+            ("kimi-k3", "src=hf", "dst=hf"),
+            "kimi-k3 is neither a folder nor a known model (did you mean 'kimi-k2'?); known",
+        ),
         (("kimi-k2", "src=hf"), "layouts: src=hf given; give both, for example src=megatron"),
         (("kimi-k2", "src=hf", "dst=vllm,tp=8"), "dst=vllm,tp=8: there is no table 'vllm'; allowed: hf, megatron"),
         (("kimi-k2", "src=megatron,tpp=4", "dst=hf"), "src=megatron,tpp=4: 'tpp=4' is not a setting; allowed: a"),
@@ -229,12 +232,23 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return Said("scale", capsys)
 
 
+def test_scale_of_a_dense_model_names_no_degree_of_experts(printed: Said, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28}
+    more = {"num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6}
+    config = {"model_type": "qwen2", "tie_word_embeddings": False, "rope_theta": 1e6, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, **more}))
+    text = printed(str(tmp_path), "gpus=8", "gpu=h100")
+    assert "best: tp2 dp4, " in text
+    assert "etp" not in text
+
+
 def test_scale_has_terms_and_reasons_also_as_json(printed: Said) -> None:
     text = printed("deepseek-v3", "gpus=512", "gpu=h100", "--explain", "all-to-all")
     for words in (
-        *("seconds of a step", "training, by term", "GB on the fullest GPU", "experts", "optimizer", "rejected: "),
+        *("seconds of a step", "training, by term", "GB of 80 on stage ", "experts", "optimizer", "rejected: "),
     ):
         assert words in text
+    assert text.count("rejected: ") == 3
     assert "tokens/s, " in text
     assert "the order of layouts is a guess: " in text
     assert "all-to-all: tokens to the ranks of their experts and back" in text
