@@ -88,7 +88,7 @@ def measure(urls: list[str], mode: str, room: float, steps: int) -> dict[str, An
     policy = Learns(TRAIN_TOKEN / (1 - room))
     evaluating = Evaluating(mode, last=WARM + steps - 1)
     found = asyncio.run(measured(urls, config_of(k), steps, prompts, policy=policy, pushed=evaluating))
-    own = [row["eval/own_version_fraction"] for row in evaluating.rows]
+    own = [row["eval/current_version_fraction"] for row in evaluating.rows]
     return {
         "mode": mode,
         "seconds": found.seconds,

@@ -34,6 +34,7 @@ from rl_megatron.observability.files import (
     whole_rows,
 )
 from rl_megatron.observability.log import last_warnings
+from rl_megatron.observability.metrics import RENAMED
 
 _MOST_OF_STEP = 256  # rows that `samples_between` takes
 
@@ -359,7 +360,9 @@ def _steps(metrics: Path, each_row: Callable[[JsonRow], None]) -> tuple[MetricCo
     """Returns the warm start's rows, and those of steps, each with the figures of its step's row of phase ``eval``,
     which is written when that evaluation has ended."""
     warm_start, rl, evaluated = MetricColumns(), MetricColumns(), dict[JsonValue, JsonRow]()
-    for row in rows_from(metrics):
+    for recorded in rows_from(metrics):
+        is_current = RENAMED.keys().isdisjoint(recorded)
+        row = recorded if is_current else {RENAMED.get(name, name): value for name, value in recorded.items()}
         each_row(row)
         if row.get("phase") == "warm_start":
             warm_start.append(row)

@@ -91,8 +91,8 @@ LEARNING: MetricTuples = (
     ("data/dropped", "sequences", "of the step, left out because they, or the other one of their pair, are longer "
      "than max_tokens or refused (on_refused), and rows without a turn to learn; at the first step also those that "
      "were left out as .jsonl files were read", Curve("Optimization", "Sequences left out", hide_constant=True)),
-    ("data/cut", "sequences", "of the step, trained on without their tokens beyond sft.max_tokens",
-     Curve("Optimization", "Sequences cut", hide_constant=True)),
+    ("data/truncated", "sequences", "of the step, trained on without their tokens beyond sft.max_tokens",
+     Curve("Optimization", "Sequences truncated", hide_constant=True)),
     ("reward/mean", "", "mean reward of the step's completions",
      Curve("Headlines", "Reward", band=", mean ± standard deviation", spread="reward/std")),
     ("reward/std", "", "standard deviation of the step's rewards, over all completions"),
@@ -102,8 +102,8 @@ LEARNING: MetricTuples = (
      "reward/sampled_mean whose reward has it", Curve("Policy", "Reward part <name>")),
     ("reward/errors", "completions", "completions whose reward raised, timed out or was not finite, and trajectories "
      "whose environment failed", Curve("Policy", "Rewards that failed", hide_constant=True)),
-    ("reward/late", "completions", "those of them that were not there within reward.timeout_seconds, or an "
-     "environment's limits", Curve("Policy", "Rewards that were late", hide_constant=True)),
+    ("reward/timeouts", "completions", "part of reward/errors: those that took longer than reward.timeout_seconds, or "
+     "than an environment's limits", Curve("Policy", "Rewards that timed out", hide_constant=True)),
     ("source/<name>/reward", "", "reward/mean of that source of data.sources; this and the rest only with a mixture",
      Curve("Policy", "Source <name>: reward")),
     ("source/<name>/zero_advantage", "", "groups/zero_advantage_fraction of that source",
@@ -120,7 +120,7 @@ LEARNING: MetricTuples = (
      "first", Curve("Headlines", "Held-out accuracy", limits=(0.0, 1.0), warm_start=True)),
     ("eval/errors", "completions", "samples of eval/accuracy without a finite reward; they count as wrong",
      Curve("Headlines", "Held-out samples without a reward", hide_constant=True)),
-    ("eval/own_version_fraction", "", "share of an evaluation's tokens by the weights of its step, with "
+    ("eval/current_version_fraction", "", "share of an evaluation's tokens by the weights of its step, with "
      "eval.mode=background", Curve("Evaluation", "Evaluated by the step's own weights", hide_constant=True)),
     ("eval/<name>/mean_at_<k>", "", "mean@k of that set of eval.sets: mean over problems of the share of k samples "
      "right", Curve("Evaluation", "Set <name>: mean@<k>", limits=(0.0, 1.0))),
@@ -140,8 +140,8 @@ LEARNING: MetricTuples = (
      Curve("Optimization", "Gradient norm")),
     ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite",
      Curve("Optimization", "Optimizer steps left out", hide_constant=True)),
-    ("steps/made", "steps", "optimizer steps of the policy, of which algorithm.old_kl_limit may leave some out; only "
-     "with it", Curve("Policy", "Optimizer steps of a step")),
+    ("steps/completed", "steps", "optimizer steps of the policy, without those that algorithm.old_kl_limit left out; "
+     "only with it", Curve("Policy", "Optimizer steps of a step")),
     ("learning_rate", "", "learning rate of the step; 0 while the critic trains alone",
      Curve("Optimization", "Learning rate", hide_constant=True)),
     ("advantage/mean", "", "mean advantage of a trained token",
@@ -325,6 +325,14 @@ _FAMILIES = [
     if "<" in name
 ]
 
+RENAMED: Mapping[str, str] = {
+    "data/cut": "data/truncated",
+    "eval/own_version_fraction": "eval/current_version_fraction",
+    "reward/late": "reward/timeouts",
+    "steps/made": "steps/completed",
+}
+"""Name in rows of older versions -> name."""
+
 PHASES = ("warm_start", *STEPS, "eval")
 
 PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic", "weights", "eval", "checkpoint")
@@ -336,6 +344,11 @@ def documented(name: str) -> Documented | None:
     if "<" in name:
         return None
     return METRICS.get(name) or next((metric for family, metric in _FAMILIES if family.fullmatch(name)), None)
+
+
+def describe_unknown(name: str) -> str:
+    """Returns what is wrong with a name that is not documented: the name that replaced it, or where the names are."""
+    return f"no such metric; {f'it is called {RENAMED[name]}' if name in RENAMED else 'docs/metrics.md lists them'}"
 
 
 def deterministic(row: JsonRow) -> dict[str, JsonValue]:

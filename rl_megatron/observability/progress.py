@@ -29,7 +29,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _EQUAL = "groups/zero_advantage_fraction"
 _LINE = (
     ("reward", "reward/mean"),
-    ("learn", _EQUAL),
+    ("useful_groups", _EQUAL),
     ("accuracy", "eval/accuracy"),
     ("loss", "loss"),
     ("loss", "warm_start/loss"),
@@ -173,7 +173,7 @@ class Progress:
 
     def _shown(self, name: str) -> str:
         """A figure of the row; for groups the share with different rewards."""
-        share = _teaching(self._row) if name == _EQUAL else None
+        share = _useful_share(self._row) if name == _EQUAL else None
         return _show(self._row[name]) if share is None else f"{share:.0%}"
 
     def _tokens_per_second(self) -> float | None:
@@ -211,9 +211,9 @@ class Progress:
         is_wide = self._console.width >= _WIDE
         if rewards := self._past["reward/mean"]:
             facts.append(("reward", self._curve(rewards)))
-        if self._says(_EQUAL) and (share := _teaching(self._row)) is not None:
-            text = f"{share:.0%} of the groups teach" + ("" if share else ": each group's rewards are equal")
-            facts.append(("learn", Text(text, style="" if share else "bold red")))
+        if self._says(_EQUAL) and (share := _useful_share(self._row)) is not None:
+            text = f"{share:.0%} of the groups give a gradient" + ("" if share else ": each group's rewards are equal")
+            facts.append(("useful groups", Text(text, style="" if share else "bold red")))
         if self._accuracy is not None:
             value, where = self._accuracy
             accuracy = self._curve(self._past["eval/accuracy"]) if is_wide else Text(f"{value:.3f}", style="bold")
@@ -238,7 +238,7 @@ class Progress:
         return text.append(f"  {min(values):.3g} to {max(values):.3g}", style="not bold dim")
 
 
-def _teaching(row: Mapping[str, JsonValue]) -> float | None:
+def _useful_share(row: Mapping[str, JsonValue]) -> float | None:
     """Share of a step's groups whose rewards differ, so that they give a gradient."""
     equal = number(row, _EQUAL)
     return None if equal is None else 1 - equal

@@ -49,7 +49,7 @@ class Evaluator:
             if one.name is not None:
                 row |= row_of(one.name, measured, one.section.pass_at)
         if pushed is not None and sampled:
-            row["eval/own_version_fraction"] = own / sampled
+            row["eval/current_version_fraction"] = own / sampled
         return row
 
     async def closed(self) -> None:

@@ -351,7 +351,7 @@ class PolicyUpdate:
         row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
         row |= policy_row([made for made in policy_steps if made is not None])
         if c.algorithm.old_kl_limit is not None:
-            row["steps/made"] = len(policy_steps) - policy_steps.count(None)
+            row["steps/completed"] = len(policy_steps) - policy_steps.count(None)
         learned = [made for made in critic_steps if made is not None]
         if learned or c.algorithm.is_own_critic:
             row["critic/explained_variance"] = await to_thread(explained_variance, samples)

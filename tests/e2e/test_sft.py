@@ -218,7 +218,7 @@ def test_other_families_learn_and_their_export_is_transformers_by_the_names_that
     assert found == pytest.approx(losses[-1], rel=1e-5)
     long = sum(length(model, train[n]) > most for n in order()[:SIZE])
     assert 0 < long < SIZE
-    dropped, cut = rows[1]["data/dropped"], rows[1]["data/cut"]
+    dropped, cut = rows[1]["data/dropped"], rows[1]["data/truncated"]
     assert dropped + cut == long
     assert (cut > 0) == (on_long == "cut")
 

@@ -29,7 +29,7 @@ from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.config.sections.jobs import JobKind
 from rl_megatron.errors import ConfigError, quote_start
 from rl_megatron.feature import features
-from rl_megatron.observability.metrics import ENVIRONMENTS, SAMPLING, documented
+from rl_megatron.observability.metrics import ENVIRONMENTS, SAMPLING, describe_unknown, documented
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.section import Finite, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from rl_megatron.weights.layouts.families import read_shape
@@ -97,7 +97,7 @@ class Study(Section):
         Raises ConfigError for a metric that is not documented.
         """
         if metric is not None and documented(metric) is None:
-            raise ConfigError(f"--metric {metric}: no such metric; docs/metrics.md lists them")
+            raise ConfigError(f"--metric {metric}: {describe_unknown(metric)}")
         given = {key: value for key, value in (("metric", metric), ("last", last)) if value is not None}
         return self.model_copy(update={"evaluation": self.evaluation.model_copy(update=given)})
 
@@ -376,7 +376,7 @@ def cells_of(study: Study) -> list[Cell]:
                     refused.setdefault(line, []).append(f"{arm} seed={own}")
     lines = [f"{_listed(names)}: {line}" for line, names in refused.items()]
     if documented(metric := study.evaluation.metric) is None:
-        lines.append(f"evaluation.metric={metric}: no such metric; docs/metrics.md lists them")
+        lines.append(f"evaluation.metric={metric}: {describe_unknown(metric)}")
     if not lines:
         lines = [*_equal(cells), *_unknown(study, arms), *recorded_by_none(study, [cell.config for cell in cells])]
     if lines:

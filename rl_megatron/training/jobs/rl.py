@@ -277,7 +277,7 @@ def rollout_row(config: RunConfig, step: int, rollouts: RolloutBatch, epochs: Ma
         "step": step,
         "phase": "rl",
         "reward/errors": rollouts.reward_errors,
-        "reward/late": rollouts.late_rewards,
+        "reward/timeouts": rollouts.late_rewards,
         "reward/sampled_mean": rollouts.reward_sum / max(1, rollouts.num_completions),
         **rollouts.part_means(),
         "groups/trained": len(rollouts.groups),

@@ -314,7 +314,7 @@ class DatasetJob:
         self._next = self._draw() if number < self.config.train.steps else None
         rate = learning_rate(self.config, number)
         row: Row = {**self._row(), "learning_rate": rate, "tokens/train": 0}
-        row |= {"data/dropped": found.dropped + (self.dropped if number == 1 else 0), "data/cut": found.cut}
+        row |= {"data/dropped": found.dropped + (self.dropped if number == 1 else 0), "data/truncated": found.cut}
         row["data/epoch"] = number * self.config.written.batch_size / self.size
         row |= passes
         if samples is not None:

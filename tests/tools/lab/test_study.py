@@ -140,6 +140,7 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
         ),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\]: a seed is given twice"),
         ({"evaluation": {"metric": "accuracy"}}, r"evaluation\.metric=accuracy: no such metric; docs/metrics\.md"),
+        ({"evaluation": {"metric": "steps/made"}}, r"metric=steps/made: no such metric; it is called steps/completed"),
         ({"axes": {"a": ["trian.steps=3"]}}, r"steps=3 seed=0 and 2 more: trian=.*no such key \(did you mean 'train"),
         ({"axes": {"a": ["algorithm=gpso"]}}, r"gpso seed=0 and 2 more: .*no such file \(did you mean 'gspo'\?\)"),
         (

@@ -278,6 +278,16 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
     assert shown <= METRICS.keys()
 
 
+def test_rows_of_an_older_version_are_read_by_the_names_of_today(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    text = (folder / "metrics.jsonl").read_text()
+    old = text.replace('"step": ', '"steps/made": 5, "step": ', 1).replace('"phase"', '"reward/late": 2, "phase"')
+    (folder / "metrics.jsonl").write_text(old)
+    (run,) = load_runs([folder])
+    assert set(run.numbers("reward/timeouts")) == {2.0}
+    assert not set(run.names) & {"reward/late", "steps/made"}
+
+
 def test_memory_and_mfu_are_beside_the_plans(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -394,8 +394,8 @@ def test_plain_lines_are_exact() -> None:
         "warm_start 20/40 accuracy=0.25 loss=0.75",
         "step 4/10 reward=0.5 loss=-0.00123 seconds=2 tokens/s=500 eta=12s",
         "step 5/10 reward=0.5 accuracy=0.75 loss=not_finite seconds=4 tokens/s=250 eta=15s checkpoint=4",
-        "step 10/10 reward=0.5 learn=62% loss=-0.00123 seconds=2 tokens/s=500",
-        "step 10/10 reward=0.5 learn=0% loss=-0.00123 seconds=2 tokens/s=500",
+        "step 10/10 reward=0.5 useful_groups=62% loss=-0.00123 seconds=2 tokens/s=500",
+        "step 10/10 reward=0.5 useful_groups=0% loss=-0.00123 seconds=2 tokens/s=500",
     ]
 
 
@@ -460,7 +460,7 @@ def test_the_panel_says_that_no_group_teaches() -> None:
     console, file = _console(terminal=True)
     with Progress(10, "live", console=console) as progress:
         progress.step({**RL, EQUAL: 1.0})
-    assert "0% of the groups teach: each group's rewards are equal" in file.getvalue()
+    assert "0% of the groups give a gradient: each group's rewards are equal" in file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_groups_of_equal_rewards_may_teach(keys: list[str], said: bool, mode: Li
     section = load_config("tiny_cpu", keys).algorithm
     with Progress(10, mode, console=console, needs_differences=section.needs_differences) as progress:
         progress.step({**RL, EQUAL: 1.0})
-    assert ("learn=0%" in file.getvalue() or "0% of the groups teach" in file.getvalue()) is said
+    assert ("useful_groups=0%" in file.getvalue() or "0% of the groups give a gradient" in file.getvalue()) is said
 
 
 @pytest.mark.parametrize(

@@ -433,8 +433,8 @@ async def test_a_row_is_written_at_its_end_and_others_skipped(tmp_path: Path, ca
     first, second = rows(tmp_path)
     assert (first["phase"], first["eval/accuracy"], second["step"]) == ("eval", 1.0, 9)
     # ?3*4 and !12, ?12*11 and !132, each with its end, whose last token is of version 4 in the second turns
-    assert first["eval/own_version_fraction"] == pytest.approx((5 + 3 + 7 + 4) / (5 + 4 + 7 + 5))
-    assert second["eval/own_version_fraction"] == 0.0
+    assert first["eval/current_version_fraction"] == pytest.approx((5 + 3 + 7 + 4) / (5 + 4 + 7 + 5))
+    assert second["eval/current_version_fraction"] == 0.0
 
 
 async def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_metrics_are_of_the_minibatches_that_were_trained_on() -> None:
         }
     )
     row, made, _ = updated(config)
-    assert 1 < row["steps/made"] == len(made) - 1
+    assert 1 < row["steps/completed"] == len(made) - 1
     trained = [one.clip_high for one, _ in made[:-1]]
     assert made[-1][0].clip_high not in trained
     assert row["balance/clip_high"] == pytest.approx(sum(trained) / len(trained))
@@ -278,7 +278,7 @@ def test_epochs_end_where_those_of_plain_loops_do(algorithm: dict[str, Any], lim
     for number in STEPS:
         row = rig.step(number)
         plain.step(groups(number, ENGINE), number)
-        assert row["steps/made"] == plain.steps_made
+        assert row["steps/completed"] == plain.steps_made
         expected = ["backward", "step"] * plain.steps_made + ["backward", "drop"] * (plain.steps_made < 5)
         assert rig.heard(rig.policy) == expected
         assert ("kl/stopped_at" in row) == (plain.steps_made < 5)
@@ -287,7 +287,7 @@ def test_epochs_end_where_those_of_plain_loops_do(algorithm: dict[str, Any], lim
 
 
 def test_limits_of_the_test_above_end_steps_at_different_epochs() -> None:
-    made = [Rig(limited({"old_kl_limit": limit}, epochs=5)).step(4)["steps/made"] for limit in (1e-6, LIMIT, 0.01)]
+    made = [Rig(limited({"old_kl_limit": limit}, epochs=5)).step(4)["steps/completed"] for limit in (1e-6, LIMIT, 0.01)]
     assert made == [1, 2, 4]
 
 
@@ -297,7 +297,7 @@ def test_minibatches_behind_the_limit_are_left_out_and_the_rate_is_the_steps_own
     whole, again, made = Rig(config), Rig(config), []
     for number in (1, 2, 3):
         row = whole.step(number)
-        count = row["steps/made"]
+        count = row["steps/completed"]
         assert isinstance(count, int)
         made.append(count)
         assert whole.heard(whole.policy) == ["backward", "step"] * count + ["backward", "drop"] * (count < 6)
@@ -316,7 +316,7 @@ def test_work_is_that_of_the_minibatches_that_were_computed() -> None:
     rig = Rig(limited({"old_kl_limit": 1e-6}, minibatches=4))
     rig.update.training_flops = lambda lengths: float(sum(lengths))
     row = rig.step(3)
-    assert row["steps/made"] == 1
+    assert row["steps/completed"] == 1
     assert rig.heard(rig.policy) == ["backward", "step", "backward", "drop"]
     whole = Rig(limited({"old_kl_limit": 9.0}, minibatches=4)).step(3)
     assert row["flops/train"] == row["tokens/train"]
@@ -328,7 +328,7 @@ def test_a_batch_that_is_too_far_at_once_changes_nothing_and_says_so() -> None:
     rig = Rig(limited({"old_logprobs": "rollout", "old_kl_limit": 1e-4}, epochs=2))
     before, row = rig.policy.weights.clone(), rig.step(3)
     assert torch.equal(rig.policy.weights, before)
-    assert (row["steps/made"], row["steps/skipped"]) == (0, 0)
+    assert (row["steps/completed"], row["steps/skipped"]) == (0, 0)
     assert rig.heard(rig.policy) == ["backward", "drop"]
     assert "loss" not in row
 
