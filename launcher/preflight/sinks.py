@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from launcher.preflight.subject import Finding, PreflightContext, problem, unchecked
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.sinks.sink import SinkSettings, make_sink
+from rl_megatron.observability.sinks.webhook import VARIABLE
 
 
 def check(subject: PreflightContext) -> Iterator[Finding]:
@@ -17,7 +18,12 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
         return
     folder = config.run.dir / (config.run.name or "run")
     settings = SinkSettings(folder=folder, project=config.log.project, environment=subject.environment)
+    if VARIABLE in config.slurm.environment:
+        yield problem(f"slurm.environment.{VARIABLE}: config.yaml would hold this secret; export it where you submit")
     for name in config.log.sinks:
+        if name == "webhook" and subject.for_job and config.slurm.setup and VARIABLE not in subject.environment:
+            yield unchecked(f"{VARIABLE}, which slurm.setup may export")
+            continue
         try:
             make_sink(name, settings)
         except ConfigError as error:

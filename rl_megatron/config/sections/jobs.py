@@ -163,7 +163,7 @@ class CheckpointSection(Section):
 
 
 SinkName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*(:.*)?$")]
-_LOCAL_SINKS = ("tensorboard",)
+_LOCAL_SINKS = ("tensorboard", "prometheus", "webhook")
 
 
 def _check_sinks(sinks: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,19 +6,27 @@ Sinks of other packages are found by their entry points, in the folder of an ins
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
+import re
 import resource
 import shutil
+import socket
+import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from unittest.mock import MagicMock
 
+import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from typing_extensions import override
 
 from launcher.commands.train import _open_sinks
@@ -27,8 +35,10 @@ from launcher.preflight.subject import PreflightContext
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, StopRequested, WorkerFailure
 from rl_megatron.observability.files import JsonRow
+from rl_megatron.observability.metrics import METRICS
 from rl_megatron.observability.recorder import MetricsWriter
 from rl_megatron.observability.sinks import sink as sinks_module
+from rl_megatron.observability.sinks.prometheus import PrometheusSink, _Handler
 from rl_megatron.observability.sinks.sink import MAX_ROWS, MetricSink, RunEnd, Sinks, SinkSettings, make_sink
 from rl_megatron.observability.sinks.tensorboard import TensorBoardSink
 from rl_megatron.observability.sinks.wandb import WandbSink
@@ -295,6 +305,186 @@ def test_tensorboard_names_the_folder_that_it_cannot_write(tmp_path: Path) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with pytest.raises(OSError, match="File too large"):
         sink.log(ROW)
+
+
+# Prometheus.
+def test_prometheus_scrapes_the_latest_values_on_loopback_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = PrometheusSink(settings(tmp_path / 'a "run"'))
+    with caplog.at_level(logging.INFO):
+        sink.open()
+    (url,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", caplog.text)
+    sink.log({**ROW, "eval/accuracy": 0.75})
+    sink.log({**ROW, "step": 4, "loss": None, "reward/mean": 0.625})
+    response = httpx2.get(url)
+    lines = response.text.splitlines()
+    label = r'{run="a \"run\""}'
+    assert response.headers["content-type"].startswith("text/plain")
+    assert "# HELP rl_megatron_reward_mean " + METRICS["reward/mean"].meaning in lines
+    assert "# TYPE rl_megatron_reward_mean gauge" in lines
+    for name, value in (("reward_mean", 0.625), ("loss", 0.25), ("step", 4.0), ("eval_accuracy", 0.75)):
+        assert f"rl_megatron_{name}{label} {value}" in lines
+    assert sink._server is not None
+    assert sink._server.server_address[0] == "127.0.0.1"
+    port = sink._server.server_port
+    with pytest.raises(OSError, match="in use"):
+        PrometheusSink(settings(tmp_path, str(port))).open()
+    sink.close(FINISHED)
+    with socket.socket() as other:
+        assert other.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
+def test_a_client_of_prometheus_that_leaves_or_is_silent_does_not_end_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert _Handler.timeout == 5.0
+    monkeypatch.setattr(_Handler, "timeout", 0.05)
+    sink = PrometheusSink(settings(tmp_path))
+    sink.open()
+    assert sink._server is not None
+    address = ("127.0.0.1", sink._server.server_port)
+    with socket.create_connection(address), socket.create_connection(address) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its close is a reset
+        gone.sendall(b"GET /metrics HTTP/1.0\r\n")
+        gone.close()
+        assert httpx2.get(f"http://127.0.0.1:{address[1]}/metrics").status_code == 200
+    sink.close(FINISHED)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_file_for_the_node_exporter_is_whole_and_readable_and_keeps_the_end(tmp_path: Path) -> None:
+    """Under a umask that lets no other user read files."""
+    folder = tmp_path / "textfiles"
+    folder.mkdir()
+    sink = PrometheusSink(settings(tmp_path / "run", str(folder)))
+    umask = os.umask(0o077)
+    try:
+        sink.open()
+        sink.log(WARM)
+        sink.close(RunEnd(state="failed", message="x"))
+    finally:
+        os.umask(umask)
+    (path,) = folder.iterdir()
+    assert (path.name, path.stat().st_mode & 0o777) == ("rl_megatron_run.prom", 0o644)
+    families = {one.name: one.samples[0] for one in text_string_to_metric_families(path.read_text())}
+    assert families["rl_megatron_warm_start_loss"].value == 1.25
+    assert families["rl_megatron_run_ended"].labels == {"run": "run", "state": "failed"}
+
+
+@pytest.mark.parametrize("argument", ["65536", "relative/folder", "-1", "9400x", "0.0.0.0:9400"])
+def test_prometheus_has_a_port_or_a_full_path(tmp_path: Path, argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"log.sinks=prometheus:{re.escape(argument)}: write prometheus, "):
+        make_sink(f"prometheus:{argument}", settings(tmp_path))
+
+
+# A webhook, with a server on this machine.
+class Receiver(BaseHTTPRequestHandler):
+    """Answers with the statuses in order, then with 200. A path of the answer's text is the request's, as some have."""
+
+    statuses: tuple[int, ...] = ()
+    bodies: tuple[dict[str, str], ...] = ()
+
+    def do_POST(self) -> None:
+        Receiver.bodies += (json.loads(self.rfile.read(int(self.headers["Content-Length"]))),)
+        status, *rest = *Receiver.statuses, 200
+        Receiver.statuses = (*rest[:-1],)
+        self.send_response(status, f"no {self.path}")
+        self.send_header("Location", f"http://127.0.0.1:1{self.path}")
+        self.end_headers()
+
+    @override
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a receiver."""
+    monkeypatch.setattr("rl_megatron.observability.sinks.webhook._WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(Receiver, "statuses", ())
+    monkeypatch.setattr(Receiver, "bodies", ())
+    with HTTPServer(("127.0.0.1", 0), Receiver) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/services/SECRET"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "attempts"), [((), 1), ((500, 429), 3), ((204,), 1), ((503, 503, 503), 3), ((404,), 1), ((302,), 1)]
+)
+def test_the_webhook_gets_the_end_of_a_run_and_its_url_is_in_no_log(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hook: str,
+    statuses: tuple[int, ...],
+    attempts: int,
+) -> None:
+    caplog.set_level(logging.INFO, logger="rl_megatron")
+    monkeypatch.setattr(Receiver, "statuses", statuses)
+    sinks = Sinks(("webhook",), settings(tmp_path / "run7", RL_MEGATRON_WEBHOOK=hook))
+    sinks.log({**ROW, "step": 12})
+    sinks.end = RunEnd(state="failed", message=f"rank 3 <!channel> died{'.' * 1000}")
+    sinks.close()
+    assert [*Receiver.bodies] == [Receiver.bodies[0]] * attempts
+    assert Receiver.bodies[0]["text"].startswith("run run7: failed at step 12: rank 3 &lt;!channel&gt; died...")
+    assert len(Receiver.bodies[0]["text"]) < 700
+    assert "SECRET" not in caplog.text
+    lost = statuses[-1:] if len(statuses) == attempts and statuses[-1] not in (204,) else ()
+    assert caplog.messages == [
+        f"log.sinks: webhook is switched off (ConnectionError: the webhook did not take a message: status {one}); "
+        "training continues, and metrics.jsonl has all rows"
+        for one in lost
+    ]
+
+
+def test_a_webhook_that_is_away_is_named_without_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rl_megatron.observability.sinks.webhook._WAIT_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    sinks = Sinks(("webhook",), settings(tmp_path, RL_MEGATRON_WEBHOOK=f"http://localhost:{port}/SECRET"))
+    sinks.close()
+    (warning,) = caplog.messages
+    assert "the webhook did not take a message: ConnectError" in warning
+    assert "SECRET" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "url", "text"),
+    [
+        ("webhook", "", "RL_MEGATRON_WEBHOOK is not set"),
+        ("webhook", "http://example.org/SECRET", "RL_MEGATRON_WEBHOOK is no https:// URL, or http:// to this machine"),
+        ("webhook", "https:///SECRET", "is no https://"),
+        ("webhook", "https://[SECRET", "is no https://"),
+        ("webhook:https://hooks.example.org/SECRET", "https://x.org/", "RL_MEGATRON_WEBHOOK alone"),
+    ],
+)
+def test_a_webhook_without_a_safe_url_is_refused_and_the_url_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, name: str, url: str, text: str
+) -> None:
+    monkeypatch.setenv("RL_MEGATRON_WEBHOOK", url)
+    config = load_config("tiny_cpu", [f"log.sinks={name}"])
+    (found,) = preflight.check(PreflightContext(config, for_job=False))
+    assert found.kind == "problem"
+    assert text in found.text
+    assert "SECRET" not in found.text
+
+
+def test_the_webhook_of_a_job_is_exported_by_its_setup_and_not_by_its_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RL_MEGATRON_WEBHOOK", raising=False)
+
+    def found(*keys: str) -> list[str]:
+        config = load_config("tiny_cpu", ["log.sinks=webhook", *keys])
+        return [one.kind for one in preflight.check(PreflightContext(config, for_job=True))]
+
+    assert found() == ["problem"]
+    assert found("slurm.setup=. ~/secrets") == ["unchecked"]
+    assert found("slurm.environment.RL_MEGATRON_WEBHOOK=https://x.org/") == ["problem"]
 
 
 # W&B, by a module in its place.
