@@ -63,7 +63,7 @@ Generate: TypeAlias = "Callable[[GenerationRequest], Awaitable[tuple[Completion,
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A chart of its row's metric, with a band (+- ``spread``; ``band`` names it) or a peak.
+    """A chart of its row's metric, with a band (+- ``spread``; ``band`` names it) or with dotted ``others``.
 
     A metric with ``<name>``, or with ``<k>`` too, makes a chart for each that a run has recorded.
     """
@@ -74,12 +74,10 @@ class Curve:
     metric: str = ""  # the table sets it to the row's
     band: str = ""
     spread: str | None = None
-    peak: str | None = None
+    others: tuple[str, ...] = ()  # metrics that are dotted lines in the chart of one run
     limits: tuple[float, float] | None = None
     warm_start: bool = False  # the warm start's rows come first, shaded
-    hide_constant: bool = False  # no chart for a constant metric
     compared: bool = False  # only if several runs are compared
-    first: bool = False  # comes first on the page of one run
 
 
 MetricTuples = tuple[tuple[str, str, str] | tuple[str, str, str, Curve], ...]

@@ -193,6 +193,9 @@ class MetricColumns:
 
 
 Floats = NDArray[np.float64]
+STEP_SPEED, WITH_GRADIENT = "tokens_per_second/step", "groups/with_gradient"
+"""Figures that rows lack: sampled (or else trained) tokens over a whole step's seconds, and the share of groups that
+have different rewards."""
 STARTS = "starts.jsonl"
 """File of a run's folder: a row for each start of the run, with the step, the UTC time, and commits and versions."""
 
@@ -309,6 +312,7 @@ def headline_figures(run: Run) -> dict[str, str]:
         "loss": number_text(losses[-1]) if losses else "-",
         "ordered": _share(ordered[-1:]),
         "reward": number_text(sum(tail) / len(tail)) if tail else "-",
+        "reward_steps": str(len(tail)),
         "steps": f"{last} of {run.config['train.steps']}" if _says_steps(run) else str(last),
         "time": f"{minutes} min {rest} s" if all_seconds else "-",
         "speed": f"{tokens / seconds:,.0f}" if seconds and tokens else "-",
@@ -373,6 +377,12 @@ def _steps(metrics: Path, each_row: Callable[[JsonRow], None]) -> tuple[MetricCo
     for at, step in enumerate(rl.values("step").tolist() if evaluated else ()):
         if step in evaluated:
             rl.put(at, evaluated[step])
+    seconds, tokens = rl.values("seconds/step"), rl.values("tokens/rollout")
+    tokens = np.where(np.isnan(tokens), rl.values("tokens/train"), tokens)
+    speed = tokens / np.where(seconds > 0, seconds, math.nan)
+    for name, values in ((STEP_SPEED, speed), (WITH_GRADIENT, 1 - rl.values("groups/zero_advantage_fraction"))):
+        for at in np.flatnonzero(~np.isnan(values)).tolist():
+            rl.put(at, {name: float(values[at])})
     return warm_start, rl
 
 

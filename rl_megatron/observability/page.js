@@ -1,6 +1,3 @@
-const KEY = "rl_megatron report " + location.pathname;
-let state = {};
-try { state = JSON.parse(sessionStorage.getItem(KEY)) ?? {}; } catch { /* a browser may keep nothing */ }
 for (const id of state.off ?? []) if (byId(id)) byId(id).checked = false;
 drawCharts();
 const summaries = () => [...document.querySelectorAll("details > summary")];
@@ -83,8 +80,10 @@ addEventListener("pagehide", () => {
   const open = summaries().filter((each) => each.parentElement.open).map((each) => each.textContent);
   const off = [...document.querySelectorAll("input[type=checkbox]:not(:checked)")].map((each) => each.id);
   const heading = headings().findLast((each) => topOf(each) < innerHeight / 2);
+  noteZooms();
+  const view = Object.fromEntries(new FormData(byId("view")));
   const place = { heading: heading?.textContent ?? "", top: heading && topOf(heading), y: scrollY };
-  try { sessionStorage.setItem(KEY, JSON.stringify({ ...state, open, off, ...place })); } catch { /* nor now */ }
+  try { sessionStorage.setItem(KEY, JSON.stringify({ ...state, open, off, view, logs, zooms, ...place })); } catch { /* nor now */ }
 });
 
 const milliseconds = 1000 * (document.body.dataset.again ?? 0);

@@ -26,8 +26,24 @@ from jinja2.utils import htmlsafe_json_dumps
 from rl_megatron.errors import DataError
 from rl_megatron.feature import Curve
 from rl_megatron.files import write_atomically
+from rl_megatron.observability.charts import (
+    DOTTED,
+    LEAST_EQUAL,
+    MAX_POINTS,
+    Chart,
+    Series,
+    averaged,
+    equal_lines,
+    json_numbers,
+    readable_unit,
+    stacked_bars,
+    styles,
+    unchanged_value,
+)
 from rl_megatron.observability.files import JsonRow, number
 from rl_megatron.observability.history import (
+    STEP_SPEED,
+    WITH_GRADIENT,
     Floats,
     Run,
     SampleRow,
@@ -154,158 +170,32 @@ def _seed(run: Run) -> tuple[int, str]:
     return (int(text) if text.isdigit() else 0, run.label)
 
 
-MAX_POINTS = 240
-MAX_BARS = 60
-MAX_MEANS = 100
-_LEAST_POINTS = 30  # points of each line, however many lines there are
-_COLORS, _DASHES = 8, ((99, 0), (9, 5), (1, 5))  # px of line and of gap
-DOTTED = 2 * _COLORS  # added to a solid style: dots of the same color
-_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """One line, or one part of bars. ``style`` is an index into ``styles``."""
-
-    name: str
-    style: int
-    x: Floats  # ascending
-    y: Floats  # NaN breaks the line
-    low: Floats | None = None  # lower edge of a shaded band, to ``high``
-    high: Floats | None = None
-    each: int = 1  # a value is the mean of up to this many rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """Lines, or stacked bars with the first part on top. ``axis`` names x; charts of one axis share their cursor."""
-
-    title: str
-    unit: str
-    series: Sequence[Series]
-    axis: str = "step"
-    bars: bool = False
-    limits: tuple[float, float] | None = None
-    warm: int = 0  # the last step of the warm start, if it is the same in all runs
-
-    @property
-    def summary(self) -> str:
-        """The first and the last value of each line, for readers who do not see it."""
-
-        def at(s: Series, place: int) -> str:
-            where = "in the warm start" if s.x[place] < 0 else f"at {self.axis} {number_text(s.x[place])}"
-            return f"{number_text(s.y[place])} {where}"
-
-        ends = ((s, np.flatnonzero(~np.isnan(s.y))) for s in self.series)
-        return "; ".join(f"{s.name}: {at(s, known[0])}, {at(s, known[-1])}" for s, known in ends if len(known))
-
-    @property
-    def data(self) -> dict[str, object]:
-        """The input of charts.js. A line without ``x`` has the x of the first."""
-        lines = [
-            {
-                "name": s.name,
-                "style": s.style,
-                **{name: _numbers(y) for name in ("y", "low", "high") if (y := getattr(s, name)) is not None},
-                **({} if i and np.array_equal(s.x, series[0].x) else {"x": _numbers(s.x, 12)}),
-            }
-            for series in [_thinned(self.series)]
-            for i, s in enumerate(series)
-        ]
-        each = max(s.each for s in self.series)
-        return {
-            "axis": self.axis,
-            "bars": self.bars,
-            "limits": self.limits,
-            "warm": self.warm,
-            "each": each,
-            "series": lines,
-        }
-
-
-def styles(count: int) -> list[tuple[int, int, int]]:
-    """Gives ``count`` or more of color, px of line, of gap: solid, then dashed, then dotted; after 24 they repeat."""
-    different = [(color, *dash) for dash in _DASHES for color in range(_COLORS)]
-    return different * math.ceil(max(count, 1) / len(different))
-
-
-def in_a_unit(unit: str, series: Sequence[Series]) -> tuple[str, Sequence[Series]]:
-    """Returns the unit of bytes in which the greatest number is at least 1, and the lines in it; other units stay."""
-    if unit != "bytes":
-        return unit, series
-    most = max(np.nanmax(np.abs(s.y)) for s in series)
-    size, unit = next(((size, unit) for size, unit in _SIZES if most >= size), (1.0, unit))
-    bands = [tuple(None if y is None else y / size for y in (s.low, s.high)) for s in series]
-    return unit, [replace(s, y=s.y / size, low=low, high=high) for s, (low, high) in zip(series, bands, strict=True)]
-
-
-def stacked_bars(title: str, unit: str, steps: Floats, parts: Sequence[tuple[str, Floats]]) -> Chart:
-    """Returns bars of each step's parts, the first one lowest; with many steps a bar shows the mean of several. A
-    part's color is that of its place; parts that are 0 at all steps are left out."""
-    size = math.ceil(len(steps) / MAX_BARS)
-    starts = np.arange(0, len(steps), size)
-    counts = np.diff([*starts, len(steps)])
-    series = [
-        Series(name=name, style=i, x=steps[starts] + (size - 1) / 2, y=np.add.reduceat(y, starts) / counts, each=size)
-        for i, (name, y) in enumerate(parts)
-        if y.any()
-    ]
-    return Chart(title=title, unit=unit, series=series[::-1], bars=True)
-
-
-def averaged(x: Floats, y: Floats) -> tuple[Floats, Floats, int]:
-    """Returns x and values, with RL steps averaged to at most MAX_MEANS, and the number of rows of a mean: among many
-    lines spikes hide the others."""
-    first = int((x < 0).sum())
-    size = math.ceil((len(x) - first) / MAX_MEANS)
-    if size <= 1:
-        return x, y, 1
-    starts = np.arange(first, len(x), size)
-    known = np.add.reduceat(~np.isnan(y), starts, dtype=np.float64)
-    means = np.add.reduceat(np.nan_to_num(y, nan=0.0), starts) / np.where(known, known, math.nan)
-    places = np.add.reduceat(x, starts) / np.diff([*starts, len(x)])
-    return np.concatenate([x[:first], places]), np.concatenate([y[:first], means]), size
-
-
-def _thinned(series: Sequence[Series]) -> Sequence[Series]:
-    """Keeps long lines at the places of their least and greatest values. All lines keep the same places, so that the
-    values of all can be read there."""
-    if all(len(s.x) <= MAX_POINTS + 2 for s in series):
-        return series
-    most = max(MAX_POINTS // len(series), _LEAST_POINTS)
-    kept = np.unique(np.concatenate([s.x[_places_of_thinned(s.y, most)] for s in series]))
-    places = [np.isin(s.x, kept) for s in series]
-    drawn = [[None if y is None else y[at] for y in (s.low, s.high)] for s, at in zip(series, places, strict=True)]
-    return [
-        replace(s, x=s.x[at], y=s.y[at], low=low, high=high)
-        for s, at, (low, high) in zip(series, places, drawn, strict=True)
-    ]
-
-
-def _places_of_thinned(values: Floats, most: int) -> list[int]:
-    """Returns the indices of about ``most`` values, finite or NaN: the least and the greatest of each bucket, so that
-    no spike is lost, and both ends."""
-    if len(values) <= most + 2:
-        return list(range(len(values)))
-    size = math.ceil(2 * len(values) / most)
-    buckets = np.full((math.ceil((len(values) - 2) / size), size), math.nan)
-    buckets.flat[: len(values) - 2] = values[1:-1]
-    known = ~np.isnan(buckets)
-    ends = np.where(known, buckets, math.inf).argmin(1), np.where(known, buckets, -math.inf).argmax(1)
-    inner = (np.sort(np.stack(ends, 1), 1) + size * np.arange(len(buckets))[:, None])[known.any(1)] + 1
-    return [0, *dict.fromkeys(inner.ravel().tolist()), len(values) - 1]
-
-
-def _numbers(values: Floats, digits: int = 6) -> list[float | None]:
-    """Returns the numbers for JSON, with few digits: null for NaN and infinity."""
-    return [
-        None if not math.isfinite(v) else int(v) if v.is_integer() and abs(v) < 1e9 else float(f"{v:.{digits}g}")
-        for v in values.tolist()
-    ]
-
-
-_CURVES = [metric.curve for metric in METRICS.values() if metric.curve]
-_SECTIONS = ("Evaluation", "Policy", "Optimization", "Health", "Speed")
+_PHASES = "seconds/<name>"
+_DERIVED = {
+    WITH_GRADIENT: ("", Curve("Policy", "Groups with a gradient", metric=WITH_GRADIENT, limits=(0.0, 1.0),
+                              others=("groups/all_correct", "groups/none_correct"))),
+    STEP_SPEED: ("tokens/s", Curve("Speed", "Whole step: tokens/s", metric=STEP_SPEED)),
+}  # fmt: skip
+"""Unit and curve of each figure that rows lack."""
+_CURVES = [*(curve for _, curve in _DERIVED.values()), *(m.curve for m in METRICS.values() if m.curve)]
+_SECTIONS = {
+    "Evaluation": ("Evaluation",),
+    "Health": ("Health",),
+    "Speed": ("Speed",),
+    "Everything else": ("Headlines", "Policy", "Optimization"),
+}
+"""The folded sections of the page, and the sections of their curves."""
+MAX_OPEN = 15
+_OPEN = (
+    *("reward/mean", "eval/accuracy", "eval/loss", "eval/preference_accuracy", "response/length_mean", "entropy"),
+    *(WITH_GRADIENT, "kl/reference", "clip_fraction", "ratio/mean", "mismatch/logprob_abs_mean", "grad_norm", "loss"),
+    *("preference/accuracy", "preference/margin", "reward_model/score_mean", "critic/explained_variance"),
+    *(_PHASES, "seconds/step", STEP_SPEED, "staleness/mean", "idle/learner_fraction", "idle/engine_fraction"),
+    *("mfu/train", "memory/peak", "environment/turns_mean", "eval/<name>/mean_at_<k>", "kl/old_policy"),
+    *("response/truncated_fraction", "tokens_per_second/rollout", "tokens_per_second/train", "warm_start/loss"),
+)
+"""Metrics of the charts that are open: the first of them that a run has, in this order."""
+_ALWAYS = ("reward/mean", "eval/accuracy", "eval/loss", "loss")  # drawn also if they do not change
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
 _LAST_ROWS = 4  # rows over which the report averages idle time
@@ -315,8 +205,9 @@ _MOST_TURNS = 10 * _MOST_TEXT  # characters sampled in all turns of a sample, an
 _MOST_SEARCHED = 5_000_000  # bytes of the page that have samples to search
 _FIGURES = (
     *(("after", "After RL"), ("before", "Accuracy before"), ("warm", "After warm start"), ("loss", "Held-out loss")),
-    *(("ordered", "Pairs in order"), ("reward", "Final reward"), ("steps", "Steps"), ("time", "Time")),
-    *(("speed", "Sampled tokens/s"), ("trained", "Trained tokens/s"), ("mismatch", "Log-prob mismatch")),
+    *(("ordered", "Pairs in order"), ("reward", "Reward, mean of {}"), ("steps", "Steps"), ("time", "Time")),
+    *(("speed", "Sampled tokens/s, whole step"), ("trained", "Trained tokens/s, whole step")),
+    ("mismatch", "Log-prob mismatch, mean"),
 )
 """The headline figures in their order, with their titles."""
 _AGE = re.compile(r"staleness/share/v([0-9]+)")
@@ -393,12 +284,12 @@ def write_page(
     samples of a run that the page's script searches, as JSON without markup."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)
-    at_once, sections = _sections(arms)
+    opened, sections, unchanged = _sections(arms)
     rows = _rows(arms, differences)
     page = template().render(
         title=title,
         runs=rows,
-        figures=[(key, title) for key, title in _FIGURES if any(row[key] != "-" for row in rows)],
+        figures=_figures(rows),
         arms=[{"label": arm.label, "style": arm.style} for arm in arms],
         means=_means(arms),
         seed_bands=_band_note(arms),
@@ -407,8 +298,10 @@ def write_page(
         spent=spent,
         plan_card=make_plan_card(runs[0]) if len(runs) == 1 else None,
         warnings=runs[0].warnings if len(runs) == 1 else (),
-        headlines=[*_charts([c for c in _CURVES if c.section == "Headlines"], arms), *at_once],
+        opened=opened,
         sections=sections,
+        unchanged=unchanged,
+        axes=_axes(arms),
         samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
         searched=searched,
         again=again,
@@ -438,21 +331,45 @@ def template() -> Template:
 
 
 def arms_chart(curve: Curve, arms: Sequence[Arm]) -> Chart | None:
-    """Returns the chart of a metric, a line an arm; None if no run has it, or if it is constant and so hidden."""
+    """Returns the chart of a metric, a line for each arm; None if no run has the metric."""
     several = any(len(arm.runs) > 1 for arm in arms)
     lines = [line for arm in arms for line in _lines(curve, arm, len(arms), several=several)]
-    if not lines or (
-        curve.hide_constant and len({y for line in lines for y in line.y[~np.isnan(line.y)].tolist()}) == 1
-    ):
+    if not lines:
         return None
     title = curve.title + ("" if several or len(arms) > MAX_BANDS else curve.band)
-    title += f" (dotted: {lines[0].name})" if len(lines) > len(arms) else ""
     metric, warm = documented(curve.metric), {run.warm_steps for arm in arms for run in arm.runs if run.warm_start}
-    unit, series = in_a_unit(metric.unit if metric else "", lines)
-    axis = "warm-start step" if curve.metric.startswith("warm_start/") else "step"
+    unit, series = readable_unit(metric.unit if metric else _DERIVED.get(curve.metric, ("",))[0], lines)
     return Chart(
-        title=title, unit=unit, series=series, axis=axis, limits=curve.limits, warm=max(warm) if len(warm) == 1 else 0
+        title=title,
+        unit=unit,
+        series=series,
+        axis="warm-start step" if curve.metric.startswith("warm_start/") else "step",
+        limits=curve.limits,
+        warm=max(warm) if len(warm) == 1 else 0,
+        log=curve.metric.endswith("grad_norm"),
+        note=equal_lines(lines) if len(arms) > 1 else "",
+        metric=curve.metric,
     )
+
+
+def _axes(arms: Sequence[Arm]) -> dict[int, dict[str, list[float | None]]]:
+    """Returns for each arm's style some steps, with the tokens sampled (or else trained) and the hours since the warm
+    start until each of them; for several runs their means."""
+    found = {}
+    for arm in arms:
+        rows = [run.rl for run in arm.runs]
+        steps = [each.values("step") for each in rows]
+        seconds = [np.nan_to_num(each.values("seconds/step")) for each in rows]
+        tokens = [np.nan_to_num(each.values(STEP_SPEED)) * s for each, s in zip(rows, seconds, strict=True)]
+        x, *values = (
+            over_seeds([(x, np.cumsum(y)) for x, y in zip(steps, ys, strict=True)])[i]
+            for ys, i in ((seconds, 0), (seconds, 1), (tokens, 1))
+        )
+        kept = np.unique(np.linspace(0, len(x) - 1, MAX_POINTS).astype(int)) if len(x) else slice(0)
+        hours, tokens_until = values[0] / 3600, values[1]
+        named = (("step", x), ("hours", hours), ("tokens", tokens_until))
+        found[arm.style] = {name: json_numbers(each[kept], 9) for name, each in named}
+    return found
 
 
 def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list[dict[str, object]]:
@@ -467,6 +384,14 @@ def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list
                 {**headline_figures(run), "style": arm.style, "keys": keys, "best": is_best, "moved": _moved(run)}
             )
     return rows
+
+
+def _figures(rows: Sequence[Mapping[str, object]]) -> list[tuple[str, str]]:
+    """Returns name and title of each headline figure that a run has."""
+    counts = {str(row["reward_steps"]) for row in rows}
+    last = f"last {counts.pop()} steps" if len(counts) == 1 else "last tenth of steps"
+    last = last.replace("last 1 steps", "last 1 step")
+    return [(key, title.format(last)) for key, title in _FIGURES if any(row[key] != "-" for row in rows)]
 
 
 def _other_versions(runs: Sequence[Run]) -> str:
@@ -509,19 +434,38 @@ def _band_note(arms: Sequence[Arm]) -> str:
     )
 
 
-def _sections(arms: Sequence[Arm]) -> tuple[list[Chart], list[tuple[str, list[Chart]]]]:
-    """Returns the charts of time and load that come first on the page of one run, and the charts of each section."""
-    firsts = [arm.runs[0] for arm in arms]
-    alone = len(arms) == len(arms[0].runs) == 1
-    curves = {name: [c for c in _CURVES if c.section == name and not (alone and c.first)] for name in _SECTIONS}
-    sections = [(name, _charts(given, arms)) for name, given in curves.items()]
-    phases = [chart for run in firsts if (chart := _phases(run, named=len(arms) > 1))]
-    if not alone:
-        sections[-1][1].extend(phases)
-    health = next(charts for name, charts in sections if name == "Health")
-    health.extend(chart for run in firsts if (chart := _staleness(run, named=len(arms) > 1)))
-    at_once = [*phases, *_charts([c for c in _CURVES if c.first], arms)] if alone else []
-    return at_once, [(name, charts) for name, charts in sections if charts]
+def _sections(arms: Sequence[Arm]) -> tuple[list[Chart], list[tuple[str, list[Chart]]], str]:
+    """Returns the open charts, those of each folded section, and the names of charts that are hidden since their lines
+    do not change, are straight, or equal an earlier chart's."""
+    by_metric = {curve.metric: _charts([curve], arms) for curve in _CURVES}
+    by_metric[_PHASES] = [chart for arm in arms if (chart := _phases(arm.runs[0], named=len(arms) > 1))]
+    hidden, drawn = list[str](), dict[bytes, str]()
+
+    def changing(metric: str) -> list[Chart]:
+        found = []
+        for chart in by_metric.pop(metric, []):
+            lines = b"".join(line.x.tobytes() + line.y.tobytes() for line in chart.series)
+            if metric not in _ALWAYS and (value := unchanged_value(chart)) is not None:
+                hidden.append(f"{chart.title} ({value})")
+            elif "<" not in metric and (other := drawn.setdefault(lines, chart.title)) != chart.title:
+                hidden.append(f"{chart.title} (as {other})")
+            else:
+                found.append(chart)
+        return found
+
+    opened = list[Chart]()
+    is_alone = len(arms) == len(arms[0].runs) == 1
+    for metric in (name for name in _OPEN if is_alone or name != _PHASES):
+        charts, space = changing(metric), MAX_OPEN - len(opened)
+        opened += charts[:space]
+        by_metric[metric] = charts[space:]
+    sections = {name: list[Chart]() for name in _SECTIONS}
+    for name, parts in _SECTIONS.items():
+        for curve in _CURVES:
+            sections[name] += changing(curve.metric) if curve.section in parts else []
+    sections["Speed"] += changing(_PHASES)
+    sections["Health"] += [c for arm in arms if (c := _staleness(arm.runs[0], named=len(arms) > 1))]
+    return opened, [(name, charts) for name, charts in sections.items() if charts], ", ".join(hidden)
 
 
 def _charts(curves: Sequence[Curve], arms: Sequence[Arm]) -> list[Chart]:
@@ -560,12 +504,13 @@ def _groups(metric: str, runs: Sequence[Run]) -> float:
 
 
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:
-    """Returns an arm's line; for a run alone on the page also peaks and plan. ``several``: an arm has several runs."""
+    """Returns an arm's line; for a run alone on the page also ``others`` and the plan. ``several``: an arm has several
+    runs."""
     found = [run.rows_of(curve.metric, warm_start=curve.warm_start and not several) for run in arm.runs]
     rows, alone, lines = found[0], num_arms == 1 and not several, list[Series]()
     x, y = rows.x, rows.values(curve.metric)
-    if curve.peak is not None and alone:
-        lines.append(Series(name="greatest", style=arm.style + DOTTED, x=x, y=rows.values(curve.peak)))
+    for place, other in enumerate(curve.others if alone else ()):
+        lines.append(Series(name=other, style=arm.style + DOTTED + place, x=x, y=rows.values(other)))
     if (planned := arm.runs[0].plan.get(curve.metric)) is not None and alone:
         lines.append(Series(name="plan", style=arm.style + DOTTED, x=x, y=np.full(len(x), planned)))
     low = high = None
@@ -575,10 +520,26 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
     elif num_arms > MAX_BANDS:
         x, y, each = averaged(x, y)
     elif not several and curve.spread is not None:
-        low, high = y - rows.values(curve.spread), y + rows.values(curve.spread)
-    name = ("mean" if curve.peak else curve.metric) if alone else arm.label
+        low, high = _spread_band(y, rows.values(curve.spread))
+    name = curve.metric if alone else arm.label
     lines.append(Series(name=name, style=arm.style, x=x, y=y, low=low, high=high, each=each))
     return [line for line in lines if not np.isnan(line.y).all()]
+
+
+def _spread_band(mean: Floats, std: Floats) -> tuple[Floats, Floats]:
+    """Returns mean - std and mean + std, within the two values of a reward that has only two, for example 0 and 1.
+
+    Values a and b have a variance of (mean - a)(b - mean), so mean² + std² lies on a straight line over the mean.
+    """
+    known = np.isfinite(mean) & np.isfinite(std)
+    least, greatest = -math.inf, math.inf
+    if len(np.unique(mean[known])) >= LEAST_EQUAL:
+        square = mean[known] ** 2 + std[known] ** 2
+        (slope, start), residuals, *_ = np.polyfit(mean[known], square, 1, full=True)
+        if residuals.sum() <= 1e-12 * (1 + square @ square) and slope**2 + 4 * start > 0:
+            half = math.sqrt(slope**2 / 4 + start)
+            least, greatest = slope / 2 - half, slope / 2 + half
+    return np.maximum(mean - std, least), np.minimum(mean + std, greatest)
 
 
 def _phases(run: Run, *, named: bool) -> Chart | None:
@@ -589,7 +550,7 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
         for name in ("seconds/step", "step", *(f"seconds/{phase}" for phase in PHASE_SECONDS))
     )
     parts = [*zip(PHASE_SECONDS, phases, strict=True), ("other", np.maximum(whole - sum(phases), 0.0))]
-    title = "Where the time goes" + (f": {run.label}" if named else "")
+    title = "Step time by phase" + (f": {run.label}" if named else "")
     return stacked_bars(title, "s", steps, parts) if any(seconds.any() for _, seconds in parts) else None
 
 

@@ -29,11 +29,12 @@ from numpy.typing import NDArray
 from rl_megatron.errors import DataError
 from rl_megatron.feature import Curve
 from rl_megatron.files import write_atomically
+from rl_megatron.observability.charts import DOTTED, Chart, Series
 from rl_megatron.observability.files import JsonRow, number
 from rl_megatron.observability.history import Run, load_runs, number_text
 from rl_megatron.observability.intervals import Interval, contrast, mean_interval, t_quantile
 from rl_megatron.observability.metrics import documented
-from rl_megatron.observability.report import DOTTED, Arm, Chart, Panel, Series, arms_chart, group_runs, write_page
+from rl_megatron.observability.report import Arm, Panel, arms_chart, group_runs, write_page
 from tools.lab.states import CellStanding, CellState, drift_of, find_states
 from tools.lab.study import Cell, Study, arms_of
 

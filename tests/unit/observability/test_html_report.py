@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import tracemalloc
 from pathlib import Path
@@ -12,9 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability import report
@@ -23,33 +19,105 @@ from rl_megatron.observability.history import SampleRow, SamplesWriter, SampleTu
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS
 from rl_megatron.observability.recorder import MetricsWriter
-from rl_megatron.observability.report import (
-    MAX_BARS,
-    MAX_MEANS,
-    MAX_POINTS,
-    Chart,
-    Series,
-    averaged,
-    in_a_unit,
-    make_plan_card,
-    stacked_bars,
-    write_report,
-)
+from rl_megatron.observability.report import make_plan_card, write_report
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import EVIL, Page, a_run
 
+EQUAL = "groups/zero_advantage_fraction"
 
-def test_what_matters_now_comes_first_on_the_page_of_one_run(tmp_path: Path) -> None:
-    """And where several are compared, each chart is in its own section."""
+
+def folded(page: Path) -> dict[str, list[str]]:
+    """The titles of the charts of each folded section, and under "" of those that are open."""
+    text, found = page.read_text(), dict[str, list[str]]()
+    sections = re.findall(r"(?s)<details class=\"card\"><summary>(.*?): \d+ charts?</summary>(.*?)</details>", text)
+    for name, part in [*sections, ("", re.sub("(?s)<details.*?</details>", "", text))]:
+        found[name] = re.findall("<figcaption><h3>(.*?)</h3>", part)
+    return found
+
+
+def every_metric(folder: Path, steps: int) -> Path:
+    """A run that recorded every metric that has a chart, with random values."""
+    rng, curves = np.random.default_rng(0), [metric.curve for metric in METRICS.values() if metric.curve]
+    named = {name for c in curves for name in (c.metric, c.spread, *c.others) if name} | {"seconds/step", EQUAL}
+    names = sorted(name.replace("<name>", "n").replace("<k>", "8") for name in named)
+    metrics = MetricsWriter(a_run(folder, steps=0))
+    for step, row in enumerate(rng.normal(size=(steps, len(names))).tolist(), 1):
+        metrics.write({"phase": "rl", "step": step, **dict(zip(names, row, strict=True))})
+    metrics.close()
+    return folder
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_fifteen_charts_are_open_and_the_rest_is_folded(tmp_path: Path, runs: int) -> None:
+    folders = [every_metric(tmp_path / f"{n}", steps=4) for n in range(runs)]
+    found = folded(write_report(folders, tmp_path / "r.html"))
+    assert len(found[""]) == report.MAX_OPEN == 15
+    first = ["Held-out accuracy", "Held-out loss", "Held-out preference accuracy", "Response length", "Entropy"]
+    assert found[""][1:8] == [*first, "Groups with a gradient", "KL to reference"]
+    assert list(found) == ["Evaluation", "Health", "Speed", "Everything else", ""]
+    assert "MFU of the training phase" in found["Speed"]
+    assert "Epochs" in found["Everything else"]
+
+
+def test_lines_that_show_nothing_are_listed_by_name(tmp_path: Path) -> None:
+    """Constants, zeros, straight lines, and those that equal another chart's; but not reward, accuracy and loss."""
+    metrics = MetricsWriter(a_run(tmp_path / "a", steps=0, warm=0))
+    for step in range(1, 12):
+        row = {"reward/mean": 0.0, "loss": 0.5, "grad_norm": step % 3, "reward/errors": 0, "ledger/drawn": 64 * step}
+        row |= {"entropy": 0.25, "moe/load_imbalance": step % 3, "clip_fraction": step**2, "steps/skipped": step > 10}
+        metrics.write({"phase": "rl", "step": step, **row})
+    page = write_report([tmp_path / "a"], tmp_path / "r.html")
+    assert folded(page) == {
+        "": ["Reward, mean ± standard deviation", "Clip fraction", "Gradient norm", "Loss"],
+        "Everything else": ["Optimizer steps skipped"],
+    }
+    (line,) = re.findall(r"<p class=\"note\">Constant: (.*?)\.</p>", page.read_text())
+    straight = "Prompts drawn (64 to 704 in a straight line)"
+    assert line == f"Entropy (0.25), {straight}, Expert load imbalance (as Gradient norm), Reward errors (0)"
+
+
+def test_groups_tokens_and_a_reward_of_two_values_are_derived_from_rows(tmp_path: Path) -> None:
+    metrics = MetricsWriter(a_run(tmp_path / "a", steps=0))
+    for step, mean in ((1, 0.25), (2, 0.5), (3, 0.75), (4, 0.5)):
+        row = {"reward/mean": 2 * mean - 1, "reward/std": 2 * (mean * (1 - mean)) ** 0.5, EQUAL: mean / 2}
+        row |= {"tokens/rollout": 600 * step, "seconds/step": 2.0, "groups/all_correct": mean / 4}
+        metrics.write({"phase": "rl", "step": step, **row})
+    page = Page(write_report([tmp_path / "a"], tmp_path / "r.html"))
+    charts = page.charts()
+    (reward,) = charts["Reward"]["series"]
+    assert reward["low"] == pytest.approx([-1, -1, 0.5 - 0.75**0.5, -1], abs=1e-5), "its values are -1 and 1"
+    assert reward["high"] == pytest.approx([-0.5 + 0.75**0.5, 1, 1, 1], abs=1e-5)
+    assert {line["name"]: line["y"] for line in charts["Groups with a gradient"]["series"]} == {
+        "groups/all_correct": [0.0625, 0.125, 0.1875, 0.125],
+        "groups/with_gradient": [0.875, 0.75, 0.625, 0.75],
+    }
+    (axes,) = [json.loads(a["data-axes"] or "") for _, a in page.tags if "data-axes" in a]
+    hours = [round(step * 2 / 3600, 9) for step in (1, 2, 3, 4)]
+    assert axes == {"0": {"step": [1, 2, 3, 4], "hours": pytest.approx(hours), "tokens": [600, 1800, 3600, 6000]}}
+    assert "Whole step: tokens/s (600 to" not in page.text
+    assert "Whole step: tokens/s" in charts
+
+
+def test_equal_lines_of_a_comparison_are_named(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path / name, scale=scale) for name, scale in (("a", 1.0), ("b", 1.0), ("c", 0.5))]
+    text = write_report(runs, tmp_path / "r.html").read_text()
+    figures = dict(re.findall(r"(?s)<figure.*?<h3>(.*?)</h3>(.*?)</figure>", text))
+    assert "a, b: equal to the bit." in figures["Reward, mean ± standard deviation"]
+    assert "All lines are equal to the bit." in figures["Loss"]
+    assert "equal to the bit" not in write_report([runs[0], runs[2]], tmp_path / "r.html").read_text().split("Loss")[0]
+
+
+def test_a_run_and_a_comparison_have_their_charts_in_order(tmp_path: Path) -> None:
+    """And where several are compared, the phases of each are in a section."""
     metrics = MetricsWriter(a_run(tmp_path / "a"))
     metrics.write({"phase": "rl", "step": 7, "reward/mean": 0.5, "memory/peak": 5, "tokens_per_second/rollout": 9.0})
     alone = [*Page(write_report([tmp_path / "a"], tmp_path / "one.html")).charts()]
-    assert alone.index("Where the time goes") < alone.index("Rollout speed") < alone.index("Loss")
-    assert alone.index("Most memory that a rank has held") < alone.index("Loss")
+    assert alone.index("Loss") < alone.index("Peak memory of a rank") < alone.index("Sampling phase: tokens/s")
     runs = [tmp_path / "a", a_run(tmp_path / "b", rollout={"group_size": 8})]
     both = [*Page(write_report(runs, tmp_path / "r.html")).charts()]
-    times = next(place for place, name in enumerate(both) if "time goes" in name)
-    assert both.index("Loss") < both.index("Rollout speed") < times
+    times = [name for name in both if name.startswith("Step time by phase: ")]
+    assert both.index("Loss") < both.index(times[0])
+    assert len(times) == 2
     assert len(set(alone)) == len(alone)
 
 
@@ -86,7 +154,7 @@ def test_what_a_run_cost_is_text_of_its_page(tmp_path: Path) -> None:
 
 def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
     text = re.sub(r"\s+", " ", Page(write_report([a_run(tmp_path / "a")], tmp_path / "a" / "report.html")).text)
-    for part in ("0.0 %→20.0 %→90.0 %", "Final reward 0.6 ", "6 of 6", "0 min 12 s", "Sampled tokens/s 150 "):
+    for part in ("0.0 %→20.0 %→90.0 %", "last 1 step 0.6 ", "6 of 6", "0 min 12 s", "whole step 150 "):
         assert part.replace(" ", "") in text.replace(" ", ""), part
 
 
@@ -105,12 +173,12 @@ def test_headlines_of_a_job_on_written_text_are_its_records(tmp_path: Path, job:
     tiles = re.findall(r'<div class="tile card[ wide]*"><dt>(.*?)</dt>\s*<dd.*?>(.*?)</dd>', page.read_text())
     figures = {name: re.sub("<.*?>", "", value) for name, value in tiles}
     ordered = {"Pairs in order": "75.0 %"} if pairs else {}
-    rest = {"Steps": "2 of 2", "Time": "0 min 4 s", "Trained tokens/s": "2,000"}
+    rest = {"Steps": "2 of 2", "Time": "0 min 4 s", "Trained tokens/s, whole step": "2,000"}
     assert figures == {"Held-out loss: first → last": f"1.5→{last}", **ordered, **rest}
     assert f'<b class="{moved}">' in page.read_text()
     compared = write_report(folders, tmp_path / "both.html").read_text()
     table = compared[compared.index("<h2>Runs</h2>") : compared.index("<h2>Learning</h2>")]
-    columns = ["Run", "Held-out loss", *ordered, "Steps", "Time", "Trained tokens/s"]
+    columns = ["Run", "Held-out loss", *ordered, "Steps", "Time", "Trained tokens/s, whole step"]
     assert re.findall(r"<th>([A-Z][^<]*)</th>", table) == columns
     assert "<td>-</td>" not in table
 
@@ -127,7 +195,7 @@ def test_each_recorded_value_is_in_its_chart(tmp_path: Path) -> None:
     (reward,) = charts["Reward"]["series"]
     assert [reward[name][1] for name in ("x", "y", "low", "high")] == [2, 0.2, -0.05, 0.45]
     expected = {"rollout": [0.5] * 6, "train": [1] * 6, "other": [0.5] * 6}
-    assert {line["name"]: line["y"] for line in charts["Where the time goes"]["series"]} == expected
+    assert {line["name"]: line["y"] for line in charts["Step time by phase"]["series"]} == expected
 
 
 def test_the_first_and_last_values_are_said_to_those_who_do_not_see_the_chart(tmp_path: Path) -> None:
@@ -139,12 +207,12 @@ def test_the_first_and_last_values_are_said_to_those_who_do_not_see_the_chart(tm
 
 def test_a_constant_metric_is_hidden_also_where_a_row_lacks_it(tmp_path: Path) -> None:
     metrics = MetricsWriter(a_run(tmp_path / "a"))
-    for step, servers in ((7, 2), (8, None), (9, 2)):
+    for step, servers in ((7, 2), (8, None), (9, 2), (10, 2)):
         metrics.write({"phase": "rl", "step": step, "engine/healthy": servers})
-    assert "Engine servers that serve" not in Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
-    metrics.write({"phase": "rl", "step": 10, "engine/healthy": 1})
-    (line,) = Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()["Engine servers that serve"]["series"]
-    assert (line["x"], line["y"]) == ([7, 8, 9, 10], [2, None, 2, 1])
+    assert "Healthy engine servers" not in Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
+    metrics.write({"phase": "rl", "step": 11, "engine/healthy": 1})
+    (line,) = Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()["Healthy engine servers"]["series"]
+    assert (line["x"], line["y"]) == ([7, 8, 9, 10, 11], [2, None, 2, 2, 1])
 
 
 def test_no_two_phases_of_a_step_have_one_color(tmp_path: Path) -> None:
@@ -153,7 +221,7 @@ def test_no_two_phases_of_a_step_have_one_color(tmp_path: Path) -> None:
     MetricsWriter(folder).write({"phase": "rl", "step": 7, **every})
     page = Page(write_report([folder], tmp_path / "r.html"))
     colors = dict(re.findall(r"\.stack \.(s\d+)\{--c:var\((--p\d)\)\}", page.text))
-    parts = [f"s{style}" for _, style in page.names("Where the time goes")]
+    parts = [f"s{style}" for _, style in page.names("Step time by phase")]
     assert len(parts) == len(PHASE_SECONDS) + 1
     for theme in page.themes():
         assert len({theme[colors[style]] for style in parts}) == len(PHASE_SECONDS) + 1
@@ -267,8 +335,8 @@ def test_no_folder_and_a_folder_given_twice_are_refused(tmp_path: Path) -> None:
 
 def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
     curves = [metric.curve for metric in METRICS.values() if metric.curve]
-    assert {curve.section for curve in curves} == {"Headlines", *report._SECTIONS}
-    shown = {name for c in curves for name in (c.metric, c.spread, c.peak)} - {None}
+    assert {curve.section for curve in curves} == {part for parts in report._SECTIONS.values() for part in parts}
+    shown = {name for c in curves for name in (c.metric, c.spread, *c.others)} - {None}
     shown |= {f"seconds/{phase}" for phase in PHASE_SECONDS}
     axes_and_totals = {
         *("step", "phase", "warm_start/step", "tokens/rollout", "tokens/train", "flops/train", "weights/bytes"),
@@ -276,6 +344,7 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
     }
     assert METRICS.keys() - shown - axes_and_totals == {"metrics/non_finite"}
     assert shown <= METRICS.keys()
+    assert set(report._OPEN) <= shown | {*report._DERIVED, report._PHASES}
 
 
 def test_rows_of_an_older_version_are_read_by_the_names_of_today(tmp_path: Path) -> None:
@@ -295,7 +364,7 @@ def test_memory_and_mfu_are_beside_the_plans(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "plan.json").write_text('{"memory/peak": 8.5e9, "mfu/train": 0.4}')
     charts = Page(write_report([folder], tmp_path / "r.html")).charts()
-    found = charts["Most memory that a rank has held (dotted: plan)"]
+    found = charts["Peak memory of a rank"]
     assert {line["name"]: set(line["y"]) for line in found["series"]} == {"plan": {8.5}, "memory/peak": {7}}
     assert (tmp_path / "r.html").read_text().count("<span>GB</span>") == 1
     assert not any("MFU" in name for name in charts)  # no row has it
@@ -371,7 +440,7 @@ def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
     assert "seed" in page.text
     assert "train.steps" in page.text
     assert "rollout.group_size" not in page.text, keys
-    assert sum(name.startswith("Where the time goes") for name in charts) == 3
+    assert sum(name.startswith("Step time by phase") for name in charts) == 3
 
 
 def test_a_comparison_leaves_each_runs_own_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -613,114 +682,13 @@ def test_without_predicted_seconds_or_with_too_few_steps_there_is_no_card(tmp_pa
     assert "Predicted beside" not in write_report([whole], tmp_path / "r.html").read_text()
 
 
-# What a chart gives the page's script.
-def a_line(values: list[float | None], **bands: NDArray[np.float64]) -> Series:
-    y = np.array([math.nan if v is None else v for v in values])
-    return Series(name="a", style=0, x=np.arange(1.0, len(y) + 1), y=y, **bands)
-
-
-def drawn_line(*values: float | None) -> dict[str, Any]:
-    series: Any = Chart(title="t", unit="", series=[a_line([*values])]).data["series"]
-    (line,) = series
-    return dict(line)
-
-
-def test_a_null_breaks_a_line_and_numbers_are_short() -> None:
-    line = drawn_line(1.0, None, 1 / 3, 20000.4, 123_456_789.0, 1.23456789e12)
-    assert json.dumps(line["y"]) == "[1, null, 0.333333, 20000.4, 123456789, 1234570000000.0]"
-    assert line["x"] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("values", "unit", "shown"),
-    [([61e9, None, 68.4e9], "GB", [61, 68.4]), ([0.0, 2e6], "MB", [0, 2]), ([0.0, 12.0], "bytes", [0, 12])],
-)
-def test_bytes_are_in_the_largest_unit(values: list[float | None], unit: str, shown: list[float]) -> None:
-    given, (line,) = in_a_unit("bytes", [a_line(values, high=np.full(len(values), 2e9))])
-    assert (given, [y for y in line.y.tolist() if y == y]) == (unit, shown)
-    assert line.low is None
-    assert line.high is not None
-    assert line.high.tolist() == pytest.approx([2e9 * shown[-1] / (values[-1] or 1)] * len(values))
-    assert in_a_unit("s", [line]) == ("s", [line])
-
-
-def test_long_runs_are_thinned_without_losing_spikes_or_ends() -> None:
-    values: list[float | None] = [float(i % 7) for i in range(20_000)]
-    values[7_777], values[12_345] = 100.0, -50.0
-    line = drawn_line(*values)
-    shown = dict(zip(line["x"], line["y"], strict=True))
-    assert len(shown) <= MAX_POINTS + 2
-    assert (shown[7778], shown[12346]) == (100, -50)
-    assert {1, 20000} <= shown.keys()
-
-
-def test_lines_of_one_chart_are_thinned_at_the_same_places() -> None:
-    """So that the values of all are read at one step; each keeps its spike and its band."""
-    one, two = (a_line([0.0] * 3000), a_line([1.0] * 2000, low=np.zeros(2000), high=np.arange(2000.0)))
-    one.y[1000], two.y[1500] = 9.0, 8.0
-    series: Any = Chart(title="t", unit="", series=[one, two]).data["series"]
-    longer, shorter = series
-    assert len(longer["x"]) <= MAX_POINTS + 4
-    assert [x for x in longer["x"] if x <= 2000] == shorter["x"]
-    assert (longer["y"][longer["x"].index(1001)], longer["y"][longer["x"].index(1501)]) == (9, 0)
-    assert (shorter["y"][shorter["x"].index(1001)], shorter["y"][shorter["x"].index(1501)]) == (1, 8)
-    assert shorter["high"] == [x - 1 for x in shorter["x"]]
-
-
-def test_among_many_lines_a_value_is_the_mean_of_several_steps() -> None:
-    x, y = np.array([-0.5, *range(1000)]), np.array([9.0, *(n % 2 for n in range(1000))])
-    places, means, each = averaged(x, y)
-    assert (places[0], means[0], each) == (-0.5, 9, 10)
-    assert (len(means), set(means[1:].tolist())) == (1 + MAX_MEANS, {0.5})
-    assert places[2] == 14.5  # of steps 10 to 19
-    few = averaged(x[:101], y[:101])
-    assert (few[0].tolist(), few[1].tolist(), few[2]) == (x[:101].tolist(), y[:101].tolist(), 1)
-    gap = averaged(x[1:], np.array([math.nan] * 15 + [1.0] * 985))[1].tolist()
-    assert (math.isnan(gap[0]), gap[1], gap[2]) == (True, 1.0, 1.0)
-
-
-def test_stacked_bars_average_their_steps_and_the_first_part_lies_lowest() -> None:
-    chart = stacked_bars("t", "s", np.array([1.0, 2.0]), [("a", np.array([1.0, 2.0])), ("b", np.array([3.0, 2.0]))])
-    assert [(line.name, line.y.tolist()) for line in chart.series] == [("b", [3, 2]), ("a", [1, 2])]
-    (line,) = stacked_bars("t", "s", np.arange(1.0, 1001), [("a", np.arange(1000.0))]).series
-    assert len(line.y) <= MAX_BARS
-    assert (line.x[0], line.y[0], line.each) == (9, 8, 17)  # steps 1 to 17
-    assert line.y[-1] == 992.5  # of the last 14 steps
-
-
-def test_parts_that_took_no_time_are_not_named_and_the_others_keep_their_colours() -> None:
-    parts = [("a", np.array([1.0, 2.0])), ("none", np.zeros(2)), ("b", np.array([0.0, 2.0]))]
-    chart = stacked_bars("t", "s", np.array([1.0, 2.0]), parts)
-    assert [(line.name, line.style) for line in chart.series] == [("b", 2), ("a", 0)]
-
-
-@given(st.lists(st.one_of(st.none(), st.floats(-1e12, 1e12, allow_subnormal=False)), min_size=1, max_size=900))
-def test_every_line_keeps_its_ends_and_extremes_as_json(values: list[float | None]) -> None:
-    line = json.loads(json.dumps(drawn_line(*values), allow_nan=False))
-    known, shown = ([v for v in of if v is not None] for of in (values, line["y"]))
-    assert (line["x"][0], line["x"][-1]) == (1, len(values))
-    if known:
-        assert (min(shown), max(shown)) == pytest.approx((min(known), max(known)), rel=1e-5)
-    band: Any = Chart(title="t", unit="", series=[a_line([1.0], low=np.array([-math.inf]))]).data["series"]
-    assert band[0]["low"] == [None], "which is no JSON"
-
-
 # The page itself: uPlot is in it, whole and with its license; it stays small, and no name can end its script.
 UPLOT = Path(report.__file__).with_name("uplot")
 
 
 def test_the_page_has_uplot_and_its_license_and_no_more_than_a_megabyte(tmp_path: Path) -> None:
     """A run of 2,000 steps that recorded every metric that has a chart; samples have bytes of their own."""
-    folder, rng = a_run(tmp_path / "a", steps=0), np.random.default_rng(0)
-    given_to = [metric for metric in METRICS.values() if metric.curve]
-    curves = [metric.curve for metric in given_to if metric.curve]
-    named = {name for c in curves for name in (c.metric, c.spread, c.peak) if name}
-    names = sorted({name.replace("<name>", "n").replace("<k>", "8") for name in named} | {"seconds/step"})
-    metrics = MetricsWriter(folder)
-    for step, row in enumerate(rng.normal(size=(2000, len(names))).tolist(), 1):
-        metrics.write({"phase": "rl", "step": step, **dict(zip(names, row, strict=True))})
-    metrics.close()
-    out = write_report([folder], tmp_path / "r.html")
+    out = write_report([every_metric(tmp_path / "a", steps=2000)], tmp_path / "r.html")
     assert len(Page(out).charts()) > 100
     assert out.stat().st_size <= 1_000_000
     text = out.read_text()
