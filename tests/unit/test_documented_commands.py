@@ -43,6 +43,7 @@ from rl_megatron.section import EntryName, Section
 from tests.documents import blocks
 from tools.convert.layouts import model_shape, parse_layout
 from tools.lab.study import cells_of, read_study
+from tools.migrate import docs as migrating
 from tools.planner.memory import check_memory
 from tools.planner.plan import _texts
 
@@ -330,6 +331,12 @@ def test_the_page_of_commands_is_current() -> None:
     assert (REPO / "docs" / "commands.md").read_text(encoding="utf-8") == text, f"run {command}"
     every = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [name for name in re.findall(r"^## (.*)$", text, re.M) if " " not in name] == list(every)
+
+
+def test_the_page_of_other_frameworks_matches_the_tables() -> None:
+    command = "python -m tools.migrate.docs > docs/migrating.md"
+    page = (REPO / "docs" / "migrating.md").read_text(encoding="utf-8")
+    assert page == migrating.render(), f"run {command}"
 
 
 def test_every_key_is_there_with_its_default(tmp_path: Path) -> None:

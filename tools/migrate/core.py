@@ -134,9 +134,9 @@ class _Conversion:
 
     def _holds(self, when: Mapping[str, object]) -> bool:
         return all(
-            _same(self._value(key), wanted)
+            is_same(self._value(key), wanted)
             if not isinstance(wanted, list)
-            else any(_same(self._value(key), one) for one in wanted)
+            else any(is_same(self._value(key), one) for one in wanted)
             for key, wanted in when.items()
         )
 
@@ -154,7 +154,7 @@ class _Conversion:
         """The lines whose value differs from that of the row."""
         by_key = {line.key: line for line in chosen}
         base = _base(row, chosen)
-        kind = JOBS[_at(base, "job")]  # type: ignore[index]
+        kind = JOBS[find_value(base, "job")]  # type: ignore[index]
         for key, ours in our_keys().items():
             if (kind.reads is not None and not any(is_in(key, one) for one in kind.reads)) or any(
                 is_in(key, one) for one in kind.unread
@@ -163,7 +163,7 @@ class _Conversion:
             cell = next((one for one in self.table.cells.get(key, ()) if self._holds(one.when)), None)
             line = self._line(ours, cell) if cell and cell.converts else None
             line = line or by_key.get(key)
-            if line is not None and (key == "job" or not _same(_at(base, key), line.value)):
+            if line is not None and (key == "job" or not is_same(find_value(base, key), line.value)):
                 yield line
             by_key.pop(key, None)
         yield from by_key.values()
@@ -189,9 +189,9 @@ class _Conversion:
     def _source(self, cell: Cell, named: Sequence[str], value: object) -> str:
         """The comment of a line: its keys of theirs, and a default of theirs that is the value."""
         from_default = [
-            key for key in cell.sources if key not in self.values and _same(self.table.defaults.get(key), value)
+            key for key in cell.sources if key not in self.values and is_same(self.table.defaults.get(key), value)
         ]
-        if named and (any(_same(self._value(key), value) for key in named) or not from_default):
+        if named and (any(is_same(self._value(key), value) for key in named) or not from_default):
             return ", ".join(map(self._shown, named))
         first = (from_default or cell.sources)[:1]
         return ", ".join(map(self._shown, dict.fromkeys((*first, *named)))) or cell.why or ""
@@ -229,7 +229,7 @@ class _Conversion:
             entry = next((one for one in self.table.without if any(_matches(key, name) for name in one.keys)), None)
             if entry is None:
                 yield f"{self._shown(key)}: not in the tables; look whether it changes the loss"
-            elif entry.changes_loss and not any(_same(value.value, one) for one in entry.harmless):
+            elif entry.changes_loss and not any(is_same(value.value, one) for one in entry.harmless):
                 self.refused.append(f"{self._shown(key)}: {entry.why}")
             else:
                 yield f"{self._shown(key)}: {entry.why}"
@@ -300,7 +300,7 @@ def _base(row: str | None, chosen: Sequence[Line]) -> Mapping[str, Any]:
     return load_text(render(row, job)).model_dump(mode="json")
 
 
-def _at(tree: Mapping[str, Any], key: str) -> object:
+def find_value(tree: Mapping[str, Any], key: str) -> object:
     """The value at a dotted key; SKIP, which equals nothing, if it is not there."""
     place: Any = tree
     for part in key.split("."):
@@ -319,7 +319,7 @@ def _matches(key: str, name: str) -> bool:
     return key.startswith(name[:-1]) if name.endswith("*") else key == name
 
 
-def _same(one: object, other: object) -> bool:
+def is_same(one: object, other: object) -> bool:
     """True for equal values, also a number and its text."""
     if isinstance(one, bool) or isinstance(other, bool) or one is None or other is None:
         return _as_text(one) == _as_text(other)
