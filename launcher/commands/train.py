@@ -171,7 +171,12 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
 async def _open_sinks(config: RunConfig, folder: Path, start: Checkpoint | None) -> AsyncIterator[Sinks]:
     """Context of the run's sinks. They get its end, with the error that ends it, and a bounded time to close."""
     settings = SinkSettings(
-        folder=folder, project=config.log.project, is_fresh=start is None, environment=dict(os.environ)
+        folder=folder,
+        project=config.log.project,
+        is_fresh=start is None,
+        needs_differences=config.algorithm.needs_differences,
+        dtype=config.learner.dtype,
+        environment=dict(os.environ),
     )
     sinks = Sinks(config.log.sinks, settings)
     try:

@@ -35,6 +35,8 @@ class SinkSettings:
     argument: str = ""  # the text after the colon of an entry of log.sinks
     project: str = "rl_megatron"  # log.project
     is_fresh: bool = True  # the run begins, or starts over; False: it resumes
+    needs_differences: bool = True  # groups of equal rewards give no gradient
+    dtype: str = "float32"  # the learner's data type
     environment: Mapping[str, str]  # variables of the controller's process
 
 

@@ -42,6 +42,8 @@ from rl_megatron.observability.sinks.prometheus import PrometheusSink, _Handler
 from rl_megatron.observability.sinks.sink import MAX_ROWS, MetricSink, RunEnd, Sinks, SinkSettings, make_sink
 from rl_megatron.observability.sinks.tensorboard import TensorBoardSink
 from rl_megatron.observability.sinks.wandb import WandbSink
+from rl_megatron.observability.sinks.webhook import WebhookSink
+from rl_megatron.observability.verdicts import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard
 ROW: Mapping[str, float | str] = MappingProxyType({"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5})
@@ -450,6 +452,32 @@ def test_a_webhook_that_is_away_is_named_without_its_url(
     (warning,) = caplog.messages
     assert "the webhook did not take a message: ConnectError" in warning
     assert "SECRET" not in caplog.text
+
+
+def test_the_webhook_gets_a_verdict_that_becomes_bad_and_is_bad_no_longer(tmp_path: Path, hook: str) -> None:
+    """Five steps after the change, once; also across a resume, which reads the rows before it."""
+
+    def row(step: int) -> JsonRow:
+        bad = 20 < step <= 40
+        return {"phase": "rl", "step": step, "mismatch/logprob_abs_mean": 1.0 if bad else 1e-6, "grad_norm": 0.5}
+
+    def bad_at(step: int) -> bool:
+        verdicts = read_run([row(k) for k in range(1, step + 1)])
+        return any((one.topic, one.state) == ("mismatch", "bad") for one in verdicts)
+
+    made = [row(step) for step in range(1, 61)]
+    changes = [step for step in range(2, 61) if bad_at(step) != bad_at(step - 1)]
+    for fresh, part in ((True, made[:36]), (False, made[36:])):
+        given = settings(tmp_path / "run7", fresh=fresh, RL_MEGATRON_WEBHOOK=hook)
+        sink, writer = WebhookSink(given), MetricsWriter(given.folder)
+        for one in part:
+            writer.write(one)
+            sink.log(one)
+            sink.log(one)  # a row that replaces it is no other step
+    first, second = [one["text"] for one in Receiver.bodies]
+    assert len(changes) == 2
+    assert first.startswith(f"run run7: step {changes[0] + 4}: Engine and learner disagree: ")
+    assert second.startswith(f"run run7: step {changes[1] + 4}: mismatch is no longer bad. Updates are healthy: ")
 
 
 @pytest.mark.parametrize(
