@@ -89,6 +89,6 @@ addEventListener("pagehide", () => {
 const milliseconds = 1000 * (document.body.dataset.again ?? 0);
 if (milliseconds) setInterval(() => {
   if (Date.now() - 1000 * document.body.dataset.written > 10 * milliseconds)
-    byId("now").textContent = byId("now").textContent.split(";")[0] + "; the run has ended since, or stands still";
+    byId("now").textContent = byId("now").textContent.split(";")[0] + "; the run has ended since, or hangs";
   else if (!document.hidden && getSelection().isCollapsed) location.reload();
 }, milliseconds);

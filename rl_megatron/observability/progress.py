@@ -223,7 +223,7 @@ class Progress:
         losses = (self._row[name] for name in ("loss", "warm_start/loss") if name in self._row)
         facts += [("loss", Text(_show(loss))) for loss in losses]
         if (speed := self._tokens_per_second()) is not None:
-            facts.append(("sampled tokens/s", Text(f"{speed:,.0f}  ({_show(self._row['seconds/step'])} s a step)")))
+            facts.append(("whole step: tokens/s", Text(f"{speed:,.0f}  ({_show(self._row['seconds/step'])} s a step)")))
         if self._checkpoint is not None:
             facts.append(("last checkpoint", Text(f"step {self._checkpoint}")))
         if self._folder is not None:

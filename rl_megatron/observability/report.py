@@ -195,6 +195,7 @@ _OPEN = (
     *("response/truncated_fraction", "tokens_per_second/rollout", "tokens_per_second/train", "warm_start/loss"),
 )
 """Metrics of the charts that are open: the first of them that a run has, in this order."""
+_OTHER_BASELINES = ("none", "greedy", "batch", "moving", "tracked")
 _ALWAYS = ("reward/mean", "eval/accuracy", "eval/loss", "loss")  # drawn also if they do not change
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
@@ -470,8 +471,19 @@ def _sections(arms: Sequence[Arm]) -> tuple[list[Chart], list[tuple[str, list[Ch
 
 def _charts(curves: Sequence[Curve], arms: Sequence[Arm]) -> list[Chart]:
     runs = [run for arm in arms for run in arm.runs]
+    if any(_equal_groups_count(run.config) for run in runs):
+        names = {
+            "Groups with a gradient": "Groups with different rewards",
+            "Groups without a gradient": "Groups with equal rewards",
+        }
+        curves = [replace(curve, title=names.get(curve.title, curve.title)) for curve in curves]
     every = [each for given in curves for each in _named(given, runs) if len(runs) > 1 or not each.compared]
     return [chart for curve in every if (chart := arms_chart(curve, arms)) is not None]
+
+
+def _equal_groups_count(config: Mapping[str, str]) -> bool:
+    """True if groups of equal rewards give a gradient, too: by a critic, or a baseline that is not the group's."""
+    return config.get("algorithm.credit") == "gae" or config.get("algorithm.advantage_mean") in _OTHER_BASELINES
 
 
 def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
@@ -676,4 +688,4 @@ def make_plan_card(run: Run) -> Panel | None:
     if run.config.get("train.max_staleness", "0") != "0":
         notes.append("Sampling overlaps training (train.max_staleness): a measured phase also waits for others.")
     columns = ("", "Predicted", "Measured", "Predicted / measured")
-    return Panel(title="Predicted beside measured", notes=notes, columns=columns, rows=rows)
+    return Panel(title="Predicted and measured", notes=notes, columns=columns, rows=rows)

@@ -363,7 +363,7 @@ def test_the_page_of_a_live_run_loads_itself_and_keeps_its_place(page: Browser, 
     own = shutil.copytree(run, tmp_path / "growing")
     report = write_report([own], own / "report.html", again=1.5)
     opened(page, report, 1440, 900)
-    assert "the run goes on" in page.value("document.querySelector('header').textContent")
+    assert "the run continues" in page.value("document.querySelector('header').textContent")
     trained(own, step=41)
     assert len(found(page, text="said-")) == 40
     page.value("document.getElementById('search').scrollIntoView()")
@@ -399,7 +399,7 @@ def test_a_group_that_is_read_stays_where_newer_samples_come(page: Browser, run:
 
 def test_the_page_of_a_run_that_was_killed_says_so_and_rests(page: Browser, run: Path, tmp_path: Path) -> None:
     opened(page, write_report([run], tmp_path / "report.html", again=0.05), 1440, 900)
-    page.until("document.getElementById('now')?.textContent.endsWith('the run has ended since, or stands still')")
+    page.until("document.getElementById('now')?.textContent.endsWith('the run has ended since, or hangs')")
     page.requests.clear()
     time.sleep(0.5)
     assert page.value("1") == 1

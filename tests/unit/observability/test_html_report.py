@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import DataError
 from rl_megatron.observability import report
 from rl_megatron.observability.files import JsonRow, read_jsonl
@@ -96,6 +97,16 @@ def test_groups_tokens_and_a_reward_of_two_values_are_derived_from_rows(tmp_path
     assert axes == {"0": {"step": [1, 2, 3, 4], "hours": pytest.approx(hours), "tokens": [600, 1800, 3600, 6000]}}
     assert "Whole step: tokens/s (600 to" not in page.text
     assert "Whole step: tokens/s" in charts
+
+
+def test_groups_of_equal_rewards_give_a_gradient_with_another_baseline(tmp_path: Path) -> None:
+    for name in ("gspo", "reinforce"):
+        algorithm = load_config("tiny_cpu", [f"algorithm={name}"]).algorithm.model_dump(mode="json")
+        metrics = MetricsWriter(a_run(tmp_path / name, algorithm=algorithm))
+        metrics.write({"phase": "rl", "step": 7, EQUAL: 0.25})
+        charts = Page(write_report([tmp_path / name], tmp_path / "r.html")).charts()
+        titles = ["Groups with a gradient", "Groups with different rewards"]
+        assert [title in charts for title in titles] == [name == "gspo", name == "reinforce"]
 
 
 def test_equal_lines_of_a_comparison_are_named(tmp_path: Path) -> None:
@@ -668,7 +679,7 @@ def test_each_part_that_was_predicted_and_measured_has_a_row(tmp_path: Path) -> 
     assert "steps 6 to 8" in card.notes[0]
     assert "Sampling overlaps training" in card.notes[1]
     text = write_report([folder], tmp_path / "r.html").read_text()
-    assert "<h2>Predicted beside measured</h2>" in text
+    assert "<h2>Predicted and measured</h2>" in text
     assert "<td>50 GB</td>" in text
 
 
@@ -679,7 +690,7 @@ def test_without_predicted_seconds_or_with_too_few_steps_there_is_no_card(tmp_pa
     assert make_plan_card(load_runs([whole])[0]) is None
     (whole / "plan.json").write_text('{"memory/peak": 6e10}')
     assert make_plan_card(load_runs([whole])[0]) is None
-    assert "Predicted beside" not in write_report([whole], tmp_path / "r.html").read_text()
+    assert "Predicted and measured" not in write_report([whole], tmp_path / "r.html").read_text()
 
 
 # The page itself: uPlot is in it, whole and with its license; it stays small, and no name can end its script.
