@@ -54,7 +54,7 @@ def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> P
 
     if (folder / "tiktoken.model").is_file() and not (folder / "tokenizer.json").is_file():
         # transformers would split texts by another model's pattern
-        raise ConfigError(f"{folder}: tiktoken.model does not say how texts are split, code beside it does; {_SAVED}")
+        raise ConfigError(f"{folder}: tiktoken.model lacks the rule that splits texts; {_SAVED}")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # its Rust part raises bare Exceptions for torn files

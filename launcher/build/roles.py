@@ -120,8 +120,8 @@ def find_allocation(config: RunConfig, folder: Path) -> Allocation | None:
         )
     if config.run.launcher == "ray" and allocation is not None and allocation.here not in allocation.nodes:
         raise ConfigError(
-            f"run.launcher=ray in job {allocation.id}, but this process is on {allocation.here}, none of the learner's "
-            f"nodes ({', '.join(allocation.nodes)}), on one of which it needs a part of Ray beside it; use rl-megatron "
+            f"run.launcher=ray in job {allocation.id}, but this process is on {allocation.here}. It needs "
+            f"Ray's raylet next to it, on one of the learner's nodes ({', '.join(allocation.nodes)}); use rl-megatron "
             "submit, or set run.launcher=slurm, which starts ranks from anywhere"
         )
     return allocation

@@ -305,7 +305,7 @@ class SmokeJob:
         found = re.search(r"resuming from \S*step_(\d+)", (self._attempt(1) / "controller.txt").read_text())
         if found is None or int(found[1]) != saved:
             where = "its beginning" if found is None else f"step {int(found[1])}"
-            raise NotReachedError(f"it went on from {where}, but its newest checkpoint is of step {saved}")
+            raise NotReachedError(f"it resumed from {where}, but its newest checkpoint is of step {saved}")
         print(f"resumed from the checkpoint of step {saved}, its newest", flush=True)
         self._compare(self._again(saved))
 

@@ -63,7 +63,8 @@ def train(
 ) -> None:
     """Train a policy by reinforcement learning; everything goes to runs/<name>/.
 
-    Ctrl-C (or SIGTERM) finishes the current step, saves and exits with status 0; a second Ctrl-C exits at once, 130.
+    Ctrl-C (or SIGTERM) finishes the current step, saves and exits with status 0. A second Ctrl-C exits immediately,
+    with status 130.
     """
     loaded = load_config(config, overrides or [])
     if resume:
@@ -257,7 +258,7 @@ class _EndingCosts(RunCosts):
     def add(self, row: Mapping[str, Any]) -> None:
         """Raises StopRequested."""
         if self.is_over:
-            raise StopRequested("nobody waits for the report")
+            raise StopRequested("the report is no longer needed")
         super().add(row)
 
 

@@ -177,8 +177,8 @@ def _generated(config: RunConfig) -> Iterator[Finding]:
         if isinstance(data, FileKeys) and data.fields["messages"] is not None:
             yield problem(
                 f"{key}.fields.messages={data.fields['messages']!r}, but the chat template of the tiny model, which "
-                "the run makes as model.path is not given, ends a turn with no token, so a model would learn to go on; "
-                "set model.path to a model whose tokenizer has a chat template that ends turns"
+                "the run makes as model.path is not given, ends a turn with no token, so a model would not learn to "
+                "stop; set model.path to a model whose tokenizer has a chat template that ends turns"
             )
 
 

@@ -142,7 +142,7 @@ def check_custom_pair_loss(section: PreferenceSection) -> None:
         raise ConfigError(f"{given}: its losses have no gradient")
     if not torch.allclose(torch.cat(alone), losses, rtol=1e-4, atol=1e-5):
         raise ConfigError(
-            f"{given}: losses are {torch.cat(alone).tolist()} of pairs alone and {losses.tolist()} of pairs beside "
+            f"{given}: losses are {torch.cat(alone).tolist()} of pairs alone and {losses.tolist()} of pairs next to "
             "others, so they would change with the packing; compute each pair's from its own two numbers"
         )
 
@@ -233,7 +233,7 @@ class _CustomCheck:
             if not torch.allclose(alone, together[mine], rtol=1e-4, atol=1e-5):
                 raise ConfigError(
                     f"{self.given}: the loss of a token is {alone.tolist()} where its sequence is alone and "
-                    f"{together[mine].tolist()} beside others in the micro-batch, so it would change with the packing; "
+                    f"{together[mine].tolist()} with others in the micro-batch, so it would change with the packing; "
                     "sum over a sequence by inputs.segment_sum, and over nothing that is wider"
                 )
 

@@ -355,8 +355,8 @@ def supervised_rows(
     for prompt, target in zip(prompts, targets, strict=True):
         if (end := ends[prompt.source]) is None:
             raise DataError(
-                "the tokenizer has none of the tokens that end sampling, so a model would learn to go on; give the id "
-                "of one that it has as eos_token_id in generation_config.json"
+                "the tokenizer has none of the tokens that end sampling, so a model would not learn to stop; give the "
+                "id of one that it has as eos_token_id in generation_config.json"
             )
         row, said = list(prompt.token_ids), list[tuple[int, int]]()
         for number in range(len(target)):
@@ -415,8 +415,8 @@ def check_ends(rows: Iterable[SupervisedRow], stop_token_ids: Sequence[int]) -> 
             found = within[np.isin(within, stop_token_ids)]
             if len(found):
                 raise DataError(
-                    f"prompt {row.id!r}: its answer spells a token that ends sampling (id {found[0]}), and a model "
-                    "would learn to go on after it; take its text out of the answer, behind which an end is put"
+                    f"prompt {row.id!r}: its answer contains the text of a token that ends sampling (id {found[0]}), "
+                    "and a model would learn to continue past it; remove that text, an end is added to each answer"
                 )
 
 

@@ -379,12 +379,12 @@ class WeightLabels:
         if found is None:
             raise UnknownWeights(
                 f"the server sampled with weights labeled {label!r}, which this run did not push; check that no other "
-                "run uses the server and that nobody restarted it"
+                "run uses the server, and that it was not restarted"
             )
         if found["start"] != self.start:
             raise WeightsOfOtherRun(
-                "another run has pushed its weights to the server, and this one sampled with them: an evaluation, an "
-                "earlier start of this run that goes on, or somebody else's. End it, or give it other servers "
-                "(rollout.server.addresses); then go on with --resume"
+                "another run has pushed its weights to the server, and this one sampled with them. It may be an "
+                "evaluation, an earlier start of this run that still runs, or another user's run. End it, or give it "
+                "other servers (rollout.server.addresses); then continue with --resume"
             )
         return int(found["version"])

@@ -211,7 +211,7 @@ class ServerEngine:
         if strays:
             raise EngineError(
                 f"request {request.id!r} was sampled with version {min(strays)}, but {before} to {after} were served: "
-                "check that no other run uses the servers and that nobody restarted one"
+                "check that no other run uses the servers, and that none was restarted"
             )
         return completions
 

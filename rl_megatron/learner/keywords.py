@@ -223,8 +223,8 @@ def _offloaded(share: float) -> dict[str, object]:
     for package in ("transformer_engine", "apex"):
         if importlib.util.find_spec(package) is not None:
             raise ConfigError(
-                f"learner.offload.optimizer={share:g}: {package} is installed, with whose Adam megatron-core 0.16.1 "
-                "cannot resume an offloaded optimizer; set it to 0, or uninstall the package"
+                f"learner.offload.optimizer={share:g}: {package} is installed, and with its Adam "
+                "megatron-core 0.16.1 cannot resume an offloaded optimizer; set it to 0, or uninstall the package"
             )
     return {
         "optimizer_cpu_offload": True,

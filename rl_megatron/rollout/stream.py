@@ -410,8 +410,8 @@ class RolloutStream:
                     raise error
             elif not self._closed:
                 raise EngineError(
-                    "the sampling of a group was cancelled, but not by the run: a reward, an environment or a library "
-                    "of theirs cancelled a task that it did not start, or raised CancelledError; fix that code"
+                    "the sampling of a group was canceled, but not by the run: a reward, an environment or a library "
+                    "of theirs canceled a task that it did not start, or raised asyncio's error; fix that code"
                 )
             self.admit()
         except Exception as failure:  # noqa: BLE001  the step that waits raises it; of a callback nobody would hear

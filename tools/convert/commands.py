@@ -88,7 +88,7 @@ def convert(
     """Convert a checkpoint to the other kind, streaming; or --verify it, or --inspect what it holds.
 
     If a conversion was killed, the same command continues it. A checkpoint of adapters (learner.lora) becomes a folder
-    of peft, or with --merge a Hugging Face folder; --config is the model that they were trained beside.
+    of peft, or with --merge a Hugging Face folder; --config is the model that they were trained with.
 
     With --upcycle OUT is a Hugging Face folder too: each expert begins as the dense layer's MLP (docs/checkpoints.md).
 

@@ -133,7 +133,7 @@ def _tensors(folder: Path, config: Path | None, family: str | None) -> tuple[lis
     if config is None:
         raise ConfigError(
             f"{folder} holds adapters alone (learner.lora); give --config with the Hugging Face folder of the model "
-            "that they were trained beside"
+            "that they were trained with"
         )
     adapters, files = adapter_copies(folder, read_shape(config, family), lora)
     return list(adapters.values()), files
@@ -257,8 +257,8 @@ def _check_known(folder: Path) -> None:
     else:
         reason = "its class of this model_type gives no log-probs"
     raise ConfigError(
-        f"{folder}: transformers {__version__} cannot compute it beside: {reason:.300}; give --against a folder of the "
-        "same weights whose model_type it knows (Kimi-K2's are deepseek_v3)"
+        f"{folder}: transformers {__version__} cannot compute its log-probs: {reason:.300}; give --against a folder "
+        "of the same weights whose model_type it knows (Kimi-K2's are deepseek_v3)"
     )
 
 

@@ -35,10 +35,10 @@ def run(
     retry: Annotated[bool, typer.Option("--retry", help="start cells again that have failed")] = False,
     check: Annotated[bool, typer.Option("--check", help="check all cells, write their files, and start none")] = False,
 ) -> None:
-    """Run the cells that are not done, side by side, each as a run of its own that can be resumed.
+    """Run the cells that are not done, several at the same time, each as a run of its own that can be resumed.
 
-    Ctrl-C has all of them save and ends with status 0; started again, the study goes on. The status is 1 if a cell has
-    failed.
+    Ctrl-C makes all of them save and ends with status 0. The same command continues the study. The status is 1 if a
+    cell has failed.
     """
     loaded, cells = _checked(study, override or [])
     from tools.lab.run import cells_at_once, run_cells
@@ -88,7 +88,7 @@ def report(
     last: Annotated[int | None, typer.Option(min=1, help="the mean of its last so many values")] = None,
     out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in that folder]")] = None,
 ) -> None:
-    """Write the page over all runs, with differences and fits; beside it JSON and CSV.
+    """Write the page over all runs, with differences and fits, and the same figures as JSON and CSV.
 
     With --metric, --last or --override it is written into a folder named by them, so that a study's outcomes do not
     replace one another.

@@ -113,7 +113,7 @@ def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
         if asked is not None and asked > 1:
             raise ConfigError(
                 f"budget.cells_at_once={asked}: this is inside job {os.environ['SLURM_JOB_ID']}, and each cell would "
-                "place its ranks on all of the job's nodes; allowed: 1. For more at once submit each cell "
+                "place its ranks on all of the job's nodes; allowed: 1. To run more at the same time, submit each cell "
                 "(docs/evaluation.md)"
             )
         return 1

@@ -202,8 +202,8 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
         raise ConfigError(
             f"rollout.engine={config.rollout.engine} takes {share or _SERVER_SHARE:g} of "
             f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} (rollout.server.memory_fraction), and with "
-            f"weights.transport={config.transport.name} it receives layers in "
-            f"{gigabytes(server_window(config, shape))[0]} beside that; lower the fraction, raise "
+            f"weights.transport={config.transport.name} it needs {gigabytes(server_window(config, shape))[0]} more to "
+            f"receive layers; lower the fraction, raise "
             "rollout.server.tp, or take an engine that receives in place "
             f"(rollout={', '.join(name for name, layers in WINDOW_LAYERS.items() if not layers)})"
         )

@@ -134,8 +134,8 @@ def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
         except (ConnectionError, RuntimeError) as error:
             if str(error).startswith(_MISMATCH):
                 raise ConfigError(
-                    f"Ray refuses the controller, as another try would not help: {' '.join(str(error).split())}; have "
-                    f"all nodes run one environment ({sys.executable} here), which nobody changes while a job starts"
+                    f"Ray rejected the controller, and a retry cannot help: {' '.join(str(error).split())}; use the "
+                    f"same environment on all nodes ({sys.executable} here), and do not change it while a job starts"
                 ) from error
             wait.what = f"this node's raylet, of which Ray says: {error}"
             if wait.given_up.wait(_LOOK_SECONDS):

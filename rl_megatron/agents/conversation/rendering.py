@@ -185,7 +185,7 @@ def get_chat_template(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool) -
         return str(known[name])
     if known:
         raise ConfigError(
-            f"the model's tokenizer has the chat templates {', '.join(sorted(known))}, of which none is called "
+            f"the model's tokenizer has the chat templates {', '.join(sorted(known))}, but none is called "
             "default; give one of them this name, or write it as chat_template.jinja"
         )
     raise ConfigError("the model's tokenizer has no chat template; give it one")

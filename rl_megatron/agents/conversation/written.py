@@ -108,8 +108,8 @@ class ChatTemplate(ChatRenderer, Template):
         sample = "\n user: 1"
         if (back := decode_text(tokenizer, encode_text(tokenizer, sample), special=True)) != sample:
             raise ConfigError(
-                f"the model's tokenizer makes {back!r} of {sample!r}, so that what its template writes behind a turn "
-                "cannot be encoded alone; use a tokenizer that gives every text back as it was"
+                f"the model's tokenizer makes {back!r} of {sample!r}, so the text that its template writes after a "
+                "turn cannot be encoded alone; use a tokenizer that decodes every text to itself"
             )
         self._tokenizer, self._thinking = tokenizer, thinking
         self._stops = dict[int, str]()
@@ -408,19 +408,19 @@ class ConversationRows:
                 if not len(ends) or self._tokenizer.decode(ids[ends[-1] + 1 :]).strip():
                     raise DataError(
                         f"prompt {name!r}: the chat template ends a turn with {text[-40:]!r}, in which no token ends "
-                        f"sampling (ids {self._stops.tolist()}), so a model would learn to go on; add its id to "
+                        f"sampling (ids {self._stops.tolist()}), so a model would learn to continue; add its id to "
                         "eos_token_id in generation_config.json"
                     )
                 if behind := self._tokenizer.decode(ids[ends[0] + 1 : ends[-1]], skip_special_tokens=True).strip():
                     raise DataError(
-                        f"prompt {name!r}: a turn goes on with {behind[:40]!r} after a token that ends sampling (id "
+                        f"prompt {name!r}: a turn continues with {behind[:40]!r} after a token that ends sampling (id "
                         f"{ids[ends[0]]}), where no model would; take that token's text out of the message, or "
                         "give it a weight of 0"
                     )
                 if not tokens:
                     raise DataError(
                         f"prompt {name!r}: the chat template writes nothing before its first turn, {text[:40]!r}, and "
-                        "tokens are learned behind others; give the messages before it a text"
+                        "a model learns tokens only after others; give the messages before it a text"
                     )
                 turns.append((len(tokens), len(tokens) + int(ends[0]) + 1))
             tokens += ids

@@ -644,8 +644,8 @@ def _split_template(text: str, problem: Example) -> tuple[str, str]:
     """Returns the texts around the place of another completion. Raises DataError for a chat template without it."""
     if text.count(_PLACE) != 1:
         raise DataError(
-            f"{problem.place}: a teacher's prompt has {{{OTHER_COMPLETION_FIELD}}} once, and behind the chat template "
-            f"{text.count(_PLACE)} times; fix the model's chat_template.jinja, or set chat_template=false"
+            f"{problem.place}: a teacher's prompt has {{{OTHER_COMPLETION_FIELD}}} once, but the chat template writes "
+            f"it {text.count(_PLACE)} times; fix the model's chat_template.jinja, or set chat_template=false"
         )
     before, _, behind = text.partition(_PLACE)
     return before, behind

@@ -408,9 +408,9 @@ def _slots_of_replica(options: StartOptions) -> int:
     each = -(-options.slots // options.dp)
     if options.completions > each:
         raise ConfigError(
-            f"rollout.slots={options.slots} with rollout.server.dp={options.dp} is {each} sequences at once, but a "
-            f"request has up to {options.completions} (rollout.group_size, samples of eval.sets), which vLLM does not "
-            f"divide; set rollout.slots={options.completions * options.dp} or more"
+            f"rollout.slots={options.slots} with rollout.server.dp={options.dp} is {each} sequences per copy of the "
+            f"model, but a request has up to {options.completions} (rollout.group_size, samples of eval.sets), which "
+            f"vLLM does not divide; set rollout.slots={options.completions * options.dp} or more"
         )
     return each
 

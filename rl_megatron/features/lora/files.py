@@ -62,8 +62,8 @@ def raise_other_base(source: Path, held: HeldLora, base: str, where: str) -> Non
     the digest of ``where``. Older checkpoints have none."""
     if held.base not in (None, base):
         raise CheckpointError(
-            f"{source} holds adapters of another model than {where}: a sample of the weights that they were trained "
-            f"beside has the digest {held.base}, and that model's has {base}; give the model that training began from"
+            f"{source} holds adapters of another model than {where}: they were trained with weights of digest "
+            f"{held.base}, and that model's digest is {base}; give the model that training began from"
         )
 
 
@@ -109,7 +109,7 @@ def unknown_base_reason(source: Path, base: Path) -> str | None:
         return f"{source} does not say beside which model its adapters were trained"
     if is_megatron(base) or any((base / name).is_file() for name in (INDEX, SINGLE)):
         return None
-    return f"{base} has no weights to compare with those that the adapters of {source} were trained beside"
+    return f"{base} has no weights to compare with those that the adapters of {source} were trained with"
 
 
 def peft_skips_note(source: Path, config: Path, family: str | None) -> str | None:

@@ -84,7 +84,7 @@ class ServedTeacher(FrozenModel):
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
         """Requests scores, except of sequences without a masked-in target, which are 0. Raises EngineError."""
         if others := want - {"logprobs", "top"}:
-            raise EngineError(f"a teacher behind a server tells log-probs, and no {', '.join(sorted(others))}")
+            raise EngineError(f"a teacher on a server returns log-probs, not {', '.join(sorted(others))}")
         samples, top = batch.samples, min(self.top, self.vocab_size) if "top" in want else 0
         asked = [int(one) for row in batch.sequences for part in row for one in part]
         said = dict(zip(asked, await asyncio.gather(*(self._judged(samples, one, top) for one in asked)), strict=True))
@@ -116,7 +116,7 @@ class ServedTeacher(FrozenModel):
 
     @override
     async def start_from(self, folder: Path) -> None:
-        raise EngineError(f"a teacher behind a server has the server's weights, not those of {folder}")
+        raise EngineError(f"a teacher on a server has the server's weights, and cannot load those of {folder}")
 
     @override
     async def release(self) -> None:

@@ -60,7 +60,7 @@ def wait_until_unlocked(folder: Path) -> None:
     while _is_held(folder / _LOCK):
         if time.monotonic() > end:
             raise SyncError(
-                f"{folder} has weights of a run that goes on: `fuser {folder / _LOCK}` names its process. It is an "
+                f"{folder} has weights of a run that still runs: `fuser {folder / _LOCK}` names its process. It is an "
                 "earlier start of this run, which you may end, or a run in another container that shares this folder "
                 "and has its run's folder under the same path: then take another run.name, run.dir or weights.folder"
             )
@@ -180,8 +180,8 @@ class Mirror:
         """Raises SyncError if the file has lost its name: this process still has it mapped, no server could open it."""
         if not self.path.exists():
             raise SyncError(
-                f"{self.path} is gone, through which servers get weights: somebody removed it during the run. "
-                "systemd-logind does so to a user's files in /dev/shm when the last session of that user ends: set "
+                f"{self.path}, the file from which servers read weights, was removed during the run. systemd-logind "
+                "removes a user's files in /dev/shm when the last session of that user ends; set "
                 "RemoveIPC=no in logind.conf, or set weights.folder to a folder elsewhere"
             )
 
@@ -207,8 +207,8 @@ def claim_folder(folder: Path) -> None:
         private_folder(folder)
     except PermissionError as error:
         raise SyncError(
-            f"{folder}, the folder for weights: {error.strerror}. Whoever made it could read and change them; remove "
-            "it, or set weights.folder to another folder"
+            f"{folder}, the folder for weights: {error.strerror}. The user who created it could read and change "
+            "them; remove it, or set weights.folder to another folder"
         ) from error
 
 

@@ -407,7 +407,7 @@ def test_the_page_says_what_ran_where_and_how_it_went_on(slurm: Path, capsys: py
     ("mode", "said"),
     [
         ("unlike", "step 2 was made twice, unlike in reward/mean"),
-        ("over", "it went on from its beginning, but its newest checkpoint is of step 1"),
+        ("over", "it resumed from its beginning, but its newest checkpoint is of step 1"),
         ("no_step", "Slurm names no step of the learner that runs: 7.batch batch\n7.4 critic"),
         ("ends", "start and first step: job 7 ended before: FAILED on n[1-2], restart 0; failed with status 1: error:"),
     ],

@@ -362,7 +362,9 @@ def test_a_folder_that_another_run_uses_is_not_taken_over(tmp_path: Path, monkey
     held = hold(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(mirror, "_ENDING_SECONDS", 0.0)
-        with pytest.raises(SyncError, match=rf"{tmp_path} has weights of a run that goes on.* run\.name, run\.dir or"):
+        with pytest.raises(
+            SyncError, match=rf"{tmp_path} has weights of a run that still runs.* run\.name, run\.dir or"
+        ):
             wait_until_unlocked(tmp_path)
     held.send_signal(signal.SIGKILL)  # an earlier start that ends meanwhile
     wait_until_unlocked(tmp_path)

@@ -572,7 +572,7 @@ def trained(config: RunConfig) -> tuple[torch.Tensor, list[float]]:
         ("faulty_objectives:logs", {}, "gives a loss of inf at log-ratio 0 and advantage 0, outside the mask"),
         ("faulty_objectives:detached", {}, "its losses have no gradient"),
         ("gmpo_of_the_page:gmpo", {"ratio_level": "sequence_sum"}, "unless algorithm.ratio_level is sequence_sum"),
-        ("faulty_objectives:across", {}, "alone and .* beside others in the micro-batch, so it would change with the"),
+        ("faulty_objectives:across", {}, "alone and .* with others in the micro-batch, so it would change with the"),
         ("faulty_objectives:summed", {}, r"ValueError: a sum over a sequence .* give it values.detach\(\)"),
         ("faulty_objectives:quadratic", {"clip_low": 0.1}, r"clip_low=0.1 does nothing: .*:quadratic does not read it"),
         ("faulty_objectives:tempered", {"parameters": {"rate_positive": 9.0}}, "rate_positive=9 does nothing"),

@@ -341,7 +341,7 @@ def test_a_row_without_one_is_refused_before_the_run(tmp_path: Path, of: Any, sa
     ("answer", "said"),
     [
         ("0123456789abcde", r"its demonstration has 16 tokens, but rollout\.max_new_tokens=15; raise the latter"),
-        ("1|2", r"its answer spells a token that ends sampling \(id 124\)"),
+        ("1|2", r"its answer contains the text of a token that ends sampling \(id 124\)"),
     ],
 )
 def test_one_that_no_policy_would_sample_is_refused_with_its_prompt(answer: str, said: str) -> None:

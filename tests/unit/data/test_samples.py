@@ -109,7 +109,7 @@ def test_an_answer_that_spells_what_ends_sampling_is_refused(answer: str, said: 
             check_ends(rows, (256, 257))
         else:
             with pytest.raises(
-                DataError, match=rf"prompt 'x': its answer spells a token that ends sampling .id {said}"
+                DataError, match=rf"prompt 'x': its answer contains the text of a token that ends sampling .id {said}"
             ):
                 check_ends(rows, (256, 257))
 

@@ -305,7 +305,9 @@ def test_learned_answers_of_chats_end_as_the_template_ends(tmp_path: Path, caplo
         job, data = job_of(config, tmp_path)
     ends = {unit[0].id.split("/")[0]: int(unit[0].token_ids[-1]) for unit in job.units_of(data.train[:])}
     assert ends == {"plain": 257, "chats": 256}
-    with pytest.raises(DataError, match=r"^prompt '.*': its answer spells a token that ends sampling \(id 256\)"):
+    with pytest.raises(
+        DataError, match=r"^prompt '.*': its answer contains the text of a token that ends sampling \(id 256\)"
+    ):
         job.units_of([replace(data.train[0], answer="2<pad>")])
     assert "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is not what ends" in caplog.text
 

@@ -735,5 +735,5 @@ def test_a_token_that_the_policy_lacks_and_scores_that_no_server_tells_are_refus
         teaches(fake, 1.0, first=10)
         with pytest.raises(EngineError, match=r"it names token 12, and the policy's last is 11"):
             scored(teacher(fake), frozenset({"top"}))
-        with pytest.raises(EngineError, match="tells log-probs, and no values"):
+        with pytest.raises(EngineError, match="returns log-probs, not values"):
             scored(teacher(fake), frozenset({"values"}))

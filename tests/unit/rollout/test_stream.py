@@ -645,7 +645,7 @@ def test_sampling_that_is_cancelled_before_the_stream_is_closed_fails_the_step_t
 
     async def fails() -> None:
         stream = stream_over(Source(seconds), size=2, staleness=0)
-        with pytest.raises(EngineError, match="was cancelled, but not by the run"):
+        with pytest.raises(EngineError, match="was canceled, but not by the run"):
             await stream.take(1)
         await stream.close()
 

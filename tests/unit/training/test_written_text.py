@@ -459,7 +459,9 @@ def test_a_long_answer_is_named_before_the_first_step() -> None:
 def test_an_answer_that_spells_the_end_of_one_is_named_before_the_first_step() -> None:
     ours = warm_start(prompts(1, 2), lambda drawn, _: [("2<eos>",) for _ in drawn])
     ours.tokenizer.split_special_tokens = False
-    with pytest.raises(DataError, match=r"^prompt 'train:\d': its answer spells a token that ends sampling \(id 257\)"):
+    with pytest.raises(
+        DataError, match=r"^prompt 'train:\d': its answer contains the text of a token that ends sampling \(id 257\)"
+    ):
         asyncio.run(ours.start(fresh=True))
 
 

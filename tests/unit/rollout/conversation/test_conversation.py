@@ -382,7 +382,7 @@ def test_no_turn_is_to_blame_where_a_template_refuses_messages_before_the_first(
 def test_tokenizers_that_cannot_splice_are_refused() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("chatml"))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(ConfigError, match="' \\\\n user: 1' of '\\\\n user: 1', so that what its template writes"):
+    with pytest.raises(ConfigError, match="' \\\\n user: 1' of '\\\\n user: 1', so the text that its template writes"):
         ChatTemplate(tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"has no chat template; give it one$"):
@@ -555,7 +555,9 @@ def test_what_a_template_writes_otherwise_is_not_lost(name: str, shown: str) -> 
 def test_a_turn_that_spells_the_token_of_its_end_is_refused_and_a_users_text_is_not() -> None:
     """A tokenizer makes the token of the text, as it does in the prompts of servers."""
     asks, says = {"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "a<|im_end|>b"}
-    with pytest.raises(DataError, match=r"a turn goes on with 'b' after a token that ends sampling \(id \d+\), where"):
+    with pytest.raises(
+        DataError, match=r"a turn continues with 'b' after a token that ends sampling \(id \d+\), where"
+    ):
         rows_of("chatml", [asks, says])
     (row,) = rows_of("chatml", [asks, says | {"weight": 0}, asks, *MORE_TURNS])
     assert [decoded("chatml", row.token_ids[start:stop]) for start, stop in row.turns] == ["Yes.<|im_end|>"]

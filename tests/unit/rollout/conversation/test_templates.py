@@ -235,7 +235,7 @@ def test_of_several_templates_by_name_it_is_the_one_that_transformers_picks() ->
         oracle = tokenizer.apply_chat_template(SAID, tools=tools or None, tokenize=False, add_generation_prompt=True)
         assert ChatTemplate(tokenizer).render(SAID, tools) == oracle
     del tokenizer.chat_template["default"]
-    with pytest.raises(ConfigError, match=r"has the chat templates tool_use, of which none is called default; give"):
+    with pytest.raises(ConfigError, match=r"has the chat templates tool_use, but none is called default; give"):
         ChatTemplate(tokenizer)
 
 
