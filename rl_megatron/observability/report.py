@@ -26,6 +26,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from rl_megatron.errors import DataError
 from rl_megatron.feature import Curve
 from rl_megatron.files import write_atomically
+from rl_megatron.observability.card import make_card
 from rl_megatron.observability.charts import (
     DOTTED,
     LEAST_EQUAL,
@@ -298,6 +299,9 @@ def write_page(
         idle=_idle(runs[0]) if len(runs) == 1 else "",
         spent=spent,
         plan_card=make_plan_card(runs[0]) if len(runs) == 1 else None,
+        card=make_card(runs[0], {c.metric: c.title for c in (*opened, *(c for _, charts in sections for c in charts))})
+        if len(runs) == 1
+        else (),
         warnings=runs[0].warnings if len(runs) == 1 else (),
         opened=opened,
         sections=sections,

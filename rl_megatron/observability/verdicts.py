@@ -336,7 +336,7 @@ def _time(run: _Run, plan: Mapping[str, float]) -> Verdict | None:
     seconds = run.last("seconds/step")
     if not seconds > 0:
         return None
-    shares = {name: run.last(name) / seconds for name in run.has(*_PHASES)}
+    shares = {name: float(run[name].sum() / run["seconds/step"].sum()) for name in run.has(*_PHASES)}
     largest = sorted(shares, key=lambda name: -shares[name])[:3]
     text = ", ".join(f"{_phase(name)} {_share(shares[name])}" for name in largest if shares[name] >= 0.01)
     sentence = f"A step takes {seconds:.3g} s: {text}"

@@ -725,3 +725,17 @@ def test_no_name_of_a_run_ends_the_script_or_an_attribute(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number_text(value) == text
+
+
+def test_the_page_of_one_run_begins_with_its_verdicts(tmp_path: Path) -> None:
+    """Each with the curve of a metric and a link to its chart on the page; a page of two runs has no card."""
+    folders = [a_run(tmp_path / name, steps=20) for name in ("a", "b")]
+    text = write_report(folders[:1], tmp_path / "r.html").read_text()
+    card = text[text.index('<section class="card panel read"') : text.index('<dl class="tiles">')]
+    assert re.findall(r'<b class="chip">(\w+)</b><p>(\w+)', card) == [("good", "Learning"), ("good", "A")]
+    links = re.findall(r'href="#(.*?)"', card)
+    assert links == ["chart:eval/accuracy"]
+    assert all(f'<figure id="{link}"' in text for link in links)
+    points = re.findall(r'points="(.*?)"', card)[0].split()
+    assert (len(points), points[0], points[-1]) == (10, "0.0,26.0", "120.0,2.0")
+    assert '<section class="card panel read"' not in write_report(folders, tmp_path / "both.html").read_text()
