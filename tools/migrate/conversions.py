@@ -60,3 +60,13 @@ def data_file(value: object) -> object:
 def log_sinks(value: object) -> object:
     """The sinks of metrics, if Weights & Biases is among the trackers; TensorBoard is on here."""
     return ["tensorboard", "wandb"] if "wandb" in str(value) else SKIP
+
+
+def either(first: object, second: object) -> object:
+    """The first value, or the second if the first is null."""
+    return second if first is None else first
+
+
+def prompt_limit(value: object) -> object:
+    """The most tokens of a prompt; the default here is short."""
+    return value or ToSet(SKIP, "rollout.max_prompt_tokens: there is no limit there; set the longest prompt")

@@ -23,7 +23,7 @@ from tools.migrate.tables import Cell, Framework, OurKey, framework, our_keys
 READERS: Mapping[str, Reader] = {one.FRAMEWORK: one for one in (verl, slime, trl)}
 """The readers in the order in which they are asked."""
 MAX_BYTES = 1 << 20
-READ_BY_READERS = ("entry",)
+READ_BY_READERS = ("entry", "program", "trainer")
 """Names that readers add for what a file calls, such as its trainer."""
 _UNREAD = re.compile(
     r"(?P<key>[\w.]+)=.* does nothing: (?P<why>.*); leave it out"
@@ -95,6 +95,10 @@ class _Conversion:
         self.values = {self.table.renamed.get(key, key): value for key, value in given.values.items()}
         self.names = {self.table.renamed.get(key, key): key for key in given.values}
         self.notes = given.notes
+        self.teller = "the program" if given.framework == "TRL" else "the shell"
+        trainer = self.values.get("trainer")
+        self.of_trainer = self.table.trainers.get(str(trainer and trainer.value), {})
+        self.defaults = {**self.table.defaults, **self.of_trainer}
         self.functions: tuple[ModuleType, ...] = (READERS[given.framework], conversions)  # type: ignore[assignment]
         self.read: set[str] = set()  # keys of theirs that a line or a choice follows from
         self.refused: list[str] = []
@@ -141,14 +145,14 @@ class _Conversion:
         )
 
     def _value(self, key: str) -> object:
-        return self.values[key].value if key in self.values else self.table.defaults.get(key)
+        return self.values[key].value if key in self.values else self.defaults.get(key)
 
     def _shown(self, key: str) -> str:
         """A key of theirs with its value, and the line or that it is their default."""
         if key in self.values:
             one = self.values[key]
             return f"{self.names[key]}={_as_text(one.value)} (line {one.line})"
-        return f"{key}={_as_text(self.table.defaults.get(key))} (their default)"
+        return f"{key}={_as_text(self.defaults.get(key))} (their default)"
 
     def _lines(self, row: str | None, chosen: Sequence[Line]) -> Iterator[Line]:
         """The lines whose value differs from that of the row."""
@@ -189,7 +193,7 @@ class _Conversion:
     def _source(self, cell: Cell, named: Sequence[str], value: object) -> str:
         """The comment of a line: its keys of theirs, and a default of theirs that is the value."""
         from_default = [
-            key for key in cell.sources if key not in self.values and is_same(self.table.defaults.get(key), value)
+            key for key in cell.sources if key not in self.values and is_same(self.defaults.get(key), value)
         ]
         if named and (any(is_same(self._value(key), value) for key in named) or not from_default):
             return ", ".join(map(self._shown, named))
@@ -202,12 +206,14 @@ class _Conversion:
         for key in cell.sources:
             if key in self.values and self.values[key].unresolved and not _is_text(ours.name):
                 parts = ", ".join(dict.fromkeys(self.values[key].unresolved))
-                raise NoCounterpart(f"only the shell knows {parts}; write the value out")
+                if not ours.changes_loss:
+                    return ToSet(SKIP, f"{ours.name}: only {self.teller} knows {parts}; set it")
+                raise NoCounterpart(f"only {self.teller} knows {parts}; write the value out")
             if key in self.values and self.values[key].unresolved:
                 parts = ", ".join(dict.fromkeys(self.values[key].unresolved))
                 if ours.name.startswith(_FILES):
-                    self.to_set.append(f"{ours.name}: write out {parts}, which only the shell knows")
-        own = dict(zip(cell.sources, cell.defaults, strict=False))
+                    self.to_set.append(f"{ours.name}: write out {parts}, which only {self.teller} knows")
+        own = {**dict(zip(cell.sources, cell.defaults, strict=False)), **self.of_trainer}
         values = [self.values[key].value if key in self.values else own.get(key) for key in cell.sources]
         if cell.values:
             shown = _as_text(values[0])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rl_megatron.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_HERE = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<more>\+?)=")
 _OPENS, _CLOSES = {"if", "case", "for", "while", "until", "{"}, {"fi", "esac", "done", "}"}
 _BEFORE = {"then", "else", "elif", "do", "in", "export", "local", "declare", "readonly", "time"}
@@ -25,6 +26,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_MAX_GROWTH = 1 << 22  # characters that variables expand to
 _MAX = 1 << 40  # numbers of scripts are far smaller
 
 
@@ -40,7 +42,10 @@ class Word:
 
 def commands(text: str) -> Iterator[list[Word]]:
     """Yields the words of each simple command, in the order of the script. Assignments are followed, not yielded."""
-    yield from _Script(text).commands()
+    try:
+        yield from _Script(text).commands()
+    except RecursionError:
+        raise ConfigError("too many expansions inside each other") from None
 
 
 class _Script:
@@ -50,6 +55,7 @@ class _Script:
         self.text, self.at, self.line = text, 0, 1
         self.depth = 0  # open ifs, loops, cases and functions
         self.variables: dict[str, list[Word]] = {}
+        self.left = [_MAX_GROWTH]
 
     def commands(self) -> Iterator[list[Word]]:
         words: list[Word] = []
@@ -66,7 +72,7 @@ class _Script:
             elif character in " \t\r" or self.text.startswith("\\\n", self.at):
                 self._skip(2 if character == "\\" else 1)
             elif character == "#":
-                self._skip(len(self.text[self.at :].split("\n", 1)[0]))
+                self._skip(self._end_of_line() - self.at)
             elif character in "<>":
                 self._redirection()
             elif not words and (match := _ASSIGNMENT.match(self.text, self.at)):
@@ -81,19 +87,24 @@ class _Script:
         if words:
             yield words
 
+    def _end_of_line(self) -> int:
+        end = self.text.find("\n", self.at)
+        return end if end >= 0 else len(self.text)
+
     def _skip(self, count: int) -> None:
         self.line += self.text.count("\n", self.at, self.at + count)
         self.at += count
 
     def _redirection(self) -> None:
         """Skips a redirection with its target, and the lines of a here-document."""
-        here = re.match(r"<<-?\s*(['\"]?)(\w+)\1", self.text[self.at :])
+        here = _HERE.match(self.text, self.at)
         if here is None:
-            self._skip(len(re.match(r"[<>&]+[ \t]*", self.text[self.at :])[0]))  # type: ignore[index]
+            while self.text[self.at : self.at + 1] in set("<>& \t"):
+                self._skip(1)
             self._word()
             return
-        end = re.search(rf"^\s*{here[2]}$", self.text[self.at :], re.M)
-        self._skip(end.end() if end else len(self.text) - self.at)
+        end = re.compile(rf"^\s*{here[2]}$", re.M).search(self.text, self.at)
+        self._skip((end.end() if end else len(self.text)) - self.at)
 
     def _assignment(self, match: re.Match[str]) -> None:
         name, line = match["name"], self.line
@@ -121,7 +132,7 @@ class _Script:
             if character in " \t\r\n" or self.text.startswith("\\\n", self.at):
                 self._skip(2 if character == "\\" else 1)
             elif character == "#":
-                self._skip(len(self.text[self.at :].split("\n", 1)[0]))
+                self._skip(self._end_of_line() - self.at)
             else:
                 words += self._word()
         raise ConfigError(f"line {line}: an array has no closing parenthesis")
@@ -169,6 +180,7 @@ class _Script:
                     for number, part in enumerate(parts):
                         if index or number:
                             end()
+                        line = line if began else value.line
                         current, began = current + part, True
                     missing += value.unresolved
             else:
@@ -219,20 +231,24 @@ class _Script:
         raise ConfigError(f"line {self.line}: {self.text[self.at : self.at + 20]!r} is not closed")
 
     def _parameter(self, inner: str, line: int) -> list[Word]:
-        match = re.fullmatch(r"(\w+)(?:\[[@*]\])?(?::?([-=+?])(.*))?", inner, re.S)
+        match = re.fullmatch(r"(\w+)(\[[@*]\])?(?::?([-=+?])(.*))?", inner, re.S)
         if match is None or not _NAME.fullmatch(match[1]):
             whole = f"${{{inner}}}"
             return [] if inner == "@" else [_unknown(whole, line)]
-        if match[1] in self.variables or match[2] not in ("-", "="):
-            return self._value(match[1], line)
-        default = _Script(match[3])
-        default.variables, default.line = self.variables, line
-        return [_joined(default._word(split=False), line)] if match[3] else [Word("", line)]
+        if match[1] in self.variables or match[3] not in ("-", "="):
+            return self._value(match[1], line, array=match[2] is not None)
+        default = _Script(match[4])
+        default.variables, default.line, default.left = self.variables, line, self.left
+        return [_joined(default._word(split=False), line)] if match[4] else [Word("", line)]
 
-    def _value(self, name: str, line: int) -> list[Word]:
+    def _value(self, name: str, line: int, array: bool = False) -> list[Word]:
+        """The value of a variable. Words of an array keep their own lines."""
         if name not in self.variables:
-            return [_unknown(f"${name}", line)]
-        return [Word(one.text, line, one.unresolved) for one in self.variables[name]]
+            return [_unknown(f"${{{name}[@]}}" if array else f"${name}", line)]
+        self.left[0] -= sum(len(one.text) + 8 * len(one.unresolved) for one in self.variables[name])
+        if self.left[0] < 0:
+            raise ConfigError(f"line {line}: variables grow beyond {_MAX_GROWTH} characters")
+        return [Word(one.text, one.line if array else line, one.unresolved) for one in self.variables[name]]
 
     def _computed(self, text: str, line: int) -> Word:
         missing: list[str] = []

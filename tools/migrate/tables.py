@@ -102,6 +102,8 @@ class Framework:
     """Older names of theirs -> the name in this table."""
     defaults: Mapping[str, object]
     """The default of each key of theirs that a cell or a row reads."""
+    trainers: Mapping[str, Mapping[str, object]]
+    """Defaults that depend on the trainer, by its class."""
     shortened: Mapping[str, str]
     """Beginnings of names on the page -> in full."""
 
@@ -147,6 +149,7 @@ def framework(name: str) -> Framework:
         without=tuple(_without(tree.get("without", ()), shortened)),
         renamed={_longer(old, shortened): _longer(new, shortened) for old, new in tree.get("renamed", {}).items()},
         defaults=defaults,
+        trainers=tree.get("trainers", {}),
         shortened=shortened,
     )
 
