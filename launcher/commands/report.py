@@ -15,6 +15,7 @@ from launcher.hosts.sites import visible_gpus
 from launcher.processes.environment import threads_per_worker
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import sample_note
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.observability.files import STEPS, JsonValue
 from rl_megatron.observability.report import write_report
@@ -44,7 +45,7 @@ def report(
         raise ConfigError(f"--trace writes the timeline of one run, but {len(runs)} folders are given; give one")
     costs = costs_of_run(runs[0]) if len(runs) == 1 else None
     page = runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
-    print(write_report(runs, out or page, costs=costs))
+    print(write_report(runs, out or page, costs=costs, note=costs.note if costs else ""))
     if trace is not None:
         print(write_trace(runs[0], trace))
 
@@ -63,6 +64,7 @@ class RunCosts:
         self._roles = functools.lru_cache(256)(_roles_of)
         self.hours, self.warm_start = dict[str, float](), dict[str, float]()
         self.steps, self.trained, self.sampled = 0, 0.0, 0.0
+        self.note = sample_note(config.data) if isinstance(config, RunConfig) else ""
         self._why = str(config) if isinstance(config, RLMegatronError) else ""  # the hours are not counted
 
     def add(self, row: Mapping[str, Any]) -> None:

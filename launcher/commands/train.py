@@ -205,7 +205,7 @@ async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Sto
     is written by now, so no fault in it makes the run one that failed."""
     costs, left_out = _LoggedCosts(config, progress), partial(_left_out, progress)
     later = f"rl-megatron report {shlex.quote(str(folder))} writes it"
-    writing = asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs)
+    writing = asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs, note=costs.note)
     try:
         with stop.reporting() as asked:
             progress.note(f"report: {await wait_or_stop(asked, writing)}")
@@ -237,7 +237,7 @@ async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> Non
     while True:
         await asyncio.sleep(pause)
         costs, began, out = _EndingCosts(config), time.monotonic(), folder / "report.html"
-        thread = asyncio.to_thread(write_report, [folder], out, logger.debug, costs=costs, again=pause)
+        thread = asyncio.to_thread(write_report, [folder], out, logger.debug, costs=costs, note=costs.note, again=pause)
         writing = asyncio.ensure_future(thread)
         try:
             await asyncio.wait([writing])

@@ -251,11 +251,12 @@ def write_report(
     left_out: Callable[[str], None] | None = None,
     *,
     costs: CostCounter | None = None,
+    note: str = "",
     again: float | None = None,
 ) -> Path:
     """Writes the page to ``out`` atomically and returns it. The run may still be running. ``costs`` are of one run, and
-    get its rows as they are read, once. ``again``: seconds until the page of a running run is written again; an open
-    page then loads itself.
+    get its rows as they are read, once. ``note`` is a sentence about samples. ``again``: seconds until the page of a
+    running run is written again; an open page then loads itself.
 
     Raises DataError that names a missing or invalid folder, file or line. Errors of a plan, which a run's figures do
     not need, go to ``left_out`` if it is given, and the page lacks the plan.
@@ -268,6 +269,7 @@ def write_report(
         title=title,
         spent=costs.lines() if costs else (),
         searched=_searched(run_folders[0], runs[0], left_out) if len(runs) == 1 else None,
+        note=note,
         again=again,
     )
 
@@ -280,10 +282,11 @@ def write_page(
     panels: Sequence[Panel] = (),
     spent: Sequence[str] = (),
     searched: str | None = None,
+    note: str = "",
     again: float | None = None,
 ) -> Path:
     """Writes the page about these arms, in their colors: ``panels``, the curves and a run's cost. ``searched`` has the
-    samples of a run that the page's script searches, as JSON without markup."""
+    samples of a run that the page's script searches, as JSON without markup. ``note`` is a sentence about samples."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)
     opened, sections, unchanged = _sections(arms)
@@ -309,6 +312,7 @@ def write_page(
         axes=_axes(arms),
         samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
         searched=searched,
+        note=note,
         again=again,
         now=time.time(),
         styles=styles(len(arms)),

@@ -32,6 +32,11 @@ class ArithmeticData(Section):
     num_eval: Positive = 256
     """Held-out problems."""
 
+    @property
+    def sample_note(self) -> str:
+        """A sentence for readers of samples; empty for products."""
+        return "Sums are written lowest digit first: 37+08=540 is right." if self.operation == "sum" else ""
+
 
 FieldName = Literal["prompt", "answer", "rejected", "margin", "messages", "tools", "context", "system", "demonstration"]
 FIELDS: Mapping[FieldName, str | None] = {
@@ -233,6 +238,12 @@ def data_sources(data: DataSection) -> Mapping[str, OneSource]:
     if not isinstance(data, MixtureData):
         return {"data": data}
     return {f"data.sources.{name}": source for name, source in data.sources.items()}
+
+
+def sample_note(data: DataSection) -> str:
+    """Returns a sentence for readers of samples, if a source needs one."""
+    notes = (one.sample_note for one in data_sources(data).values() if isinstance(one, ArithmeticData))
+    return next((note for note in notes if note), "")
 
 
 def environments_of(data: DataSection) -> dict[str, EnvironmentSection]:

@@ -271,7 +271,7 @@ async def test_it_is_written_with_the_steps_of_now_and_says_when_it_is_again(tmp
 async def test_the_loop_runs_and_nothing_writes_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), list[str]()
 
-    def slow(folders: list[Path], out: Path, left_out: Any, *, costs: Any, again: float) -> None:
+    def slow(folders: list[Path], out: Path, left_out: Any, *, costs: Any, note: str, again: float) -> None:
         begun.set()
         try:
             while True:
@@ -286,3 +286,8 @@ async def test_the_loop_runs_and_nothing_writes_after_the_end(tmp_path: Path, mo
         assert not ended
     ended.append("context")
     assert ended == ["thread", "context"]
+
+
+def test_a_report_explains_how_sums_are_written() -> None:
+    assert RunCosts(load_config("tiny_cpu", [])).note == "Sums are written lowest digit first: 37+08=540 is right."
+    assert RunCosts(load_config("tiny_cpu", ["data.operation=product"])).note == ""

@@ -158,7 +158,8 @@ def test_what_a_run_cost_is_text_of_its_page(tmp_path: Path) -> None:
         def lines(self) -> list[str]:
             return [f"{len(rows)} GPU-hours <b>"]
 
-    text = write_report([folder], out, costs=Counted()).read_text()
+    text = write_report([folder], out, costs=Counted(), note="Sums <").read_text()
+    assert '<h2>Sample completions</h2>\n<p class="note">Sums &lt;</p>' in text
     assert rows == read_jsonl(folder / "metrics.jsonl")
     assert f"<p>{len(rows)} GPU-hours &lt;b&gt;</p>" in text
 
