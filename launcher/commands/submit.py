@@ -157,7 +157,7 @@ def prepare(config: RunConfig, config_name: str) -> Iterator[PreparedJob]:
     """Yields a new run's folder (`choose`), or that of a dry run of the same job, with config.yaml, job.sbatch and
     placement.txt. No other submit takes it while the context is open. Raises ConfigError before it writes any."""
     config = for_slurm(config)
-    findings = preflight(config, for_job=True)
+    findings = preflight(config, for_job=True, tries=True)
     findings.raise_problems()
     found = resolve_job(config)
     held = set[Path]()

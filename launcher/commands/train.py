@@ -70,7 +70,7 @@ def train(
     if resume:
         refuse_copied(loaded, Path(config), overrides or [])
     named = choose(loaded, Path(config).stem, resume=resume)
-    findings = preflight(named)
+    findings = preflight(named, tries=check)
     findings.raise_problems()
     folder = named.run.dir / str(named.run.name)
     if check:

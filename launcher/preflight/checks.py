@@ -70,9 +70,9 @@ class Preflight:
         return "\n".join(lines)
 
 
-def preflight(config: RunConfig, *, for_job: bool = False) -> Preflight:
-    """Runs all checks. ``for_job``: the run will be a job, on other machines."""
-    began, subject = time.monotonic(), PreflightContext(config, for_job)
+def preflight(config: RunConfig, *, for_job: bool = False, tries: bool = False) -> Preflight:
+    """Runs all checks. ``for_job``: the run will be a job, on other machines. ``tries`` as in `PreflightContext`."""
+    began, subject = time.monotonic(), PreflightContext(config, for_job, tries)
     each = checks()
     found = dict.fromkeys(one for name, check in each.items() for one in run_check(name, check(subject)))
     return Preflight(found=tuple(found), seconds=time.monotonic() - began, names=tuple(each))

@@ -7,6 +7,8 @@ import ast
 import asyncio
 import difflib
 import importlib.util
+import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -94,13 +96,21 @@ def _environment(subject: PreflightContext, key: str, section: EnvironmentSectio
         yield from _demonstrated(subject, section, made)
     kind = "leads trajectories" if isinstance(made, Agent) else "makes environments"
     yield fact(f"environment {section.function!r} {kind}")
+    if (
+        ":" in str(section.function)
+        and isinstance(made, EnvironmentFactory)
+        and not made.takes_sandbox
+        and subject.tries
+    ):
+        for found in _tried(subject, key, f"a trajectory of environment {section.function!r}"):
+            yield note(found.text) if found.kind == "problem" and section.on_error != "fail" else found
 
 
 def _demonstrated(
     subject: PreflightContext, section: EnvironmentSection, made: EnvironmentFactory
 ) -> Iterator[Finding]:
     """Looks at the demonstration of the first problem."""
-    prompt = _prompt(subject)
+    prompt = first_prompt(subject)
     if prompt is None:  # the check of the data reports it
         return
 
@@ -147,7 +157,7 @@ def _of(subject: PreflightContext, section: RewardSection, source: str) -> Itera
     elsewhere = ["tests"] if subject.for_job else []
     if called := _without(section, (*models, *absent, *servers, *elsewhere)):
         made_up = Prompt(id="made-up", text="1+1=", token_ids=(0, 1), answer="2", source=source)
-        yield from _asked(resolve_reward(called, key, sandbox), called, _prompt(subject, source) or made_up)
+        yield from _asked(resolve_reward(called, key, sandbox), called, first_prompt(subject, source) or made_up)
 
 
 def _without(section: RewardSection, functions: Collection[str]) -> RewardSection | None:
@@ -198,7 +208,7 @@ def _within(limit: float, work: Callable[[], T]) -> T | None:
     return answers[0] if answers else None
 
 
-def _prompt(subject: PreflightContext, source: str = "") -> Prompt | None:
+def first_prompt(subject: PreflightContext, source: str = "") -> Prompt | None:
     """Returns the first problem of a source or a set, else of the first source. None where it cannot be read, as the
     check of the data says."""
     config, own = subject.config, subject.config.eval.sets.get(source.removeprefix("eval.sets."))
@@ -218,6 +228,28 @@ _BIND_UNSEEN = frozenset(
 """Names of a module's text by which it may have others that are not written in it."""
 
 
+_TRIAL_SECONDS = 60.0
+
+
+def _tried(subject: PreflightContext, what: str, name: str) -> Iterator[Finding]:
+    """Yields findings of `launcher.preflight.trial` of ``what``, in a process of its own."""
+    command = [sys.executable, "-P", "-m", "launcher.preflight.trial", what]
+    given, env = subject.config.model_dump_json(), subject.environment
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_TRIAL_SECONDS, env=env)
+    except subprocess.TimeoutExpired:
+        yield unchecked(f"{name}, which took more than {_TRIAL_SECONDS:g} s")
+        return
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        yield unchecked(f"{name}: its process ended with status {done.returncode}, and printed {last:.200}")
+        return
+    for kind, text in json.loads(done.stdout):
+        if kind == "raised":  # a server that it needs may start with the job
+            kind = "note" if subject.for_job else "problem"
+        yield Finding(kind, text)
+
+
 def check_modules(subject: PreflightContext) -> Iterator[Finding]:
     """Yields a problem if ranks could not find a module or its object, as far as that shows without an import."""
     config = subject.config
@@ -226,17 +258,22 @@ def check_modules(subject: PreflightContext) -> Iterator[Finding]:
         named[f"{section.key}.loss"] = _own(section.loss, PAIR_LOSS_NAMES)
     for key in ("objective", "advantage_mean"):
         named[f"algorithm.{key}"] = _own(getattr(config.algorithm, key), READS[key])
-    for key, own in named.items():
-        if own is None:
-            continue
-        if subject.other_python is None and (said := _not_there(own)):
-            yield problem(f"{key}={own}: {said}")
-        else:
-            yield unchecked(f"{key}={own}, which ranks import")
+    own_keys = {key: own for key, own in named.items() if own is not None}
+    problems = [f"{key}={own}: {said}" for key, own in own_keys.items() if (said := _missing(subject, own))]
+    yield from map(problem, problems)
+    losses = [f"{key}={own}" for key, own in own_keys.items() if key != "learner.layers"]
+    if losses and not problems and subject.tries and subject.other_python is None and importlib.util.find_spec("torch"):
+        yield from _tried(subject, "losses", ", ".join(losses))
+        own_keys = {key: own for key, own in own_keys.items() if key == "learner.layers"}
+    yield from (unchecked(f"{key}={own}, which ranks import") for key, own in own_keys.items() if not problems)
 
 
 def _own(name: str, known: Collection[str]) -> str | None:
     return None if name in known else name
+
+
+def _missing(subject: PreflightContext, own: str) -> str:
+    return "" if subject.other_python is not None else _not_there(own)
 
 
 def _not_there(own: str) -> str:

@@ -31,6 +31,7 @@ class PreflightContext:
 
     config: RunConfig
     for_job: bool
+    tries: bool = False  # a process tries custom losses and environments, which takes seconds
 
     @cached_property
     def shape(self) -> ModelShape:

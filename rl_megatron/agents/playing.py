@@ -203,7 +203,8 @@ class EpisodeRunner:
         except CallTimeout as error:
             raise self._fault(name, f"did not end within environment.step_seconds={seconds:g}", late=True) from error
         except UserCodeFailed as error:
-            raise self._fault(name, str(error)) from error
+            is_sync = isinstance(error.__cause__, TypeError) and "'await' expression" in str(error)
+            raise self._fault(name, "is not async; write async def" if is_sync else str(error)) from error
 
     def _observe(self, seen: object, name: str) -> Observation:
         if not isinstance(seen, Observation):

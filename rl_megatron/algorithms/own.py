@@ -53,6 +53,11 @@ def check_custom_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
     trial = _CustomCheck(f"algorithm.objective={row.objective}", resolve_objective(row.objective), row, _Watched(row))
     trial.check_signature()
     moves = False
+    if trial.lowers_better(next(_made(row))):
+        logger.warning(
+            "%s lowers the log-probs of all tokens with a positive advantage; is the sign of the loss wrong?",
+            trial.given,
+        )
     for inputs in _made(row):
         moves |= trial.has_gradient(inputs)
         trial.check_apart(inputs)
@@ -222,6 +227,15 @@ class _CustomCheck:
                     f"{seen.advantages[at].item():.3g}{outside}"
                 )
         return gradient is not None and bool(gradient.any())
+
+    def lowers_better(self, inputs: LossInputs) -> bool:
+        """True if a step lowers the log-prob of every token that is trained on and has a positive advantage."""
+        losses = self.losses(inputs)
+        if not losses.requires_grad:
+            return False
+        (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs, allow_unused=True)
+        better = inputs.mask & (inputs.advantages > 0)
+        return gradient is not None and bool((gradient[better] > 0).all())
 
     def check_apart(self, inputs: LossInputs) -> None:
         """Raises ConfigError if a sequence's losses are others where it is alone in its micro-batch."""

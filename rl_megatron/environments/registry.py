@@ -112,7 +112,8 @@ def _check(given: str, function: Callable[..., Any], options: Mapping[str, Any],
     try:
         inspect.signature(function).bind(*((None, None) if leads else ()), **options)
     except TypeError as error:
-        raise ConfigError(f"{given} with {', '.join(named) or 'no options'}: {error}") from error
+        hint = "" if leads or inspect.isclass(function) else "; a function that leads trajectories must be async"
+        raise ConfigError(f"{given} with {', '.join(named) or 'no options'}: {error}{hint}") from error
     lacking = [method for method in METHODS if not callable(getattr(function, method, None))]
     if inspect.isclass(function) and lacking:
         raise ConfigError(

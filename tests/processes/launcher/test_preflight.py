@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import stat
 import sys
@@ -311,6 +312,81 @@ def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monke
 def test_the_tiny_models_sizes_are_known_before_it_is_made(tmp_path: Path, more: tuple[str, ...]) -> None:
     config = load_config("tiny_cpu", [f"model.cache_dir={tmp_path}", *more])
     assert starting_shape(config) == read_shape(starting_folder(config))
+
+
+TRIED = """
+import asyncio
+from rl_megatron.environments.protocol import EnvironmentStep, Observation
+
+class Right:
+    async def start(self, task, seed):
+        self.answer = task.answer
+        return Observation(said=task.text)
+    async def step(self, reply):
+        return EnvironmentStep(reward=float(reply.text == self.answer))
+    async def score(self, transcript):
+        return 0.0
+    async def close(self):
+        print("closed")
+
+class Number(Right):
+    async def step(self, reply):
+        return 1.0
+
+class Plain(Right):
+    def start(self, task, seed):
+        return Observation(said=task.text)
+
+class Raises(Right):
+    async def step(self, reply):
+        raise ConnectionError("no server")
+
+class Late(Right):
+    async def step(self, reply):
+        await asyncio.Event().wait()
+
+def falls(log_ratio, inputs, lengths, row):
+    return log_ratio.exp() * inputs.advantages * (1 + row.clip_low + row.clip_high), inputs.mask & False
+
+def fails(log_ratio, inputs, lengths, row):
+    raise ValueError("no loss today")
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "for_job", "kind", "text"),
+    [
+        (
+            ("environment.function=tried_for_test:Right",),
+            False,
+            "fact",
+            "tried with '.*' and made-up replies: reward 1",
+        ),
+        (("environment.function=tried_for_test:Number",), False, "problem", "turn 1: step returned a float"),
+        (
+            ("environment.function=tried_for_test:Plain",),
+            False,
+            "problem",
+            "turn 0: start is not async; write async def",
+        ),
+        (("environment.function=tried_for_test:Raises",), False, "problem", "step raised ConnectionError: no server"),
+        (("environment.function=tried_for_test:Raises",), True, "note", "step raised ConnectionError: no server"),
+        (("environment.function=tried_for_test:Late",), False, "unchecked", "step did not end within .*=0.1"),
+        (("algorithm.objective=tried_for_test:falls",), False, "note", "lowers the log-probs of all tokens with a pos"),
+        (("algorithm.objective=tried_for_test:fails",), True, "problem", "raised ValueError: no loss today"),
+    ],
+)
+def test_custom_losses_and_environments_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], for_job: bool, kind: str, text: str
+) -> None:
+    (tmp_path / "tried_for_test.py").write_text(TRIED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    more = ("warm_start.steps=0", "environment.step_seconds=0.1") if "environment" in keys[0] else ()
+    config = load_config("guess" if more else "tiny_cpu", [*keys, *more])
+    assert not preflight(config, for_job=for_job).texts("problem")
+    said = preflight(config, for_job=for_job, tries=True)
+    assert re.search(text, "\n".join(said.texts(kind))), said.found
 
 
 def test_check_says_what_it_found_by_its_exit_status(

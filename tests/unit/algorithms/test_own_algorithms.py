@@ -600,6 +600,20 @@ def test_what_can_train_is_not_refused(name: str, keys: dict[str, object]) -> No
     check_custom_objective(AlgorithmSection.model_validate({"objective": name, **keys}))
 
 
+def test_a_loss_of_the_wrong_sign_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = "(log_ratio.exp() * inputs.advantages), inputs.mask & False"
+    signs = {"falls": "", "rises": "-"}
+    lines = (f"def {name}(log_ratio, inputs, lengths, row):\n    return {sign}{body}\n" for name, sign in signs.items())
+    (tmp_path / "signs_for_test.py").write_text("".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in signs:
+        check_custom_objective(AlgorithmSection(objective=f"signs_for_test:{name}"))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("algorithm.objective=signs_for_test:falls lowers the log-probs of all tokens")
+
+
 @pytest.mark.parametrize("name", ["here", "so_far", "more_often", "less_often"])
 def test_what_would_change_with_the_context_parallel_degree_is_refused_above_one(name: str) -> None:
     row = AlgorithmSection(objective=f"faulty_objectives:{name}")
