@@ -12,7 +12,7 @@ from rl_megatron.observability.verdicts import READS, Verdict, read_run
 
 _WIDTH, _HEIGHT = 120, 28  # px
 _MAX_POINTS = 60
-_PAGE_CHARTS = {"groups": (WITH_GRADIENT,), "time": ("seconds/<name>",)}  # charts of several metrics, by topic
+_PAGE_CHARTS = {"groups": (WITH_GRADIENT,)}  # charts of figures that rows lack, by topic
 _OTHER_BASELINES = ("none", "greedy", "batch", "moving", "tracked")
 
 
@@ -43,7 +43,7 @@ def _make_line(run: Run, verdict: Verdict, charts: Mapping[str, str]) -> CardLin
     drawn = next(name for name in (shown, *verdict.charts) if name is not None and run.numbers(name))
     return CardLine(
         verdict=verdict,
-        title=charts.get(shown or "", verdict.topic),
+        title=charts[shown] if shown else verdict.topic,
         anchor=f"chart:{shown}" if shown else "",
         points=_curve(run.numbers(drawn)),
     )

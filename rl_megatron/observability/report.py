@@ -571,7 +571,11 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
     )
     parts = [*zip(PHASE_SECONDS, phases, strict=True), ("other", np.maximum(whole - sum(phases), 0.0))]
     title = "Step time by phase" + (f": {run.label}" if named else "")
-    return stacked_bars(title, "s", steps, parts) if any(seconds.any() for _, seconds in parts) else None
+    return (
+        replace(stacked_bars(title, "s", steps, parts), metric="seconds/step")
+        if any(seconds.any() for _, seconds in parts)
+        else None
+    )
 
 
 def _idle(run: Run) -> str:

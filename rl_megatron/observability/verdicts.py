@@ -27,10 +27,11 @@ FELL = 0.3
 """Reward fell if it lost this share of its best part."""
 OVERFITTED = 0.1
 """Held-out accuracy fell if it lost this much from its start or its best three evaluations."""
-NO_GRADIENT, FEW_GRADIENTS = 0.02, 0.1
+NO_GRADIENT, FEW_GRADIENTS = 0.05, 0.1
 """Shares of groups with a gradient: bad, and worth a look."""
 SOLVED = 0.5
-"""From this share of groups with all completions correct on, low entropy and equal rewards are success."""
+"""From this share of groups with all completions correct on, low entropy and equal rewards are success; in the first
+part already, the data are too easy."""
 LOW_ENTROPY, FALLING_ENTROPY, RISING_ENTROPY = 0.05, 0.2, 2.0
 """Last over first entropy: bad and worth a look where it falls, bad where it rises while reward falls."""
 MISMATCH = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 1.0)}
@@ -174,10 +175,12 @@ def _numbers(rows: Sequence[Mapping[str, object]], name: str) -> Floats:
 def _learning(run: _Run, needs_differences: bool) -> Verdict | None:
     if not run.reward:
         return _loss(run)
-    reward, charts = run.change(run.reward), run.has(_ACCURACY, run.reward)
+    reward = run.change(run.reward)
     held_out = run.change(_ACCURACY, 3) if len(run[_ACCURACY]) >= 4 else None
 
     def verdict(state: State, sentence: str) -> Verdict:
+        names = run.has(*_REWARDS[::-1], _ACCURACY)  # the page hides a chart that equals another
+        charts = names if sentence.startswith("Reward") else names[::-1]
         return Verdict(topic="learning", state=state, sentence=sentence, charts=charts)
 
     moved = f"reward went from {reward.first:.3g} to {reward.last:.3g}"
@@ -196,7 +199,7 @@ def _learning(run: _Run, needs_differences: bool) -> Verdict | None:
     accuracy = ""
     if held_out is not None:
         gained = 100 * (held_out.last - float(run[_ACCURACY][0]))
-        accuracy = f", and held-out accuracy by {gained:+.0f} points to {_share(held_out.last)}"
+        accuracy = f", and held-out accuracy changed by {gained:+.0f} points to {_share(held_out.last)}"
     if reward.rose:
         error = f"± {2 * reward.error:.2g}"
         by = f"Reward rose by {reward.last - reward.first:.3g} {error} to {reward.last:.3g}{accuracy}."
@@ -245,18 +248,17 @@ def _loss(run: _Run) -> Verdict | None:
 
 
 def _groups(run: _Run) -> Verdict | None:
-    if not run.has(_GROUPS[0], "groups/filtered"):
-        return None
     share, charts = _gradient_share(run), run.has(*_GROUPS)
     right, wrong = run.last("groups/all_correct"), run.last("groups/none_correct")
     sentence = f"{_share(share)} of the groups have a gradient"
     if not math.isnan(right):
         sentence += f"; in {_share(right)} all completions are correct, in {_share(wrong)} none"
-    has_none = share <= NO_GRADIENT and not run.last("advantage/std") > 0
-    state: State = "bad" if has_none else "watch" if share < FEW_GRADIENTS else "good"
+    if not charts or (share == 0 and run.last("advantage/std") > 0):  # another baseline gives equal rewards a gradient
+        return None
+    state: State = "bad" if share <= NO_GRADIENT else "watch" if share < FEW_GRADIENTS else "good"
     if state != "good":
         is_solved = right >= SOLVED
-        if is_solved and run.reward and run.change(run.reward).rose:
+        if is_solved and run.first("groups/all_correct") < SOLVED:
             state, advice = "good", "The run has solved its data"
         elif is_solved:
             advice = "Use harder data"

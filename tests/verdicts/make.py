@@ -23,19 +23,19 @@ from rl_megatron.observability.verdicts import READS
 HERE = Path(__file__).parent
 COMMON = (
     *("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false", "log.samples_per_step=1"),
-    *("rollout.group_size=8", "checkpoint.every=1000", "eval.every=6"),
+    *("rollout.group_size=8", "checkpoint.every=1000", "eval.every=10", "train.steps=100"),
 )
 WARM = ("train.steps=1", "train.learning_rate=1e-6")  # ends with the exported model of the warm start
 MEMORIZE = ("warm_start.steps=300", "warm_start.check_every=300", "warm_start.stop_at_accuracy=1")
-RUN = ("warm_start.steps=0", "train.steps=60", "train.lr_warmup_steps=10")
+RUN = ("warm_start.steps=0", "train.lr_decay=none", "train.lr_warmup_steps=10")
 PROMPTS = "rollout.prompts_per_step=32"
-ALGORITHMS = ("gspo", "grpo", "dapo", "cispo", "rloo")
+ALGORITHMS = ("gspo", "grpo", "dr_grpo", "cispo", "rloo")
 KINDS: Mapping[str, Sequence[int]] = {
-    "healthy": range(12),
-    "collapsed": range(6),
-    "stalled": range(8),
-    "overfitted": range(6),
-    "mismatched": range(6),
+    "healthy": range(10),
+    "collapsed": range(4),
+    "stalled": range(4),
+    "overfitted": range(4),
+    "mismatched": range(4),
 }
 """The seeds of each kind."""
 
@@ -46,15 +46,17 @@ def keys_of(kind: str, seed: int, folder: Path) -> list[str]:
     if kind == "stalled" and seed % 4 < 2:  # a random model solves nothing
         return [*RUN, PROMPTS, algorithm]
     if kind == "stalled":  # a model that has learned its twelve problems by heart
-        return ["train.steps=60", algorithm, *few_problems(folder, seed), *MEMORIZE]
+        return [algorithm, *few_problems(folder, seed), *MEMORIZE]
     keys = [*RUN, *(() if kind == "overfitted" else (PROMPTS,)), algorithm, f"model.path={base(folder, seed)}"]
     match kind:
+        case "healthy":
+            keys += ["train.learning_rate=3e-4"]
         case "collapsed":
-            keys += [f"train.learning_rate={(0.003, 0.006, 0.01)[seed // 2]}", "train.lr_decay=none"]
+            keys += [f"train.learning_rate={(0.003, 0.01)[seed // 2]}"]
         case "overfitted":
-            keys += [*few_problems(folder, seed), "train.lr_decay=none", "train.steps=100"]
+            keys += few_problems(folder, seed)
         case "mismatched":
-            keys += [f"rollout.router_noise={(0.5, 1, 2)[seed // 2]}"]
+            keys += ["train.learning_rate=3e-4", f"rollout.router_noise={(0.5, 2)[seed // 2]}"]
     return keys
 
 

@@ -735,7 +735,7 @@ def test_the_page_of_one_run_begins_with_its_verdicts(tmp_path: Path) -> None:
     card = text[text.index('<section class="card panel read"') : text.index('<dl class="tiles">')]
     assert re.findall(r'<b class="chip">(\w+)</b><p>(\w+)', card) == [("good", "Learning"), ("good", "A")]
     links = re.findall(r'href="#(.*?)"', card)
-    assert links == ["chart:eval/accuracy"]
+    assert links == ["chart:eval/accuracy", "chart:seconds/step"]
     assert all(f'<figure id="{link}"' in text for link in links)
     points = re.findall(r'points="(.*?)"', card)[0].split()
     assert (len(points), points[0], points[-1]) == (10, "0.0,26.0", "120.0,2.0")

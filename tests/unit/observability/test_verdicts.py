@@ -46,7 +46,7 @@ def test_a_run_that_learns() -> None:
         ("groups", "bad", "Use easier data", lambda k: {"groups/zero_advantage_fraction": 1.0, "reward/mean": 0.0}
          | {"groups/all_correct": 0.0, "groups/none_correct": 1.0}),
         ("groups", "good", "has solved its data", lambda k: {"groups/zero_advantage_fraction": 1.0}
-         | {"groups/all_correct": 1.0, "groups/none_correct": 0.0}),
+         | {"groups/all_correct": k / STEPS, "groups/none_correct": 0.0}),
         ("groups", "good", "10 % of", lambda k: {"groups/zero_advantage_fraction": 0.2, "groups/filtered": 56}),
         ("entropy", "bad", "collapsed", lambda k: {"entropy": 0.8**k}),
         ("entropy", "good", "healthy", lambda k: {"entropy": 0.8**k, "groups/all_correct": 0.9}),
