@@ -37,11 +37,14 @@ def import_command(
         return
     if write.exists():
         raise ConfigError(f"--write {write}: the file exists; remove it, or give another name")
-    write.write_text(text, encoding="utf-8")
+    try:
+        write.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write {write}: cannot be written: {error.strerror}") from error
     print(f"written: {write}: {len(imported.lines)} keys from {imported.framework}, row {imported.row}")
     for line in imported.to_set:
         print(f"set: {line}")
-    print(f"{len(imported.not_carried)} keys of {file} are not carried over; the end of {write} lists them")
+    print(f"not carried over: {len(imported.not_carried)} of the keys of {file}, listed at the end of {write}")
     print(f"check it: rl-megatron train --config {write} --check")
 
 

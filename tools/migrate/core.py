@@ -130,6 +130,9 @@ class _Conversion:
         for row in self.table.rows:
             if row.when is not None and self._holds(row.when):
                 self.read |= row.when.keys()
+                if row.refuse:
+                    raise NoCounterpart(f"{', '.join(map(self._shown, row.when))}: {row.refuse}")
+                self.to_set += [row.note] if row.note else []
                 source = ", ".join(self._shown(key) for key in row.when) or f"{self.table.name} always"
                 return row.row, [Line(key, value, source) for key, value in row.set.items()]
         keys = dict.fromkeys(key for row in self.table.rows for key in row.when or () if key in self.values)

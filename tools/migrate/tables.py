@@ -72,6 +72,10 @@ class Row:
     """None: a line of the page alone."""
     set: Mapping[str, object] = field(default_factory=dict)
     """Our keys that belong to the choice."""
+    note: str | None = None
+    """A sentence for the user on how the loss differs."""
+    refuse: str | None = None
+    """The reason for which the choice cannot be imported."""
     text: str | None = None
     title: str | None = None
     """The row of the page's first table; None: that of ``row``."""

@@ -158,19 +158,14 @@ def chosen_tokens(loss: object) -> object:
     return loss if loss in ("clip_cov", "kl_cov") else "all"
 
 
-def token_share(loss: object, of_clip: object, of_kl: object) -> object:
-    """The share of tokens that the choice is about."""
-    return {"clip_cov": of_clip, "kl_cov": of_kl}.get(str(loss), SKIP)
-
-
 def dual_clip(limit: object, loss: object) -> object:
     """The dual clip, which verl's GSPO does not read."""
     return SKIP if loss != "vanilla" else limit
 
 
 def aggregation(mode: object, loss: object) -> object:
-    """The aggregation; verl's GSPO averages over sequences whatever the key says."""
-    if loss == "gspo":
+    """The aggregation; some of verl's losses average over sequences whatever the key says."""
+    if loss in ("gspo", "geo_mean", "sapo"):
         return "seq_mean_token_mean"
     known = {
         "token-mean": "token_mean",
@@ -188,9 +183,9 @@ def cap_low(limit: object) -> float:
     return round(1 - float(str(limit)), 12)
 
 
-def cap_high(limit: object) -> float:
-    """The upper cap of CISPO, as a ratio."""
-    return round(1 + float(str(limit)), 12)
+def cap_high(limit: object, of_ratio: object, loss: object) -> float:
+    """The upper cap of CISPO, 1 + its limit, or of DPPO, as a ratio."""
+    return float(str(of_ratio)) if str(loss).startswith("dppo") else round(1 + float(str(limit)), 12)
 
 
 def kl_coefficient(in_loss: object, of_loss: object, in_reward: object, of_reward: object) -> object:

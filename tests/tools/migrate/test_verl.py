@@ -160,11 +160,63 @@ def test_defaults_that_change_the_loss_are_written_as_theirs(tmp_path: Path) -> 
     assert "their default" in lines["learner.optimizer.weight_decay"].source
 
 
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+ESTIMATOR = "algorithm.adv_estimator"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((f"{LOSS}=cispo",), {"algorithm.cap_low": 0.8, "algorithm.cap_high": 1.2, "algorithm.objective": "cispo"}),
+        (
+            (f"{LOSS}=geo_mean", "actor_rollout_ref.actor.clip_ratio=0.4"),  # exp(-0.4), exp(0.4)
+            {
+                "algorithm.clip_low": 0.3297,
+                "algorithm.clip_high": 0.4918,
+                "algorithm.aggregation": "seq_mean_token_mean",
+            },
+        ),
+        ((f"{LOSS}=sapo",), {"algorithm.objective": "sapo", "algorithm.aggregation": "seq_mean_token_mean"}),
+        (
+            (f"{LOSS}=dppo_tv",),
+            {"algorithm.cap_high": 3.0, "algorithm.clip_low": 0.2, "algorithm.old_logprobs": "learner"},
+        ),
+        ((f"{LOSS}=kl_cov",), {"algorithm.parameters.kl_cov": 0.1, "algorithm.tokens.share": 2e-4}),
+        ((f"{ESTIMATOR}=grpo_passk",), {"algorithm.best_of": 8, "algorithm.leave_one_out": True}),
+        ((f"{ESTIMATOR}=optimal_token_baseline",), {"algorithm.credit": "optimal", "algorithm.advantage_mean": "none"}),
+        ((f"{ESTIMATOR}=reinforce_plus_plus",), {"algorithm.credit": "discounted", "algorithm.whiten": True}),
+        (
+            (
+                "algorithm.norm_adv_by_std_in_grpo=False",
+                "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+            ),
+            {"algorithm.advantage_std": "none", "algorithm.aggregation": "seq_mean_token_sum_norm"},
+        ),
+        (
+            (
+                "algorithm.rollout_correction.rollout_is=sequence",
+                "algorithm.rollout_correction.rollout_is_threshold=0.5_4",
+            ),
+            {
+                "algorithm.correction.mode": "mask",
+                "algorithm.correction.level": "product",
+                "algorithm.correction.low": 0.5,
+                "algorithm.correction.high": 4.0,
+            },
+        ),
+    ],
+)
+def test_losses_without_an_example(tmp_path: Path, arguments: tuple[str, ...], expected: dict[str, Any]) -> None:
+    config = import_script(tmp_path, *arguments).config
+    assert {key: value(config, key) for key in expected} == expected
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("actor_rollout_ref.rollout.n=$(nproc)", "only the shell knows $(nproc); write the value out"),
         ("algorithm.adv_estimator=mine", "no row of conf/algorithm has this loss"),
+        ("algorithm.adv_estimator=gdpo", "algorithm=gdpo compares reward.parts"),
         ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "no aggregation here divides so"),
         ("actor_rollout_ref.rollout.repetition_penalty=1.1", "a penalty changes the distribution"),
         ("actor_rollout_ref.rollout.top_k=20", "sampling from the k most probable tokens"),
@@ -176,6 +228,12 @@ def test_values_that_change_the_loss_are_refused(tmp_path: Path, argument: str, 
         import_script(tmp_path, argument)
     assert message in str(caught.value)
     assert argument.split("=", maxsplit=1)[0] in str(caught.value)
+
+
+def test_a_value_that_only_the_shell_knows_is_left_to_the_user(tmp_path: Path) -> None:
+    imported = import_script(tmp_path, "trainer.nnodes=$SLURM_NNODES")
+    assert "slurm.nodes: only the shell knows $SLURM_NNODES; set it" in imported.to_set
+    assert imported.config.slurm.nodes == 1
 
 
 def test_an_unknown_file_is_refused(tmp_path: Path) -> None:
