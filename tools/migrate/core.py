@@ -22,7 +22,7 @@ from tools.migrate.tables import Cell, Framework, OurKey, framework, our_keys
 
 READERS: Mapping[str, Reader] = {one.FRAMEWORK: one for one in (verl, slime, trl)}
 """The readers in the order in which they are asked."""
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
 READ_BY_READERS = ("entry", "program", "trainer")
 """Names that readers add for what a file calls, such as its trainer."""
 _UNREAD = re.compile(

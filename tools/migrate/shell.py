@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rl_megatron.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN, _QUOTED = re.compile(r"[^ \t\r\n;|&()<>\"'\\$`]+"), re.compile(r'[^"\\$`]+')
 _HERE = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<more>\+?)=")
 _OPENS, _CLOSES = {"if", "case", "for", "while", "until", "{"}, {"fi", "esac", "done", "}"}
@@ -119,7 +120,11 @@ class _Script:
         elif match["more"]:
             before = self.variables.get(name, [])
             array = len(before) != 1 or len(value) != 1
-            value = [*before, *value] if array else [_joined([*before, *value], line)]
+            if array:
+                value = [*before, *value]
+            else:
+                (one,), (other,) = before, value
+                value = [Word(one.text + other.text, line, one.unresolved + other.unresolved)]
         self.variables[name] = value
 
     def _array(self, line: int) -> list[Word]:
@@ -139,15 +144,15 @@ class _Script:
 
     def _word(self, split: bool = True) -> list[Word]:
         """Reads a word. Returns it expanded: no word or several, if an unquoted variable or an array is in it."""
-        line, out, current = self.line, list[Word](), ""
-        missing: list[str] = []
+        line, out = self.line, list[Word]()
+        current, missing = list[str](), list[str]()
         began = False
 
         def end() -> None:
             nonlocal current, missing, began
             if began:
-                out.append(Word(current, line, tuple(missing)))
-            current, missing, began = "", [], False
+                out.append(Word("".join(current), line, tuple(missing)))
+            current, missing, began = [], [], False
 
         quoted = False
         while self.at < len(self.text):
@@ -156,13 +161,14 @@ class _Script:
                 quoted = False
                 self._skip(1)
             elif not quoted and character in " \t\r\n;|&()<>":
-                if character == "(" and current.endswith(("$", "=")):
-                    raise ConfigError(f"line {self.line}: cannot read {current + '(':.40}")
+                if character == "(" and current and current[-1].endswith(("$", "=")):
+                    raise ConfigError(f"line {self.line}: cannot read {current[-1] + '(':.40}")
                 break
             elif self.text.startswith("\\\n", self.at):
                 self._skip(2)
             elif character == "\\" and (not quoted or self.text[self.at + 1 : self.at + 2] in '"\\$`'):
-                current, began = current + self.text[self.at + 1 : self.at + 2], True
+                current.append(self.text[self.at + 1 : self.at + 2])
+                began = True
                 self._skip(2)
             elif not quoted and character == '"':
                 quoted = began = True
@@ -171,7 +177,8 @@ class _Script:
                 closing = self.text.find("'", self.at + 1)
                 if closing < 0:
                     raise ConfigError(f"line {self.line}: a quotation mark is not closed")
-                current, began = current + self.text[self.at + 1 : closing], True
+                current.append(self.text[self.at + 1 : closing])
+                began = True
                 self._skip(closing + 1 - self.at)
             elif character in "$`":
                 values = self._expansion()
@@ -181,11 +188,14 @@ class _Script:
                         if index or number:
                             end()
                         line = line if began else value.line
-                        current, began = current + part, True
+                        current.append(part)
+                        began = True
                     missing += value.unresolved
             else:
-                current, began = current + character, True
-                self._skip(1)
+                plain = (_QUOTED if quoted else _PLAIN).match(self.text, self.at)
+                current.append(plain[0] if plain else character)
+                began = True
+                self._skip(len(current[-1]))
         if quoted:
             raise ConfigError(f"line {line}: a quotation mark is not closed")
         end()

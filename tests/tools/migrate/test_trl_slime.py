@@ -423,3 +423,50 @@ def test_names_of_names_do_not_multiply(tmp_path: Path) -> None:
 def test_slimes_asynchronous_trainer_is_one_push_behind(tmp_path: Path, program: str, staleness: int) -> None:
     options = "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 8"
     assert import_text(tmp_path, "a.sh", f"python3 {program} {options}").config.train.max_staleness == staleness
+
+
+SLIME = "train.py --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 8 --advantage-estimator "
+VARIANTS: list[tuple[str, str, dict[str, object]]] = [
+    ("a.py", "ORPOConfig()", {"dpo.loss": "orpo", "dpo.nll": 1.0, "dpo.per_token": True, "dpo.reference_free": True}),
+    (
+        "a.py",
+        "CPOConfig(loss_type='simpo', cpo_alpha=0.0, simpo_gamma=1.0, beta=2.0)",
+        {"dpo.loss": "dpo", "dpo.per_token": True, "dpo.target_margin": 1.0, "dpo.nll": 0.0, "dpo.beta": 2.0},
+    ),
+    ("a.py", "DPOConfig(loss_type=['sigmoid', 'sft'], loss_weights=[1.0, 0.5])", {"dpo.loss": "dpo", "dpo.nll": 0.5}),
+    ("a.py", "DPOConfig(loss_type='ipo')", {"dpo.loss": "ipo", "dpo.per_token": True}),
+    (
+        "a.py",
+        "GRPOConfig(loss_type='cispo', epsilon_high=4.0)",
+        {"algorithm.objective": "cispo", "algorithm.cap_low": 0.0, "algorithm.cap_high": 4.0},
+    ),
+    ("a.py", "GRPOConfig(loss_type='sapo')", {"algorithm.parameters.tau_negative": 1.05}),
+    ("a.py", "GRPOConfig(top_entropy_quantile=0.2)", {"algorithm.tokens.choose": "top_entropy"}),
+    ("a.py", "GRPOConfig(beta=0.04)", {"algorithm.kl.coefficient": 0.04, "algorithm.kl.importance_weighted": True}),
+    (
+        "a.py",
+        "GRPOConfig(use_vllm=True, vllm_importance_sampling_mode='token_truncate')",
+        {"algorithm.correction.mode": "truncate", "algorithm.correction.level": "token"},
+    ),
+    (
+        "a.sh",
+        SLIME + "ppo --kl-coef 0.1 --value-clip 0.3",
+        {
+            "algorithm.credit": "gae",
+            "algorithm.lam": 1.0,
+            "algorithm.whiten": False,
+            "algorithm.critic.clip": 0.3,
+            "algorithm.kl.coefficient": 0.1,
+            "algorithm.kl.placement": "token_reward",
+        },
+    ),
+    ("a.sh", SLIME + "cispo", {"algorithm.cap_low": 0.8, "algorithm.cap_high": 1.2}),
+    ("a.sh", SLIME + "grpo --disable-grpo-std-normalization", {"algorithm.advantage_std": "none"}),
+    ("a.sh", "X=gr; X+=po\n" + SLIME + "$X --use-tis", {"algorithm.correction.mode": "truncate"}),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), VARIANTS)
+def test_variants_of_the_loss(tmp_path: Path, name: str, text: str, expected: dict[str, object]) -> None:
+    config = import_text(tmp_path, name, text).config
+    assert {key: value(config, key) for key in expected} == expected
