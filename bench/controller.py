@@ -77,7 +77,7 @@ class StandIns:
                     answer = [(answer, 0.0) for _ in arguments[0]]
             elif name == "step":
                 answer = StepResult(grad_norm=1.0)
-            elif name == "forget":
+            elif name == "free_step":
                 held.forget()
             elif name == "count":
                 answer, came = came, 0
@@ -92,7 +92,7 @@ class StandIns:
             lengths = self._lengths[d]
         first = rank % dims.tp == 0
         if first and stage == 0:
-            taken = held.take(given) if isinstance(given, np.ndarray) else given
+            taken = held.micro_batches(given) if isinstance(given, np.ndarray) else given
             lengths.put([len(m.input_ids) for m in taken])
         if not first or stage < dims.pp - 1:
             return None
@@ -123,7 +123,7 @@ class Pickled(LearnerGroup):
     async def _all(self, name: str, batch: Batch, *rest: Any) -> list[Any]:
         rows = [tuple(row) for row in batch.micro_batches]
         shares = {w.rank: (self.role, rows[self._dims.dp_rank(w.rank)], *rest) for w in self._group.workers}
-        return await self._group.ask(name, shares)
+        return await self._group.call(name, shares)
 
 
 @dataclass
@@ -178,22 +178,22 @@ async def step(streams: Sequence[Connection], groups: Sequence[RolloutGroup], *,
     dims = ParallelDims(tp=TP, pp=PP, dp=len(streams) // (TP * PP))
     failure = Failure()
     group = WorkerGroup([WorkerHandle(StandIn(r, one), failure, None) for r, one in enumerate(streams)], failure)
-    await group.each("layout", dims)
+    await group.call_all("layout", dims)
     calls = BatchCalls(group, dims)
     policy = Pickled(group, dims, calls) if pickled else LearnerGroup(group, "policy", calls)
     unused: Any = None
-    roles = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles = RunComponents(learners={"policy": policy}, frozen_models={}, engine=unused, weight_sync=unused)
     update = PolicyUpdate(config=config_of(dims), roles=roles, attention_cost=1e-5)
     assert update.config.learner.dims == dims
     longest = Longest()
     for number in (1, 2):
-        await group.each("count")
+        await group.call_all("count")
         longest.seconds = 0.0
         cpu, wall = time.process_time(), time.perf_counter()
         with longest.watching():
             row = await update(groups, number, Stopwatch())
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        came = sum(await group.each("count"))
+        came = sum(await group.call_all("count"))
     assert row["grad_norm"] == 1.0
     await group.close()
     await asyncio.gather(*(worker.stop() for worker in group.workers))

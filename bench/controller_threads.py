@@ -126,20 +126,22 @@ async def calls(streams: Sequence[Connection]) -> dict[str, object]:
     before, failure = threading.active_count(), Failure()
     handles = [WorkerHandle(StandIn(rank, ours), failure, None) for rank, ours in enumerate(streams)]
     group, large = WorkerGroup(handles, failure), np.zeros(LARGE, np.uint8)
-    await group.each("step", large[:8192])  # threads of an executor start with its first call, and torch is imported
+    await group.call_all(
+        "step", large[:8192]
+    )  # threads of an executor start with its first call, and torch is imported
     threads, row = threading.active_count() - before, {}
     for name, count, argument in (("small", CALLS, 1e-6), ("large", LARGE_CALLS, large)):
         seconds, cpu = [], time.process_time()
         for _ in range(count):
             began = time.perf_counter()
-            await group.each("step", argument)
+            await group.call_all("step", argument)
             seconds.append(time.perf_counter() - began)
         row |= {
             f"{name}_ms": statistics.median(seconds) * 1e3,
             f"{name}_p95_ms": sorted(seconds)[int(0.95 * count)] * 1e3,
             f"{name}_cpu_ms": (time.process_time() - cpu) / count * 1e3,
         }
-    await group.each("close")
+    await group.call_all("close")
     await asyncio.gather(*(one.stop() for one in handles))
     return {"threads": threads, **row}
 

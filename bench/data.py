@@ -96,14 +96,14 @@ def ours(path: Path, draws: int, kind: str) -> dict[str, float]:
     fields = {} if kind == "problems" else dict(zip(("messages", "rejected"), COLUMNS[kind], strict=False))
     keys = {"type": "files", "train": path, "eval": path.with_name("held_out.parquet"), "on_leak": "drop"}
     data = FileRunData.model_validate(keys | {"fields": fields})
-    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=256, on_long="fail")
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=256, on_long_prompt="fail")
     before, start = resident("VmRSS"), time.perf_counter()
     train, _ = load_prompts(data, form, seed=0, on_leak=data.on_leak)
     loaded = time.perf_counter() - start
     if kind == "pairs":
         check_answers(train.conversations())
     stream = PromptStream(train, seed=0)
-    stream.take(1)
+    stream.next_prompts(1)
     first = time.perf_counter() - start
     state_at = time.perf_counter()
     stream.state()
@@ -112,7 +112,7 @@ def ours(path: Path, draws: int, kind: str) -> dict[str, float]:
     waits = []
     for _ in range(draws):
         one = time.perf_counter()
-        stream.take(1)
+        stream.next_prompts(1)
         waits.append(time.perf_counter() - one)
     rate = draws / (time.perf_counter() - at)
     found = {"rows": len(train), "loaded_seconds": loaded, "seconds": first, "checksum_seconds": state}

@@ -224,7 +224,7 @@ async def shares(conversations: int) -> dict[str, dict[str, float]]:
     second of the engine asked directly."""
     engine = Timed(TOKENS, TOKEN_SECONDS)
     params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=1024, stop_token_ids=(engine.stop,), seed=1)
-    asked = GenerationRequest(id="0", token_ids=(1,) * PROMPT, num_completions=1, params=params, group="0")
+    asked = GenerationRequest(id="0", token_ids=(1,) * PROMPT, num_completions=1, params=params, prefix_group="0")
 
     async def directly() -> None:
         for _ in range(TURNS):

@@ -47,7 +47,7 @@ async def measure(engine: str, model: Path, folder: Path, pushes: int, keys: Seq
     shape = read_shape(model)
     launcher = ServerLauncher(LocalLauncher(model, folder), model, folder, shape)
     async with launcher.start(config) as roles:
-        return [await roles.weights.push(version) for version in range(pushes)]
+        return [await roles.weight_sync.push(version) for version in range(pushes)]
 
 
 def floor(num_bytes: int) -> float:

@@ -70,7 +70,7 @@ class Evaluating:
             evaluation = Evaluator(sampler=sampler, sets=[one], section=EvalSection(every=EVERY), last_step=0)
             recorder: Any = SimpleNamespace(write=AsyncMock(side_effect=self.rows.append))
             few = FEW if self.mode == "few" else None
-            self.beside = BackgroundEvaluator(evaluation=evaluation, recorder=recorder, at_once=few)
+            self.beside = BackgroundEvaluator(evaluation=evaluation, recorder=recorder, max_requests=few)
         if version == self.last:
             await self.beside.finish(version)
         elif version % EVERY == 0 and self.mode != "blocking":

@@ -81,11 +81,11 @@ class Row:
 
 @dataclass(slots=True)
 class Server:
-    """Its rows advance together; ``made`` counts the tokens that a row would have that was always here."""
+    """Its rows advance together; ``token_counts`` counts the tokens that a row would have that was always here."""
 
     setting: Setting
     slow: float
-    made: float = 0.0
+    token_counts: float = 0.0
     stalled: float = 0.0  # seconds of prompts to compute
     starts: float = 0.0
     numbers: int = 0
@@ -93,7 +93,7 @@ class Server:
 
     def add(self, row: Row, prefill: float = 0.0) -> None:
         """Go on with the row after ``prefill`` seconds."""
-        row.start = self.made - row.done
+        row.start = self.token_counts - row.done
         self.starts, self.stalled, self.numbers = self.starts + row.start, self.stalled + prefill, self.numbers + 1
         heapq.heappush(self.rows, (row.start + row.length, self.numbers, row))
 
@@ -102,24 +102,24 @@ class Server:
         self.rows.remove(entry)
         heapq.heapify(self.rows)
         row = entry[2]
-        self.starts, row.done = self.starts - row.start, self.made - row.start
+        self.starts, row.done = self.starts - row.start, self.token_counts - row.start
         return row
 
     def token(self) -> float:
         """Seconds of a token."""
         count = len(self.rows)
-        return self.slow * self.setting.seconds(count, PROMPT + self.made - self.starts / count)
+        return self.slow * self.setting.seconds(count, PROMPT + self.token_counts - self.starts / count)
 
     def ends(self) -> float:
         """Seconds until the next row ends."""
-        return self.stalled + max(0.0, self.rows[0][0] - self.made) * self.token() if self.rows else math.inf
+        return self.stalled + max(0.0, self.rows[0][0] - self.token_counts) * self.token() if self.rows else math.inf
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         waited = min(self.stalled, seconds)
         self.stalled -= waited
         if self.rows and seconds > waited:
-            self.made += (seconds - waited) / self.token()
+            self.token_counts += (seconds - waited) / self.token()
 
 
 @dataclass(slots=True)

@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         return folder / "save"
 
     step()
-    policy.start_save(fresh()).durable()  # takes the memory that later ones write over
+    policy.start_save(fresh()).finalize()  # takes the memory that later ones write over
     found: dict[str, list[Both]] = {name: [] for name in ("step", "copied", "with", "waits", "again")}
     written = []
     for _ in range(args.steps):
@@ -126,7 +126,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         found["copied"].append(since(began))
         step()
         found["with"].append(since(began))
-        written.append(saving.durable().seconds)
+        written.append(saving.finalize().seconds)
         to, began = fresh(), now()
         policy.save(to)
         step()
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         policy._planned.plan, to, began = None, fresh(), now()
         saving = policy.start_save(to)
         found["again"].append(since(began))
-        saving.durable()
+        saving.finalize()
     num_bytes = policy._staged.num_bytes
     world.destroy_process_groups()
     row = {"bytes": float(num_bytes), "written": statistics.median(written)}

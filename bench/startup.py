@@ -68,7 +68,7 @@ async def start(folder: Path, ranks: int, each: int, open_us: int, *, task_a_ran
     """Seconds from srun until all ranks are ready, and how many files were opened meanwhile."""
     keys = [f"learner.dp={ranks}", "learner.ep=1", "learner.threads=1", "run.launcher=slurm"]
     config = load_config("tiny_cpu", [*keys, f"slurm.nodes={ranks // each}", f"slurm.ntasks_per_node={each}"])
-    allocation = Allocation.this(folder, config)
+    allocation = Allocation.from_environment(folder, config)
     assert allocation is not None
     own = allocation.folder / f"{ranks}-{each}-{open_us}-{task_a_rank}"
     own.mkdir()

@@ -219,7 +219,7 @@ class Learns:
         """Nothing."""
         return StepResult(grad_norm=1.0)
 
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         """Nothing."""
 
 
@@ -273,10 +273,10 @@ async def measured(
         reward=RewardSection(),
         stop_token_ids=(0,),
         seed=0,
-        apart=config.one_by_one,
+        one_request_each=config.one_by_one,
     )
     policy = policy or Learns()
-    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=engine, weights=policy)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen_models={}, engine=engine, weight_sync=policy)
     update = PolicyUpdate(config=config, roles=roles, attention_cost=0.0)
 
     def teaches(groups: Sequence[RolloutGroup]) -> list[bool]:
@@ -301,7 +301,7 @@ async def measured(
             await engine.weights.commit(version)
             pushing += time.perf_counter() - pushes
             if version:
-                stream.pushed(version)
+                stream.on_push(version)
             if pushed is not None:
                 await pushed(sampler, version)
             batch = await trained(stream, update, version + 1)
@@ -316,7 +316,7 @@ async def measured(
 def request_seeds(prompts: list[Prompt]) -> list[int]:
     """Seeds of the requests for prompts, in the order drawn."""
     out = []
-    for ordinal, prompt in enumerate(PromptStream(prompts, seed=0).take(len(prompts))):
+    for ordinal, prompt in enumerate(PromptStream(prompts, seed=0).next_prompts(len(prompts))):
         purpose = f"step {1 + ordinal // PROMPTS}"
         digest = hashlib.sha256(f"0\n{purpose}\n{prompt.id}".encode()).digest()
         out.append(int.from_bytes(digest[:8], "little") >> 1)

@@ -100,7 +100,7 @@ class Model:
                 return []
         return [group for _, group in ready] if len(ready) == PROMPTS else []
 
-    def pushed(self) -> None:
+    def on_push(self) -> None:
         """Let `push` seconds pass; completions go on where they were."""
         self.now += self.push
         self.events = [(ends + self.push, group, server) for ends, group, server in self.events]
@@ -122,7 +122,7 @@ class Model:
         for version in range(WARM + steps):
             self.version = version
             began = self.now if version == WARM else began
-            self.pushed()
+            self.on_push()
             self.admit()
             waited = self.step()
             if version and self.k:

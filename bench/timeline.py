@@ -166,7 +166,7 @@ def question(folder: Path) -> float:
     async def asked(url: str) -> None:
         server = Server(url, token=None, timeout_seconds=60)
         try:
-            async with GaugePoller(adapter, ReplicaSet("vLLM", [server]), 0.0).asked():
+            async with GaugePoller(adapter, ReplicaSet("vLLM", [server]), 0.0).polling():
                 while adapter.asked < QUESTIONS:
                     await asyncio.sleep(0.01)
         finally:

@@ -55,16 +55,16 @@ class RolloutEngine(Protocol):
         """Returns ``request.num_completions`` completions. Many calls may be in flight. Raises EngineError."""
         ...
 
-    def so_far(self, request_id: str) -> Completion | None:
+    def partial_completion(self, request_id: str) -> Completion | None:
         """Returns the partial completion of a running request of one completion, as far as it is known here.
 
-        Servers report it when an update or `interrupt` aborts a request, which then continues. None: nothing is known,
-        which is always so for the engine in the learner's processes.
-        """
+        Servers report it when an update or `collect_partials` aborts a request, which then continues. None: nothing is
+        known, which is always so for the engine in the learner's processes."""
         ...
 
-    async def interrupt(self) -> None:
-        """Makes all sampled tokens of running requests of one completion known to `so_far`; the requests then continue.
+    async def collect_partials(self) -> None:
+        """Makes all sampled tokens of running requests of one completion known to `partial_completion`; the requests
+        then continue.
 
         The engine in the learner's processes has no running request when this is called.
         """
@@ -91,13 +91,13 @@ class Scorer(Protocol):
     """A model that scores every position of a batch. Several can be called concurrently, each for several scores."""
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        """Returns all scores in ``want``, from one pass. Routers replay the batch's ``routes``, if any, unless they
+        """Returns all scores in ``outputs``, from one pass. Routers replay the batch's ``routes``, if any, unless they
         record.
 
         Raises RLMegatronError for a score that this model cannot compute."""
         ...
 
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         """Frees the data of batches that ranks keep for the step's next ones. Called when the step has ended."""
         ...
 
@@ -106,14 +106,13 @@ class Scorer(Protocol):
 class ForwardPass:
     """A forward pass of the model of a ``role``, and the scores that it computes for a batch.
 
-    ``replays``: its routers take the batch's ``routes``, if any. ``last_tokens``: each sequence has its last target as
-    one more input.
-    """
+    ``replays_routes``: its routers take the batch's ``routes``, if any. ``appends_last_targets``: each sequence has its
+    last target as one more input."""
 
     role: str
-    want: frozenset[Want]
-    replays: bool = False
-    last_tokens: bool = False
+    outputs: frozenset[Want]
+    replays_routes: bool = False
+    appends_last_targets: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +140,11 @@ class SharedRanks(Protocol):
 class FrozenModel(Scorer, Protocol):
     """A model that is not trained, sharded like the policy: a reference, a teacher, a reward model."""
 
-    async def start_from(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path) -> None:
         """Loads a Hugging Face folder's weights (a critic: the value layer's only from a reward model)."""
         ...
 
-    async def release(self) -> None:
+    async def release_memory(self) -> None:
         """Frees the GPU memory kept for the next computation, for other processes; that computation takes it again."""
         ...
 
@@ -153,16 +152,16 @@ class FrozenModel(Scorer, Protocol):
 class SaveHandle(Protocol):
     """A save that training need not wait for."""
 
-    async def written(self, *, wait: bool = False) -> bool:
+    async def is_written(self, *, wait: bool = False) -> bool:
         """True if every rank has written its shards, or failed to. With ``wait``, waits until that is so.
 
         Not collective: no rank waits for another, so a write may take longer than a collective's time limit.
         """
         ...
 
-    async def durable(self) -> SaveDigests:
-        """Waits until everything is synced and returns the writers' digest of each file, by name. Collective: `written`
-        comes first for all saves that share ranks.
+    async def finalize(self) -> SaveDigests:
+        """Waits until everything is synced and returns the writers' digest of each file, by name. Collective:
+        `is_written` comes first for all saves that share ranks.
 
         Raises CheckpointError with the reason if nothing could be written.
         """
@@ -183,11 +182,11 @@ class Learner(FrozenModel, Protocol):
         """Makes an optimizer step with the gradients that were added, if they are finite, and drops them."""
         ...
 
-    async def drop(self) -> None:
+    async def zero_grad(self) -> None:
         """Drops the gradients since the last ``step``; neither weights nor the optimizer change."""
         ...
 
-    async def lead(self, rate: float) -> None:
+    async def update_reference(self, rate: float) -> None:
         """Moves the reference on the policy's ranks: (1 - ``rate``) of itself, ``rate`` of the policy's weights."""
         ...
 
@@ -214,18 +213,18 @@ class RunComponents:
 
     learners: Mapping[str, Learner]
     """``policy``, and ``critic`` if the algorithm has one."""
-    frozen: Mapping[str, FrozenModel]
+    frozen_models: Mapping[str, FrozenModel]
     """``reference`` if there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers`` that is not the
     policy itself, on ranks or in servers. A step calls them, and frees the data that they hold for it."""
     engine: RolloutEngine
-    weights: WeightSync
+    weight_sync: WeightSync
     reward_models: Mapping[str, FrozenModel] = field(default_factory=dict)
     """``reward_<name>`` of each of ``reward_models``, on separate ranks: rewards call them while engines sample."""
-    together: Sequence[SharedRanks] = ()
+    shared_ranks: Sequence[SharedRanks] = ()
     """Models called by one request, by the ranks that hold them. A model outside them gets separate requests."""
     engine_metrics: Callable[[], Mapping[str, float]] = dict
     """Returns the metrics of the engine's servers; every step calls it once, after its push."""
-    gpus: Sequence[str] = ()
+    gpu_names: Sequence[str] = ()
     """CUDA's name for the GPU of each rank of the policy; empty on CPUs."""
     rank_metrics: Callable[[], Mapping[str, float]] = dict
     """Returns the metrics of the ranks' speed since the last call; every step calls it once, at its end."""
@@ -241,7 +240,7 @@ class RunComponents:
     @property
     def models(self) -> dict[str, Scorer]:
         """Every model, by its role."""
-        return {**self.learners, **self.frozen, **self.reward_models}
+        return {**self.learners, **self.frozen_models, **self.reward_models}
 
 
 def ignore_progress(text: str) -> None:

@@ -99,10 +99,14 @@ class GenerationRequest:
     params: SamplingParams
     columns: tuple[str, ...] = ()  # names in `feature.declared_columns` that completions must have
     exact_logprobs: bool = True  # training needs log-probs of the distribution that is sampled from
-    begun: Completion | None = None  # partial completion: counts as new tokens, is in the result, may have ended
-    group: str | None = None  # name of the prompt: requests of one group go where its prefix is cached
-    birth: int | None = None  # the version served when it, or its trajectory, began: priorities take older first
-    ahead: bool = False  # never waits for requests without it (evaluations set it); without a birth it has priority 0
+    partial: Completion | None = None  # partial completion: counts as new tokens, is in the result, may have ended
+    prefix_group: str | None = None  # name of the prompt: requests of one group go where its prefix is cached
+    start_version: int | None = (
+        None  # the version served when it, or its trajectory, began: priorities take older first
+    )
+    skips_queue: bool = (
+        False  # never waits for requests without it (evaluations set it); without a birth it has priority 0
+    )
     max_seconds: float | None = None  # seconds in a server, after which a completion is ended as ``length``
     named: NamedVersion | None = None  # version that the server samples with; None: the pushed model
 
@@ -308,7 +312,7 @@ class Metric(Generic[V_co]):
     """
 
     value: V_co
-    over: Over = "mean"
+    reduction: Over = "mean"
     weight: float = 1.0  # count that an optimizer step's mean is over, for the mean of several; 0: left out
 
 
@@ -340,7 +344,7 @@ class Batch:
     num_tokens: int  # masked-in targets of the whole batch
     num_sequences: int  # real sequences of the whole batch (padding sequences have no masked-in target)
     spare: int = 1  # positions that an empty micro-batch copies from the start of the samples
-    last_tokens: bool = False  # each sequence has its last target as one more input
+    appends_last_targets: bool = False  # each sequence has its last target as one more input
 
 
 Want = Literal["logprobs", "entropy", "logit_norms", "values", "routes", "logits", "top"]
@@ -353,10 +357,10 @@ Scores = Sequence[Sequence["Tensor"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step. ``metrics`` are measured by observers since the step before it."""
+    """The result of one optimizer step. ``observer_metrics`` are measured by observers since the step before it."""
 
     grad_norm: float  # its value before clipping
-    metrics: Mapping[str, Metric[float]] = field(default_factory=dict)
+    observer_metrics: Mapping[str, Metric[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,14 +48,14 @@ TOGETHER = {"sum": torch.sum, "mean": torch.sum, "min": torch.amin, "max": torch
 
 def values(output: LossOutput, *kinds: Over) -> dict[str, Tensor]:
     """The metrics that are reduced in one of these ways, or all, by name."""
-    return {name: metric.value for name, metric in output.metrics.items() if not kinds or metric.over in kinds}
+    return {name: metric.value for name, metric in output.metrics.items() if not kinds or metric.reduction in kinds}
 
 
 def joined(shares: Sequence[LossOutput]) -> dict[str, Tensor]:
     """The metrics of a batch, from those of its parts."""
     first, *_ = shares
     parts = {name: torch.stack([share.metrics[name].value for share in shares]) for name in first.metrics}
-    return {name: TOGETHER[metric.over](parts[name], 0) for name, metric in first.metrics.items()}
+    return {name: TOGETHER[metric.reduction](parts[name], 0) for name, metric in first.metrics.items()}
 
 
 # What the controller would send a rank of given micro-batches, for tests that call a rank's process directly.

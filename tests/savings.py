@@ -26,10 +26,10 @@ class Ended:
     files: Mapping[str, Digest]
     seconds: float = 0.5
 
-    async def written(self, *, wait: bool = False) -> bool:
+    async def is_written(self, *, wait: bool = False) -> bool:
         return True
 
-    async def durable(self) -> SaveDigests:
+    async def finalize(self) -> SaveDigests:
         return SaveDigests(files=self.files, seconds=self.seconds)
 
 
@@ -115,7 +115,7 @@ class Failing:
     async def evaluate(self, watch: Stopwatch) -> dict[str, Any]:
         return {}
 
-    def enough(self, row: object) -> bool:
+    def should_stop(self, row: object) -> bool:
         return False
 
     def state(self) -> TrainerState:
@@ -124,7 +124,7 @@ class Failing:
     def learners(self) -> dict[str, Learner]:
         return {"learner": cast(Learner, self.shards)}
 
-    async def before_save(self, stop: asyncio.Event) -> None:
+    async def flush(self, stop: asyncio.Event) -> None:
         """Nothing is under way."""
 
     async def close(self) -> None:

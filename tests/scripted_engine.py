@@ -42,7 +42,7 @@ def sampler(engine: Any, made: Any = None, *, group_size: int = 3, **section: An
     keys = EnvironmentSection(**{"function": "calculator", "min_turn_tokens": 4, **section})
     return EnvironmentSampler(
         engine=engine,
-        made=made or resolve_environment(keys),
+        factory=made or resolve_environment(keys),
         template=PlainText(TOKENIZER),
         encode=partial(encode_text, TOKENIZER),
         rollout=RolloutSection(group_size=group_size, max_new_tokens=12, max_prompt_tokens=40),

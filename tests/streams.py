@@ -47,10 +47,10 @@ class Source:
             self.now -= len(drawn)
         return [self._answer(one.prompt) for one in drawn]
 
-    async def interrupt(self) -> None:
+    async def collect_partials(self) -> None:
         """Nothing is known of what is under way."""
 
-    def so_far(self, drawn: Draw) -> tuple[()]:
+    def partial_completion(self, drawn: Draw) -> tuple[()]:
         return ()
 
     def _answer(self, prompt: Prompt) -> GroupResult:
@@ -94,7 +94,7 @@ def sampled_from(
         reward=RewardSection(),
         stop_token_ids=(),
         seed=0,
-        apart=staleness > 0,
+        one_request_each=staleness > 0,
     )
     stream = RolloutStream(
         prompts=PromptStream(OF_TOKENS, seed=0),
@@ -112,7 +112,7 @@ def sampled_from(
 class Still(Adapter):
     """Loading, pausing and aborting do nothing; how a server samples is for who inherits from it to say."""
 
-    name, module, tested, renormalizes_top_p = "Still", "still", "1", True
+    name, module, tested_version, renormalizes_top_p = "Still", "still", "1", True
 
     async def abort(self, server: Any, request: GenerationRequest, request_id: str) -> None: ...
 

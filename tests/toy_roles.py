@@ -116,7 +116,7 @@ class Toy:
         metrics: dict[str, Metric[float]] = {"loss": Metric(value=float(total.detach()))}
         for name, kind in outputs[0].metrics.items():
             parts = torch.stack([output.metrics[name].value.double() for output in outputs])
-            value = {"min": parts.amin, "max": parts.amax}.get(kind.over, parts.sum)(0)
+            value = {"min": parts.amin, "max": parts.amax}.get(kind.reduction, parts.sum)(0)
             metrics[name] = replace(kind, value=tuple(value.tolist()) if value.dim() else float(value))
         return metrics
 
@@ -127,11 +127,11 @@ class Toy:
         self.heard.append(("step", learning_rate, self.weights.numpy().tobytes()))
         return StepResult(grad_norm=float(gradient.norm()))
 
-    async def drop(self) -> None:
+    async def zero_grad(self) -> None:
         self.gradient = None
         self.heard.append(("drop",))
 
-    async def lead(self, rate: float) -> None:
+    async def update_reference(self, rate: float) -> None:
         self.heard.append(("lead", rate))
 
     def _inputs(self, samples: Samples, batch: Batch, weights: Tensor) -> LossInputs:
@@ -153,13 +153,13 @@ class Toy:
             num_sequences=batch.num_sequences,
         )
 
-    async def start_from(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path) -> None:
         self.heard.append(("start from", str(folder)))
 
     async def load(self, folder: Path, files: object = None) -> None:
         self.heard.append(("load", str(folder)))
 
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         """It keeps nothing of a batch."""
 
 

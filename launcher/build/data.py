@@ -104,7 +104,7 @@ def load_data(
     form = RowForm(
         tokenizer=tokenizer,
         max_tokens=config.longest_prompt,
-        on_long=config.on_long_prompt,
+        on_long_prompt=config.on_long_prompt,
         keys=config.prompt_limit_keys,
         vocab_size=vocab_size,
     )

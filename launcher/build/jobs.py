@@ -243,7 +243,7 @@ def dataset_job(
         name=_NAMES[config.job],
         end_token_ids={} if config.kind.scores else data.end_token_ids,
         dropped=data.train.dropped * (2 if config.kind.rows == "pairs" else 1),
-        seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner),
+        seconds_at_peak=seconds_at_peak(shape, roles.gpu_names, config.learner),
         training_flops=partial(training_flops, shape, learner=config.learner),
         note=note,
     )
@@ -261,10 +261,10 @@ def make_loops(
         keep_best=saves.keep_best,
         config=fixed(config),
         measured_by=eval_digest(config.model_dump(mode="json"), data.sets[0]),
-        claimed=parts.claimed,
+        claimed=parts.check_claim,
     )
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
-    every = Intervals(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
+    every = Intervals(steps=config.train.steps, metrics=1, evaluations=config.eval.every, checkpoints=saves.every)
     steps, run = config.profile.steps, parts.folder.resolve()
 
     def profiled(step: int) -> AbstractAsyncContextManager[None]:
@@ -280,7 +280,7 @@ def make_loops(
         )
     warm, job = _sampling(parts, shape, roles, data, recorder)
     check = config.warm_start.check_every
-    first = Intervals(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
+    first = Intervals(steps=config.warm_start.steps, metrics=check, evaluations=check, checkpoints=None)
     pace = replace(every, sets_due=job.evaluation.due)
     return looped(job=warm, pace=first), looped(job=job, pace=pace, profiled=profiled)
 
@@ -294,7 +294,7 @@ def _sampling(
     sampler = make_sampler(config, made, roles.engine, parts.reward, data, vocab_size=size)
     evaluation = Evaluator(
         sampler=sampler,
-        own=make_set_samplers(config, roles.engine, data, vocab_size=size),
+        own_samplers=make_set_samplers(config, roles.engine, data, vocab_size=size),
         sets=data.sets,
         section=config.eval,
         last_step=config.train.steps,
@@ -310,7 +310,7 @@ def _sampling(
         config=config,
         roles=roles,
         attention_cost=cost,
-        seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner),
+        seconds_at_peak=seconds_at_peak(shape, roles.gpu_names, config.learner),
         training_flops=partial(training_flops, shape, learner=config.learner),
         tracked=None if prompts.table is None else prompts.table.value_of,
     )
@@ -328,7 +328,7 @@ def _sampling(
         supervised=SupervisedSteps(learner=roles.policy, packer=packer, optimizer_steps=update.policy_steps),
         note=recorder.progress.note,
     )
-    beside = BackgroundEvaluator(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
+    beside = BackgroundEvaluator(evaluation=evaluation, recorder=recorder, max_requests=config.eval.at_once)
     return warm, RLJob(
         config=config,
         roles=roles,
@@ -338,6 +338,6 @@ def _sampling(
         update=update,
         start_folder=parts.folder / START_FOLDER,
         recorder=recorder,
-        route=route_of(config).name,
-        beside=beside if config.eval.mode != "blocking" else None,
+        push_route=route_of(config).name,
+        background_eval=beside if config.eval.mode != "blocking" else None,
     )

@@ -43,10 +43,12 @@ class RunParts:
     folder: Path
     reward: RewardFunction
     allocation: Allocation | None  # None: the run uses no Slurm allocation
-    claimed: Callable[[], None] = lambda: None  # raises CheckpointError where the folder is another than at the start
+    check_claim: Callable[[], None] = lambda: (
+        None
+    )  # raises CheckpointError where the folder is another than at the start
     hold: Callable[[], None] = lambda: None  # takes the run's lock again if it was removed; raises CheckpointError
     reward_models: RewardModels = field(default_factory=RewardModels)  # ranks load them
-    resumes: bool = False  # its servers have served this run before
+    is_resume: bool = False  # its servers have served this run before
 
 
 @contextlib.asynccontextmanager
@@ -82,7 +84,7 @@ async def _start(
         raise
     roles = await starting
     served = await served_models(config, shape, partial(load_adapter, shape=shape), progress.note)
-    roles = replace(roles, frozen={**roles.frozen, **served})
+    roles = replace(roles, frozen_models={**roles.frozen_models, **served})
     await load_reward_models(config, shape, roles, parts.reward_models, progress.note)
     return roles, data, shape
 
@@ -106,21 +108,21 @@ async def load_reward_models(
         name = role.removeprefix(REWARD)
         tell(f"loading the reward model {name}")
         sizes = role_shape(config, shape, role)
-        await model.start_from(config.reward_models[name].path)
+        await model.load_weights(config.reward_models[name].path)
         packer = make_packer(config.learner_of(role), attention_cost=attention_cost(sizes))
         models.loaded[name] = RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size)
 
 
 def find_allocation(config: RunConfig, folder: Path) -> Allocation | None:
     """Returns the allocation to use. Raises ConfigError if the launcher lacks one, or Ray needs another process."""
-    allocation = None if config.run.launcher == "local" else Allocation.this(folder, config)
+    allocation = None if config.run.launcher == "local" else Allocation.from_environment(folder, config)
     if config.run.launcher == "slurm" and allocation is None:
         raise ConfigError(
             "run.launcher=slurm, but this is not a Slurm job; use rl-megatron submit, or set run.launcher=local"
         )
-    if config.run.launcher == "ray" and allocation is not None and allocation.here not in allocation.nodes:
+    if config.run.launcher == "ray" and allocation is not None and allocation.this_node not in allocation.nodes:
         raise ConfigError(
-            f"run.launcher=ray in job {allocation.id}, but this process is on {allocation.here}. It needs "
+            f"run.launcher=ray in job {allocation.id}, but this process is on {allocation.this_node}. It needs "
             f"Ray's raylet next to it, on one of the learner's nodes ({', '.join(allocation.nodes)}); use rl-megatron "
             "submit, or set run.launcher=slurm, which starts ranks from anywhere"
         )
@@ -138,7 +140,7 @@ def _launcher(parts: RunParts, model_folder: Path, shape: ModelShape, stop: Stop
             server_sites(parts.config, parts.allocation),
             parts.allocation.address() if parts.allocation else HERE,
         )
-        launcher = ServerLauncher(launcher, model_folder, parts.folder, shape, found, host, resumes=parts.resumes)
+        launcher = ServerLauncher(launcher, model_folder, parts.folder, shape, found, host, resumes=parts.is_resume)
     return launcher
 
 
@@ -149,11 +151,11 @@ def _on_ray(parts: RunParts, model_folder: Path, shape: ModelShape, stop: StopSi
     except ModuleNotFoundError as error:
         raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
     cluster = RayCluster(parts.config, parts.allocation, parts.folder)
-    on_signal = stop.ask if parts.allocation is None else stop.forward
+    on_signal = stop.request if parts.allocation is None else stop.forward
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, on_signal)
     if parts.config.rollout.served:
         found = server_sites(parts.config, parts.allocation, cluster.start_guard)
         launcher = ServerLauncher(
-            launcher, model_folder, parts.folder, shape, found, cluster.host, resumes=parts.resumes
+            launcher, model_folder, parts.folder, shape, found, cluster.host, resumes=parts.is_resume
         )
     return InCluster(cluster=cluster, inner=launcher)

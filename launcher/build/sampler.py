@@ -69,8 +69,8 @@ def make_sampler(
         rollout=config.rollout,
         stop_token_ids=usual.stop_token_ids,
         seed=config.seed,
-        usual=usual,
-        own=own,
+        default=usual,
+        source_samplers=own,
     )
 
 
@@ -85,13 +85,13 @@ def _single_turns(
         hooks=sampler_hooks(config, data.tokenizer),
         rollout=config.rollout,
         reward=config.reward,
-        own_rewards=config.own_rewards,
+        source_rewards=config.own_rewards,
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",
         columns=tuple(config.asked_columns),
         demonstrate=demonstrations_of(config, data, vocab_size) if shows else None,
-        apart=config.one_by_one,
+        one_request_each=config.one_by_one,
     )
 
 
@@ -185,7 +185,7 @@ def environment_sampler(
     if section.template == "chat":
         template = ChatTemplate(tokenizer, thinking=section.thinking)
         report = probe_template(template, data.stop_token_ids)
-        bad = report.habit == "rewrites" or report.refused
+        bad = report.habit == "rewrites" or report.refusals
         logger.log(logging.WARNING if bad else logging.INFO, "%s", report.describe())
         _warn_of_calls(tokenizer, section.tool_parser, key)
         if section.tool_parser is not None and not report.shows_tools:
@@ -208,7 +208,7 @@ def environment_sampler(
             )
     return EnvironmentSampler(
         engine=engine if config.rollout.served else RequestBatcher(engine),
-        made=made,
+        factory=made,
         template=template,
         encode=partial(encode_text, tokenizer),
         parser=None if section.tool_parser is None else PARSERS[section.tool_parser],

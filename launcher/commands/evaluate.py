@@ -155,7 +155,7 @@ async def _measured(
                 replace(begun, sets=sets).write(file, private=config.private)
     finally:
         for each in (sampler, *own.values()):
-            await each.closed()
+            await each.wait_closed()
     return replace(begun, sets={name: sets[name] for name in (one.name or WHOLE for one in data.sets)})
 
 

@@ -80,14 +80,14 @@ class ResolvedJob:
 
     placement: RankPlacement
     separate: tuple[RankPlacement, ...]  # one for each role with its own ranks
-    seats: tuple[ServerPlacement, ...]
+    server_placements: tuple[ServerPlacement, ...]
     roles: str  # the models that the learner's ranks hold besides the policy
     memory: str  # the line about the fullest GPU, if it is known
 
     def describe(self) -> str:
         """Returns lines to show."""
         others = (other.describe() for other in self.separate)
-        lines = self.placement.describe(), self.roles, *others, describe_placements(self.seats), self.memory
+        lines = self.placement.describe(), self.roles, *others, describe_placements(self.server_placements), self.memory
         return "\n".join(filter(None, lines))
 
 
@@ -96,7 +96,7 @@ class PreparedJob:
     """A job that is ready to be submitted; the run's folder holds all of it."""
 
     folder: Path
-    created: bool  # the folder is new; otherwise a dry run's, maybe with its job sent by hand
+    is_new: bool  # the folder is new; otherwise a dry run's, maybe with its job sent by hand
     script: Path
     checked: ResolvedJob
     findings: Preflight
@@ -113,7 +113,7 @@ def resolve_job(config: RunConfig) -> ResolvedJob:
         placement=placement,
         separate=tuple(others),
         memory=load_own(PLANNER, "fullest")(config, starting_shape(config)) if known else "",
-        seats=seats,
+        server_placements=seats,
         roles=_roles(config),
     )
 
@@ -180,7 +180,7 @@ def prepare(config: RunConfig, config_name: str) -> Iterator[PreparedJob]:
                     write_atomically(folder / name, data, private=config.private)
                 write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
                 script = folder / "job.sbatch"
-                yield PreparedJob(folder=folder, created=created, script=script, checked=found, findings=findings)
+                yield PreparedJob(folder=folder, is_new=created, script=script, checked=found, findings=findings)
                 return
 
 
@@ -207,7 +207,7 @@ def verify_script(prepared: PreparedJob, *, cluster: bool) -> None:
         if cluster:
             call_slurm(["sbatch", "--test-only"], prepared.script)
     except ConfigError as error:
-        if prepared.created:
+        if prepared.is_new:
             remove_folder(prepared.folder)
         if "generic resource" not in str(error):
             raise

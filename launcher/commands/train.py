@@ -118,12 +118,12 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
         parts = RunParts(
             config=config,
             folder=folder,
-            claimed=claimed,
+            check_claim=claimed,
             hold=claimed.hold,
             reward=reward,
             reward_models=models,
             allocation=find_allocation(config, folder),
-            resumes=start is not None or has_trained(folder),
+            is_resume=start is not None or has_trained(folder),
         )
         save_resolved(config, folder / "config.yaml")
         progress = Progress(
@@ -339,8 +339,8 @@ async def _train(
             finished = await loop.run()
             if finished or stop.exports:
                 if not parts.config.kind.samples:
-                    await roles.weights.push(loop.done)  # no step did
-                await loop.export(roles.weights, parts.folder / f"hf_step_{loop.done:06d}")
+                    await roles.weight_sync.push(loop.steps_done)  # no step did
+                await loop.export(roles.weight_sync, parts.folder / f"hf_step_{loop.steps_done:06d}")
             return finished
 
 

@@ -45,7 +45,9 @@ class StartedRanks:
     folder: Path  # has the ranks' output files, and without a store the files that ranks meet at
     output: str  # a sentence without its period: where the ranks' output is
     words: Mapping[tuple[str, int], StderrTail] = field(default_factory=dict)  # the stderr of ranks without files
-    blame: Callable[[Sequence[str]], None] = lambda _: None  # a thread gives it nodes whose ranks died or never came
+    report_lost_nodes: Callable[[Sequence[str]], None] = lambda _: (
+        None
+    )  # a thread gives it nodes whose ranks died or never came
     cause: Callable[[str, int], str] = lambda *_: ""  # returns why a rank died, to end a sentence; called in a thread
 
     def where(self) -> dict[tuple[str, int], str]:
@@ -104,7 +106,7 @@ class ConnectingLauncher(Launcher):
                     if failure.rank is None:
                         raise
                     who = failure.role, failure.rank
-                    await asyncio.to_thread(started.blame, [started.where()[who]])
+                    await asyncio.to_thread(started.report_lost_nodes, [started.where()[who]])
                     if cause := await asyncio.to_thread(started.cause, *who):
                         raise WorkerFailure(f"{error}{cause}") from error
                     raise
@@ -150,7 +152,7 @@ async def arrivals(listener: socket.socket, call: Call, started: StartedRanks) -
         missing = [who for who in where if who not in arrived]
         nodes = sorted({where[who] for who in missing})
         waiting.cancel()  # ranks that arrive now are too late
-        await asyncio.to_thread(started.blame, nodes)
+        await asyncio.to_thread(started.report_lost_nodes, nodes)
         why = ended.result() if ended.done() else f"learner.timeout_seconds={call.seconds:g} passed"
         raise WorkerFailure(f"{why} before {_named(missing, where)} connected; {started.output}")
     finally:

@@ -202,7 +202,7 @@ class Failure:
         self.role = LEARNER  # the role of this rank
         self._waits = self._claimed = False
 
-    def claim(self) -> None:
+    def report_first(self) -> None:
         """Claims the diagnosis of a hang: later reports by others are noise."""
         self._claimed = True
 
@@ -252,9 +252,9 @@ class WorkerHandle:
         self._closing = self._raised = False
         self._loop = asyncio.get_running_loop()
         self._waiting: list[asyncio.Future[Any]] = []
-        self._stream = RankStream(process.connection, self._heard, self._hearing)
+        self._stream = RankStream(process.connection, self._on_message, self._on_progress)
         self._saying: asyncio.Task[None] | None = None
-        self._stream.hung_up.add_done_callback(self._gone)
+        self._stream.hung_up.add_done_callback(self._on_exit)
 
     def send(self, name: str, message: wire.Message) -> asyncio.Future[Any]:
         """Sends the call ``name``, which is packed: many ranks may get one message. A failed worker never answers, but
@@ -268,29 +268,29 @@ class WorkerHandle:
         return answer
 
     @property
-    def asked(self) -> str | None:
+    def pending_call(self) -> str | None:
         """The call that it has not answered yet, if any."""
         return self._calls[0] if self._calls and self.ready else None
 
     @property
-    def alone(self) -> list[asyncio.Future[Any]]:
+    def independent_answers(self) -> list[asyncio.Future[Any]]:
         """The answers to come of calls that ranks make without each other."""
         return [answer for name, answer in zip(self._calls, self._waiting, strict=True) if name in _ALONE]
 
     def tick(self) -> None:
         """Counts one second."""
         self.quiet += 1
-        self.still += self.asked is not None
+        self.still += self.pending_call is not None
 
     def dump(self) -> None:
         """Makes it write its stacks, whatever it is doing."""
         self._stream.send(STACKS)
 
-    def _hearing(self) -> None:
+    def _on_progress(self) -> None:
         """Counts the rank as alive while a large answer arrives, which delays its heartbeats."""
         self.quiet = self.still = 0
 
-    def _heard(self, message: wire.Message) -> None:
+    def _on_message(self, message: wire.Message) -> None:
         try:
             self._answer(*wire.unpack(message))
         except Exception as error:  # noqa: BLE001  in a callback it would only be logged, and the rank waited for
@@ -326,10 +326,10 @@ class WorkerHandle:
             self._raised = True
             self._died(f"raised {value}", at_once=False)
 
-    def _gone(self, _: asyncio.Future[Any]) -> None:
-        self._saying = self._loop.create_task(self._say())
+    def _on_exit(self, _: asyncio.Future[Any]) -> None:
+        self._saying = self._loop.create_task(self._report_exit())
 
-    async def _say(self) -> None:
+    async def _report_exit(self) -> None:
         """Reports the end, unless the rank itself said why, or had answered all calls when it was asked to end."""
         how, killed = await self.process.ending()
         if not (self._raised or (self._closing and not self._calls)):
@@ -346,7 +346,7 @@ class WorkerHandle:
         if not (await asyncio.wait({hung_up}, timeout=STOP_SECONDS))[0]:
             self.process.kill()
             await asyncio.wait({hung_up}, timeout=STOP_SECONDS)
-        hung_up.remove_done_callback(self._gone)
+        hung_up.remove_done_callback(self._on_exit)
         if self._saying is not None:
             self._saying.cancel()
         self._stream.close()
@@ -355,7 +355,8 @@ class WorkerHandle:
 _DUMP_SECONDS = 10.0  # a process's time to write its stacks
 _QUIET_SECONDS = 5  # a process that is quiet for longer may have been stopped
 _WOKEN = 16  # the most processes that it wakes
-_DISK = frozenset({"start_from", "save", "written", "durable", "verify", "load", "export"})  # calls that use a disk
+_DISK = frozenset({"load_weights", "save", "is_written", "finalize", "verify", "load", "export"})
+"""Calls that use a disk."""
 
 
 class Watchdog:
@@ -373,7 +374,9 @@ class Watchdog:
             for worker in self._workers:
                 worker.tick()
             silent = [w for w in self._workers if w.quiet > self._silence]
-            stuck = [w for w in self._workers if w.asked is not None and w.still > self._limit_of(w.asked)]
+            stuck = [
+                w for w in self._workers if w.pending_call is not None and w.still > self._limit_of(w.pending_call)
+            ]
             if silent or stuck:
                 await self._end(silent, stuck)
                 return
@@ -382,7 +385,7 @@ class Watchdog:
         return self._disk_limit if call in _DISK else self._limit
 
     async def _end(self, silent: Sequence[WorkerHandle], stuck: Sequence[WorkerHandle]) -> None:
-        self._failure.claim()  # ranks' later complaints about each other are noise
+        self._failure.report_first()  # ranks' later complaints about each other are noise
         quiet = {w: w.quiet for w in self._workers if w.quiet > _QUIET_SECONDS}
         found = await self._stacks(quiet)
         role = (*silent, *sorted(stuck, key=lambda w: w.beats))[0].role  # its ranks alone share collectives
@@ -394,10 +397,10 @@ class Watchdog:
             first, limit = silent[0], self._silence
             what = f"has sent no heartbeat for {limit:g} s, half of learner.timeout_seconds: it hangs or was stopped"
         else:
-            culprits = [w for ws in (quiet, behind) for w in ws if w.asked is not None and w.role == role]
+            culprits = [w for ws in (quiet, behind) for w in ws if w.pending_call is not None and w.role == role]
             first = (culprits or sorted(stuck, key=lambda w: w.beats))[0]
-            limit = self._limit_of(first.asked or "")
-            key = "" if first.asked in _DISK else " (run.watchdog_seconds)"
+            limit = self._limit_of(first.pending_call or "")
+            key = "" if first.pending_call in _DISK else " (run.watchdog_seconds)"
             silence = f", and has sent no heartbeat for {quiet[first]} s" if first in quiet else ""
             what = f"makes no progress for {limit:g} s{key}{silence}"
         lines = [f"{what}; it was in {first.doing}", everybody or "no rank was ready to report its stack"]
@@ -456,26 +459,26 @@ class WorkerGroup:
         self.workers, self._failure = workers, failure
         self.gpus: Sequence[str] = ()  # CUDA's name of each rank's GPU, once they are ready; empty on CPUs
 
-    async def each(self, name: str, *arguments: Any) -> list[Any]:
+    async def call_all(self, name: str, *arguments: Any) -> list[Any]:
         """Makes the same call on every rank. Returns answers in rank order."""
-        return await self.ask(name, {w.rank: arguments for w in self.workers})
+        return await self.call(name, {w.rank: arguments for w in self.workers})
 
-    async def ask(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+    async def call(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """Calls the ranks in ``arguments``, each with its own. Returns answers in that order. Raises like `gather`."""
-        return await self.gather(self.begin(name, arguments))
+        return await self.gather(self.send(name, arguments))
 
-    def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[asyncio.Future[Any]]:
+    def send(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[asyncio.Future[Any]]:
         """Sends these calls, to be answered in that order. Ranks with the same tuple get one message, packed once."""
         packed = {id(given): given for given in arguments.values()}
         sent = {key: wire.pack((name, given)) for key, given in packed.items()}
         return [self.workers[rank].send(name, sent[id(given)]) for rank, given in arguments.items()]
 
-    async def meet(self, name: str, *arguments: Any) -> list[Any]:
+    async def call_collective(self, name: str, *arguments: Any) -> list[Any]:
         """Makes a collective call on every rank once none makes a call alone. Otherwise the others would wait for that
         rank in the collectives of this call, with a time limit."""
-        while alone := [answer for worker in self.workers for answer in worker.alone]:
+        while alone := [answer for worker in self.workers for answer in worker.independent_answers]:
             await self.gather([asyncio.shield(answer) for answer in alone])
-        return await self.each(name, *arguments)
+        return await self.call_all(name, *arguments)
 
     async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
         """Awaits answers. Raises WorkerFailure, or a worker's error, once any worker of the run has failed.
@@ -510,7 +513,7 @@ class WorkerGroup:
         """Asks all ranks to end. The work is saved, so `WorkerHandle.stop` ends any that does not."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self.each("close")
+                await self.call_all("close")
         except TimeoutError:
             logger.warning("not all learner processes left their process groups within %g s; ending them", STOP_SECONDS)
             for handle in self.workers:
@@ -573,12 +576,12 @@ async def record_kernels(groups: Collection[WorkerGroup], folder: Path) -> Async
     Raises WorkerFailure. If an error ends the context, nothing is written.
     """
     workers = [(group, [one for one in group.workers if one.rank == 0]) for group in groups]
-    await asyncio.gather(*(group.ask("begin_kernels", {one.rank: () for one in its}) for group, its in workers))
+    await asyncio.gather(*(group.call("begin_kernels", {one.rank: () for one in its}) for group, its in workers))
     yield
     written = []
     for group, its in workers:
         files = {one.rank: (folder / f"{file_stem(one.role, one.rank)}.json.gz",) for one in its}
-        answers: list[Recorded | str] = await group.ask("end_kernels", files)
+        answers: list[Recorded | str] = await group.call("end_kernels", files)
         for worker, answer in zip(its, answers, strict=True):
             if isinstance(answer, str):
                 logger.warning("kernels were not written: %s", answer)

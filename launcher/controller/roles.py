@@ -60,7 +60,7 @@ class EngineGroup(BatchingEngine):
     @override
     async def batch(self, replica: int, requests: list[GenerationRequest]) -> list[list[Completion]]:
         results: list[list[Completion]]
-        (results,) = await self._group.ask("generate", {self._group.workers[replica].rank: (requests,)})
+        (results,) = await self._group.call("generate", {self._group.workers[replica].rank: (requests,)})
         return results
 
 
@@ -77,18 +77,18 @@ class WeightGroup(WeightSync):
         Raises CorruptionError if boxes arrived corrupted twice.
         """
         with timeline.during(timeline.PUSHES, "push", version=version):
-            return await self._twice(version)
+            return await self._retry_once(version)
 
     async def push_beside(self, version: int, *given: object) -> WeightUpdate:
         """Pushes a feature's parameters, not the model's; its ends get the values ``given``. Raises like `push`."""
-        await self._group.each("announce", *given)
-        return await self._twice(version, True)
+        await self._group.call_all("announce", *given)
+        return await self._retry_once(version, True)
 
     async def merge(self, *, merged: bool) -> None:
         """Sets whether ranks merge these parameters into the model that they push from now on."""
-        await self._group.each("merge", merged)
+        await self._group.call_all("merge", merged)
 
-    async def _twice(self, version: int, beside: bool = False) -> WeightUpdate:
+    async def _retry_once(self, version: int, beside: bool = False) -> WeightUpdate:
         """Stages and commits. Stages corrupted transfers again, once."""
         updates, failures = await self._stage(version, beside)
         if failures:
@@ -98,17 +98,17 @@ class WeightGroup(WeightSync):
         if failures:
             raise failures[0]
         with timeline.during(timeline.PUSHES, "commit"):
-            await self._group.each("commit", version, beside)
+            await self._group.call_all("commit", version, beside)
         return _one_update(version, updates)
 
-    async def held(self) -> list[dict[str, int]]:
+    async def mirror_checksums(self) -> list[dict[str, int]]:
         """Returns the checksum of each tensor that each rank holds for its engine."""
-        held: list[dict[str, int]] = await self._group.each("checksums")
+        held: list[dict[str, int]] = await self._group.call_all("checksums")
         return held
 
     async def _stage(self, version: int, beside: bool) -> tuple[list[WeightUpdate], list[CorruptionError]]:
         with timeline.during(timeline.PUSHES, "stage"):
-            answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version, beside)
+            answers: list[WeightUpdate | CorruptionError] = await self._group.call_all("stage", version, beside)
         return (
             [answer for answer in answers if isinstance(answer, WeightUpdate)],
             [answer for answer in answers if isinstance(answer, CorruptionError)],
@@ -116,18 +116,18 @@ class WeightGroup(WeightSync):
 
     async def sums(self) -> list[ChecksumReport]:
         """Returns each rank's checksums of its boxes, of the version pushed last."""
-        reports: list[ChecksumReport] = await self._group.each("sums")
+        reports: list[ChecksumReport] = await self._group.call_all("sums")
         return reports
 
     async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
         """Makes every rank join the group at ``rendezvous`` with engine ranks that hold ``ranks``. Raises SyncError."""
-        for answer in await self._group.each("join_engines", rendezvous, ranks):
+        for answer in await self._group.call_all("join_engines", rendezvous, ranks):
             if answer is not None:
                 raise answer
 
     async def send(self, version: int) -> tuple[WeightUpdate, list[ChecksumReport]]:
         """Makes every rank send its shards to the engine ranks. Returns each one's checksums too. Raises SyncError."""
-        answers: list[tuple[WeightUpdate, ChecksumReport] | SyncError] = await self._group.each("send", version)
+        answers: list[tuple[WeightUpdate, ChecksumReport] | SyncError] = await self._group.call_all("send", version)
         for answer in answers:
             if isinstance(answer, SyncError):
                 raise answer
@@ -137,7 +137,7 @@ class WeightGroup(WeightSync):
     @override
     async def export(self, folder: Path) -> None:
         """Makes rank 0 write the version pushed last."""
-        await self._group.ask("export", {0: (folder,)})
+        await self._group.call("export", {0: (folder,)})
 
 
 def _one_update(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
@@ -166,7 +166,8 @@ class BatchCalls:
         answers = await self.call("score", tuple(passes), batch, to_score=True)
         return [
             PassResult(
-                scores=self._by_data_rank(one.want, [each[0] for each in said]), seconds=max(each[1] for each in said)
+                scores=self._by_data_rank(one.outputs, [each[0] for each in said]),
+                seconds=max(each[1] for each in said),
             )
             for one, said in zip(passes, zip(*answers, strict=True), strict=True)
         ]
@@ -193,7 +194,7 @@ class BatchCalls:
                 w.rank: (asked, shares[w.rank], *rest) if w.rank in shares else without for w in self._group.workers
             }
             self._held = True
-            answers = self._group.begin(name, given)
+            answers = self._group.send(name, given)
         return await self._group.gather(answers)
 
     async def forget(self) -> None:
@@ -203,7 +204,7 @@ class BatchCalls:
                 return
             self._held = False
             self._sent.forget()
-            answers = self._group.begin("forget", dict.fromkeys((w.rank for w in self._group.workers), ()))
+            answers = self._group.send("free_step", dict.fromkeys((w.rank for w in self._group.workers), ()))
         await self._group.gather(answers)
 
     async def _shares(self, batch: Batch, *, to_score: bool) -> dict[int, Share]:
@@ -226,17 +227,22 @@ class LearnerGroup(Learner):
         self._num_layers: dict[str, int] = {}  # column -> number of layers with entries; empty: not known yet
 
     @override
-    async def start_from(self, folder: Path) -> None:
-        await self._group.each("start_from", self.role, folder.resolve())
+    async def load_weights(self, folder: Path) -> None:
+        await self._group.call_all("load_weights", self.role, folder.resolve())
 
     @override
-    async def release(self) -> None:
-        await self._group.each("release")
+    async def release_memory(self) -> None:
+        await self._group.call_all("release_memory")
 
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
         """Makes each data-parallel rank score its micro-batches. The policy replays the batch's routes."""
-        asked = ForwardPass(role=self.role, want=want, replays=self.role == "policy", last_tokens=batch.last_tokens)
+        asked = ForwardPass(
+            role=self.role,
+            outputs=want,
+            replays_routes=self.role == "policy",
+            appends_last_targets=batch.appends_last_targets,
+        )
         (said,) = await LearnerGroups([self], self._calls).score(batch, [asked])
         return said.scores
 
@@ -250,24 +256,24 @@ class LearnerGroup(Learner):
         return said
 
     @override
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         await self._calls.forget()
 
     @override
     async def step(self, learning_rate: float) -> StepResult | SkippedStep:
         """Makes an optimizer step. A skipped step has the culprits of all ranks."""
-        answers: list[StepResult | SkippedStep] = await self._group.each("step", self.role, learning_rate)
+        answers: list[StepResult | SkippedStep] = await self._group.call_all("step", self.role, learning_rate)
         if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
         return answers[0]
 
     @override
-    async def drop(self) -> None:
-        await self._group.each("drop", self.role)
+    async def zero_grad(self) -> None:
+        await self._group.call_all("zero_grad", self.role)
 
     @override
-    async def lead(self, rate: float) -> None:
-        await self._group.each("lead", rate)
+    async def update_reference(self, rate: float) -> None:
+        await self._group.call_all("update_reference", rate)
 
     async def check_columns(self, batch: Batch) -> None:
         """Raises RLMegatronError for columns with entries of another model's layers."""
@@ -276,7 +282,7 @@ class LearnerGroup(Learner):
                 continue
             assert not isinstance(column, Ragged), "rows of samples are refused then"
             if not self._num_layers:
-                of_ranks: list[OwnLayers] = await self._group.each("column_layers", self.role)
+                of_ranks: list[OwnLayers] = await self._group.call_all("column_layers", self.role)
                 last = {of: max((layer for its in of_ranks for layer in its[of]), default=-1) for of in of_ranks[0]}
                 self._num_layers = {of: layer + 1 for of, layer in last.items()}
             if column.shape[1] != self._num_layers[name]:
@@ -287,7 +293,7 @@ class LearnerGroup(Learner):
 
     @override
     async def save(self, folder: Path) -> SaveHandle:
-        await self._group.each("save", self.role, folder)
+        await self._group.call_all("save", self.role, folder)
         return _Saving(self._group, self.role)
 
     @override
@@ -295,10 +301,10 @@ class LearnerGroup(Learner):
         """Loads a checkpoint. Every rank verifies its share of the files before any rank loads them."""
         shares = digests.deal_out(files, len(self._group.workers))
         mine = {w.rank: (folder, share) for w, share in zip(self._group.workers, shares, strict=True)}
-        problems: list[list[str]] = await self._group.ask("verify", mine)
+        problems: list[list[str]] = await self._group.call("verify", mine)
         if any(problems):
             raise checkpoints.unsound(folder.parent, [line for lines in problems for line in lines])
-        await self._group.each("load", self.role, folder)
+        await self._group.call_all("load", self.role, folder)
 
 
 class LearnerGroups(SharedRanks):
@@ -316,10 +322,10 @@ class LearnerGroups(SharedRanks):
     @override
     async def score(self, batch: Batch, passes: Sequence[ForwardPass]) -> list[PassResult]:
         for one in passes:
-            if one.replays:
+            if one.replays_routes:
                 await self._models[one.role].check_columns(batch)
-        if not any(one.replays for one in passes):  # columns of the policy's layers are not sent to other models
-            batch = for_pass(batch, replays=False, last_tokens=batch.last_tokens)
+        if not any(one.replays_routes for one in passes):  # columns of the policy's layers are not sent to other models
+            batch = for_pass(batch, replays=False, last_tokens=batch.appends_last_targets)
         return await self._calls.score(batch, passes)
 
 
@@ -330,13 +336,13 @@ class _Saving(SaveHandle):
         self._group, self._role = group, role
 
     @override
-    async def written(self, *, wait: bool = False) -> bool:
-        return all(await self._group.each("written", self._role, wait))
+    async def is_written(self, *, wait: bool = False) -> bool:
+        return all(await self._group.call_all("is_written", self._role, wait))
 
     @override
-    async def durable(self) -> SaveDigests:
+    async def finalize(self) -> SaveDigests:
         """Returns the files of all ranks, and the seconds of the slowest."""
-        answers: list[SaveDigests] = await self._group.meet("durable", self._role)
+        answers: list[SaveDigests] = await self._group.call_collective("finalize", self._role)
         files = {name: digest for answer in answers for name, digest in answer.files.items()}
         return SaveDigests(files=files, seconds=max(answer.seconds for answer in answers))
 
@@ -364,12 +370,12 @@ def make_components(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Run
 
     return RunComponents(
         learners=learners,
-        frozen=others,
+        frozen_models=others,
         reward_models=reward_models,
         engine=EngineGroup(group),
-        weights=WeightGroup(group),
-        together=together,
-        gpus=group.gpus,
+        weight_sync=WeightGroup(group),
+        shared_ranks=together,
+        gpu_names=group.gpus,
         rank_metrics=SlowestRank(group.workers).row,
         record_kernels=partial(record_kernels, groups.values()),
     )

@@ -41,7 +41,14 @@ def server_sites(config: RunConfig, allocation: Allocation | None, start_at: Sta
         found = [replace(site, start=partial(start_at, number)) for number, site in enumerate(found)]
     count = config.rollout.server.count
     found = [
-        replace(site, number=seat.server, count=count, node=seat.node, gpus=seat.gpus, shared=seat.shared)
+        replace(
+            site,
+            server_index=seat.server,
+            num_servers=count,
+            node=seat.node,
+            gpus=seat.gpus,
+            shares_gpus=seat.shares_gpus,
+        )
         for seat, site in zip(seats, found, strict=True)
     ]
     together = groupby(zip(seats, found, strict=True), lambda pair: pair[0].server)
@@ -51,7 +58,7 @@ def server_sites(config: RunConfig, allocation: Allocation | None, start_at: Sta
 def standalone_sites(config: RunConfig) -> list[Sites]:
     """Returns the sites of servers on this machine, where no learner is. Raises ConfigError if they do not fit."""
     found = standalone_placements(config, _count_here(config))
-    return [[ServerSite(number=seat.server, count=len(found), gpus=seat.gpus)] for seat in found]
+    return [[ServerSite(server_index=seat.server, num_servers=len(found), gpus=seat.gpus)] for seat in found]
 
 
 def _by_srun(
@@ -64,7 +71,7 @@ def _by_srun(
     command = allocation.server_command([seat.node], _cpus(config, each))
     contained = [*slurm.container_options(image, Path.cwd()), *slurm.container_prefix(image)]
     python = sys.executable if image is None else str(config.rollout.python)
-    return replace(site, before=(*command, *contained), python=python)
+    return replace(site, prefix_command=(*command, *contained), python=python)
 
 
 def visible_gpus() -> list[str]:
@@ -89,7 +96,7 @@ def _host(seat: ServerPlacement, allocation: Allocation, *, alone: bool) -> str:
     if alone and _here(seat, allocation):
         return HERE
     try:
-        if seat.node == allocation.here:  # a node's own name is often loopback there
+        if seat.node == allocation.this_node:  # a node's own name is often loopback there
             return allocation.address()
         return allocation.address_of(seat.node)
     except ConfigError as error:
@@ -98,7 +105,7 @@ def _host(seat: ServerPlacement, allocation: Allocation, *, alone: bool) -> str:
 
 def _here(seat: ServerPlacement, allocation: Allocation) -> bool:
     """True if this process is on the seat's node."""
-    return seat.node == allocation.here
+    return seat.node == allocation.this_node
 
 
 def cpus_of_engine_node(config: RunConfig, allocation: Allocation, seats: Sequence[ServerPlacement]) -> int | None:

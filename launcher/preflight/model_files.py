@@ -248,7 +248,13 @@ def _critic(subject: PreflightContext, key: str, folder: Path) -> Iterator[Findi
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
     if apart := _differing_sizes(
-        replace(found, scores=own.scores, tie_embeddings=own.tie_embeddings, drafts=own.drafts), own
+        replace(
+            found,
+            has_score_head=own.has_score_head,
+            tie_embeddings=own.tie_embeddings,
+            num_draft_layers=own.num_draft_layers,
+        ),
+        own,
     ):
         yield problem(
             f"{given}: its {apart} differ from the policy's, which the critic has too; give a model of the policy's "
@@ -264,7 +270,9 @@ def _critic(subject: PreflightContext, key: str, folder: Path) -> Iterator[Findi
 def _of_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Finding]:
     """Yields a problem if a checkpoint is of a critic whose tensors have other sizes than those of the policy's."""
     try:
-        raise_other_model(shards, replace(own, scores=True, tie_embeddings=False, drafts=False), of_critic=True)
+        raise_other_model(
+            shards, replace(own, has_score_head=True, tie_embeddings=False, num_draft_layers=False), of_critic=True
+        )
     except RLMegatronError as error:
         yield problem(f"{given} is no checkpoint of a critic of the policy's sizes:\n{error}")
 
@@ -294,7 +302,7 @@ def _laid_out(config: RunConfig, own: ModelShape, shape: ModelShape, role: str, 
         yield problem("\n".join(f"{given}: {line}" for line in said.splitlines()))
 
 
-_BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "stacked_drafts", "beside"}
+_BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "stacked_drafts", "other_prefixes"}
 
 
 def _differing_sizes(shape: ModelShape, own: ModelShape) -> str:

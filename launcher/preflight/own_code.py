@@ -87,7 +87,7 @@ def _environment(subject: PreflightContext, key: str, section: EnvironmentSectio
     made = resolve_environment(section, subject.config.sandbox, key=key)
     if made.takes_sandbox:
         yield from _sandbox(subject)
-    if warm_start and not (isinstance(made, EnvironmentFactory) and made.has("demonstration")):
+    if warm_start and not (isinstance(made, EnvironmentFactory) and made.has_method("demonstration")):
         yield problem(
             f"warm_start.steps with environment.function={section.function}: it has no method demonstration, so there "
             "is nothing to learn from; add one (docs/environments.md), or set warm_start.steps=0"

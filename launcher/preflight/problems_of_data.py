@@ -200,7 +200,7 @@ class _Reader:
         form = RowForm(
             tokenizer=self._rows.tokenizer,
             max_tokens=sys.maxsize if drawn and not config.kind.samples else config.longest_prompt,
-            on_long=config.on_long_prompt,
+            on_long_prompt=config.on_long_prompt,
             keys=config.prompt_limit_keys,
             vocab_size=self._rows.vocab_size,
             teachers=taught_in(source, teachers_with_prompt(config)) if name == "train" else {},
@@ -236,7 +236,7 @@ class _Reader:
             refused = _refused(shown, units_of)
             yield problem("\n".join([listed(refused), drop_advice(config)]) if refused else str(error))
             return
-        told = without.told(f"the first {len(shown)} rows of {key}", config)
+        told = without.describe(f"the first {len(shown)} rows of {key}", config)
         is_empty = is_whole and shown and len(shown) == len(prompts) and not fit
         why = f"{key}: no row is left: {'; '.join(told) or 'all are too long'}" if is_empty else ""
         self._empty[key.rpartition(".")[2]].append(why)

@@ -70,8 +70,8 @@ async def _play(config: RunConfig, key: str) -> tuple[str, str]:
         task=task,
         seed=config.seed,
         section=section.model_copy(update={"step_seconds": min(section.step_seconds, _STEP_SECONDS)}),
-        cut=lambda message: message,
-        sampled=lambda: None,
+        truncate=lambda message: message,
+        on_last_turn=lambda: None,
         thread=cast(Any, _SameLoop()),
         endpoint=cast(Any, None),
     )

@@ -46,7 +46,7 @@ MARK = "RL_MEGATRON_GUARDED"
 class GuardSpec:
     """A server to start. Paths are absolute and the same on every node."""
 
-    before: Sequence[str] = ()  # a command that starts the guard on its node
+    prefix_command: Sequence[str] = ()  # a command that starts the guard on its node
     python: str = sys.executable  # the guard's
     host: str  # the node's address at which the server listens
     command: Sequence[str]  # the server's own
@@ -106,7 +106,7 @@ async def start_guard(order: GuardSpec) -> GuardProcess:
     mark = secrets.token_hex(8)
     with append_private(order.log) as file:
         process = await asyncio.create_subprocess_exec(
-            *order.before,
+            *order.prefix_command,
             order.python,
             str(engine_guard.__file__),
             order.host,
@@ -244,28 +244,28 @@ HERE = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSite:
-    """A node of one server, and what starts it there; ``before`` precedes its guard's command."""
+    """A node of one server, and what starts it there; ``prefix_command`` precedes its guard's command."""
 
     host: str = HERE
-    before: tuple[str, ...] = ()
+    prefix_command: tuple[str, ...] = ()
     python: str = sys.executable  # the guard's; of its container, if it runs in one
     start: Callable[[GuardSpec], Awaitable[Guard]] = start_guard
-    number: int = 0  # the server's, of the ``count`` servers of the run
-    count: int = 1
+    server_index: int = 0  # the server's, of the ``num_servers`` servers of the run
+    num_servers: int = 1
     node: str = "here"  # the scheduler's name of it
     gpus: tuple[int, ...] = ()  # the server's there, by number among those that the node shows the run
-    shared: bool = False  # ranks may have these too
+    shares_gpus: bool = False  # ranks may have these too
 
     @property
-    def away(self) -> bool:
+    def is_remote(self) -> bool:
         """True if it is, or may be, on another node, without access to this node's memory."""
         return self.host != HERE
 
     @contextlib.contextmanager
     def ports(self) -> Iterator[int]:
         """Yields the first of a server's ports: held if it is here, else ports that are rarely in use."""
-        if self.away:
-            yield any_port(self.number, self.count)
+        if self.is_remote:
+            yield any_port(self.server_index, self.num_servers)
             return
         with held_ports(self.host) as port:
             yield port
@@ -277,7 +277,7 @@ Sites = Sequence[ServerSite]
 
 def elsewhere(found: Sequence[Sites]) -> bool:
     """True if any server is on another node, without access to this node's memory."""
-    return any(site.away for sites in found for site in sites)
+    return any(site.is_remote for sites in found for site in sites)
 
 
 class GpuStartLock:
@@ -288,7 +288,7 @@ class GpuStartLock:
         self._gpus: defaultdict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @contextlib.asynccontextmanager
-    async def on(self, sites: Sites) -> AsyncIterator[None]:
+    async def acquire(self, sites: Sites) -> AsyncIterator[None]:
         """Waits until no other server starts on a GPU of the sites, and keeps it so within."""
         async with contextlib.AsyncExitStack() as stack:
             for gpu in sorted({(site.node, gpu) for site in sites for gpu in site.gpus}):  # one order, no deadlock

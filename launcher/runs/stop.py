@@ -34,7 +34,7 @@ class StopSignal(asyncio.Event):
         finally:
             self._report = None
 
-    def ask(self, by: str) -> None:
+    def request(self, by: str) -> None:
         """Stops after this step, because of the signal ``by``."""
         if self._report is not None:
             self._report.set()
@@ -48,7 +48,7 @@ class StopSignal(asyncio.Event):
     def forward(self, by: str) -> None:
         """Stops because of a signal to a job's ranks. After SIGTERM, also at scancel, Slurm soon ends the job."""
         self.exports &= by != signal.SIGTERM.name
-        self.ask(by)
+        self.request(by)
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def stop_signals(progress: Progress) -> Iterator[StopSignal]:
                 return
             if stop.is_set() and name == signal.SIGINT.name:  # both came while it was
                 interrupt()
-            stop.ask(name)
+            stop.request(name)
             signal.signal(signal.SIGINT, interrupt)  # the next one does not wait for the loop
 
         return handle

@@ -53,7 +53,8 @@ def engine_problems(
     for key, given in temperatures.items():
         if given and not least <= given <= most:
             out.append(
-                f"{key}={given:g}: {adapter.name} {adapter.tested} samples at {least:g} to {most:g}, and greedily at 0"
+                f"{key}={given:g}: {adapter.name} {adapter.tested_version} samples at {least:g} to {most:g}, and "
+                "greedily at 0"
                 "; set that"
             )
     return [line for line in out if line]

@@ -78,11 +78,11 @@ class ServerChecks:
         found = [(server, await self._described(server)) for server in servers]
         self._raise_misfits([(server.url, described) for server, described in found])
         for server, described in found:
-            server.priorities, server.features = described.priorities, described.features
+            server.priorities, server.features = described.has_priorities, described.features
 
     async def _described(self, server: Server) -> ServerInfo:
         try:
-            open_to_strangers = await server.open_to_strangers()
+            open_to_strangers = await server.allows_unauthenticated()
             described = await self.adapter.describe(server)
         except AttemptFailed as error:
             raise EngineError(f"rollout.engine={self.config.rollout.engine}: {error}") from error
@@ -104,8 +104,8 @@ class ServerChecks:
         for url, described in found:
             logger.info("%s %s at %s: %s", self.adapter.name, described.version, url, described)
             problems += [f"{url}: {problem}" for problem in described.problems]
-            if described.version.split("+")[0] != self.adapter.tested:
-                logger.warning("%s: only %s %s is tested", url, self.adapter.name, self.adapter.tested)
+            if described.version.split("+")[0] != self.adapter.tested_version:
+                logger.warning("%s: only %s %s is tested", url, self.adapter.name, self.adapter.tested_version)
             if architecture and not described.problems and described.architecture != architecture:
                 problems.append(
                     f"{url}: it serves {described.architecture}, but the model to train is {architecture}; start it "
@@ -193,12 +193,12 @@ class ServerPool:
                 slots=self._config.rollout.slots if known else None,
             )
             stack.push_async_callback(engine.close)
-            await stack.enter_async_context(self._kept(running, packages, engine, standing))
-            await stack.enter_async_context(GaugePoller(self._adapter, engine.replicas).asked())
+            await stack.enter_async_context(self._supervised(running, packages, engine, standing))
+            await stack.enter_async_context(GaugePoller(self._adapter, engine.replicas).polling())
             yield engine
 
     @contextlib.asynccontextmanager
-    async def _kept(
+    async def _supervised(
         self, running: contextlib.AsyncExitStack, packages: Path, engine: ServerEngine, standing: Sequence[ServerState]
     ) -> AsyncIterator[None]:
         """Supervises every replica; restarted servers are put on ``running``."""
@@ -221,7 +221,7 @@ class ServerPool:
             if self.refit is not None:
                 await self.refit(url)
 
-        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit)
+        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, push_current=refit)
         async with supervisor.watched(standing):
             yield
 
@@ -267,7 +267,7 @@ class ServerPool:
         config.json describes the pushed weights, whatever format ``model.path`` has.
         """
         quantization = None if self._encoding is None else self._encoding.config(self._shapes)
-        config = config_text(self._model_folder, set(), quantization, drafts=self._shape.drafts)
+        config = config_text(self._model_folder, set(), quantization, drafts=self._shape.num_draft_layers)
         for name in ("bare", "model"):
             (packages / name).mkdir()
             (packages / name / "config.json").write_text(config)
@@ -294,7 +294,9 @@ class ServerPool:
                 if not self._resumes:
                     raise
                 came(number)
-                return FailedServer(server=self._server(f"http://{self._sites[number][0].host}", None), why=str(error))
+                return FailedServer(
+                    server=self._server(f"http://{self._sites[number][0].host}", None), reason=str(error)
+                )
 
         async with task_group() as tasks:
             starting = [tasks.create_task(start(number)) for number in sorted(still)]
@@ -316,7 +318,7 @@ class ServerPool:
                 raise
             except EngineError as error:
                 await one.end()
-                return FailedServer(server=one.server, why=str(error))
+                return FailedServer(server=one.server, reason=str(error))
 
         async with task_group() as tasks:
             checking = [tasks.create_task(check(one)) for one in standing]
@@ -324,7 +326,7 @@ class ServerPool:
 
     async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> StartedServer:
         """Starts a server in its turn, and waits until it is ready."""
-        async with self._turns.on(self._sites[number]):
+        async with self._turns.acquire(self._sites[number]):
             started = await self._start_one(stack, number, packages)
             try:
                 await started.ready(self._section.start_seconds)
@@ -345,7 +347,7 @@ class ServerPool:
                 own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
                 name = f"{self._adapter.name.lower()}_{number}" + (f"_node_{node}" if node else "")
                 order = GuardSpec(
-                    before=site.before,
+                    prefix_command=site.prefix_command,
                     python=site.python,
                     host=site.host,
                     command=command.arguments,
@@ -371,18 +373,18 @@ class ServerPool:
         return StartOptions(
             python=self._python,
             model_folder=packages / "model",
-            bare_folder=packages / "bare",
+            config_folder=packages / "bare",
             host=sites[node].host,
             port=port,
-            nodes=len(sites),
-            node=node,
-            head=sites[0].host,
+            num_nodes=len(sites),
+            node_rank=node,
+            head_address=sites[0].host,
             device=config.learner.device,
             dtype=config.learner.dtype,
             quantization=section.quantization,
             max_length=self._max_length,
-            slots=config.rollout.slots,
-            completions=config.most_completions,
+            max_num_seqs=config.rollout.slots,
+            max_completions=config.most_completions,
             tp=section.tp,
             pp=section.pp,
             dp=section.dp,
@@ -393,7 +395,7 @@ class ServerPool:
             batch_invariant=section.batch_invariant,
             features=given_to_servers(config),
             stops=bool(config.rollout.stop),
-            extra=normalize_options(section.options or ""),
+            extra_options=normalize_options(section.options or ""),
         )
 
     @property
@@ -430,7 +432,7 @@ class ServerPool:
 
 async def _unless_ended(started: StartedServer, all_came: asyncio.Event) -> StartedServer:
     """Returns the server, once the others have come up or failed too. Raises EngineError if it ends before."""
-    ended, waiting = asyncio.ensure_future(started.ended()), asyncio.ensure_future(all_came.wait())
+    ended, waiting = asyncio.ensure_future(started.wait_for_exit()), asyncio.ensure_future(all_came.wait())
     try:
         await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if all_came.is_set():
@@ -495,7 +497,7 @@ class ServerLauncher(Launcher):
                 raise
             weights = self._sync(config, roles, engine, path)
             servers.refit = weights.refit
-            roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
+            roles = replace(roles, engine=engine, weight_sync=weights, engine_metrics=engine.step_row)
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
     def _sync(self, config: RunConfig, roles: RunComponents, engine: ServerEngine, path: Path) -> ServedSync:
@@ -517,7 +519,7 @@ class ServerLauncher(Launcher):
                 probes=config.rollout.server.probes,
             )
 
-        learner, servers, nodes = roles.weights, engine.weights, len(self._sites[0]) if self._sites else 1
+        learner, servers, nodes = roles.weight_sync, engine.weights, len(self._sites[0]) if self._sites else 1
         assert isinstance(learner, LearnerWeights)
         file = FileDelivery(learner=learner, path=path, servers=servers, nodes=nodes)
         delivery = _delivery(config, learner, servers, file, self._host)
@@ -532,7 +534,10 @@ class ServerLauncher(Launcher):
         self, config: RunConfig, starting: asyncio.Task[ServerEngine], tell: Callable[[str], None]
     ) -> None:
         """Waits for servers on the learners' GPUs, which count memory allocated during their start as their own."""
-        turns, shared = config.rollout.server.colocated, [site.shared for sites in self._sites or () for site in sites]
+        turns, shared = (
+            config.rollout.server.colocated,
+            [site.shares_gpus for sites in self._sites or () for site in sites],
+        )
         if config.learner.device == "cpu" or not (turns or any(shared)):
             return
         tell("starting servers; the learner, which shares their GPUs, starts after them")
@@ -570,7 +575,7 @@ def _delivery(
 
 T = TypeVar("T")
 
-COMPUTING = ("score", "start_from", "backward", "step", "drop", "lead", "load")
+COMPUTING = ("score", "load_weights", "backward", "step", "zero_grad", "update_reference", "load")
 """The calls of models before which servers release their memory."""
 
 
@@ -583,10 +588,10 @@ def colocated(roles: RunComponents, servers: ReplicaWeights) -> RunComponents:
 
     return replace(
         roles,
-        weights=_Weights(inner=roles.weights, models=(*roles.learners.values(), *roles.frozen.values())),
+        weight_sync=_Weights(inner=roles.weight_sync, models=(*roles.learners.values(), *roles.frozen_models.values())),
         learners={role: in_turn(one) for role, one in roles.learners.items()},
-        frozen={role: in_turn(one) for role, one in roles.frozen.items()},
-        together=[in_turn(one) for one in roles.together],
+        frozen_models={role: in_turn(one) for role, one in roles.frozen_models.items()},
+        shared_ranks=[in_turn(one) for one in roles.shared_ranks],
     )
 
 
@@ -599,7 +604,7 @@ class _Weights:
 
     async def push(self, version: int) -> WeightUpdate:
         for model in self.models:
-            await model.release()
+            await model.release_memory()
         return await self.inner.push(version)
 
     async def export(self, folder: Path) -> None:

@@ -80,7 +80,7 @@ class ServerState(Protocol):
     server: Server
     fatal: tuple[type[Exception], ...]  # exceptions of a request that show that it can no longer serve
 
-    async def ended(self) -> str:
+    async def wait_for_exit(self) -> str:
         """Waits until it ends by itself, and says how."""
         ...
 
@@ -102,7 +102,7 @@ class StartedServer(ServerState):
     async def ready(self, seconds: float) -> None:
         """Waits until it answers. Raises EngineError with the end of its log if it ends, or does not in ``seconds``."""
         try:
-            how = await wait_until_serving(self.server, self.ended(), seconds)
+            how = await wait_until_serving(self.server, self.wait_for_exit(), seconds)
         except TimeoutError as error:
             tail = await asyncio.to_thread(end_of, self.logs[0], lines=_TAIL)
             raise EngineError(
@@ -113,7 +113,7 @@ class StartedServer(ServerState):
             raise EngineError(how)
 
     @override
-    async def ended(self) -> str:
+    async def wait_for_exit(self) -> str:
         """Says how the first guard ended, with the last lines of its node's log."""
         waiting = [asyncio.ensure_future(guard.wait()) for guard in self.guards]
         try:
@@ -142,7 +142,7 @@ class AttachedServer(ServerState):
     fatal: tuple[type[Exception], ...] = (ResponseTimeout, UnknownWeights, ServerUnreachable, TokenRefused)
 
     @override
-    async def ended(self) -> str:
+    async def wait_for_exit(self) -> str:
         """Never returns: the server's end is not reported."""
         return await _unused_argument()
 
@@ -156,12 +156,12 @@ class FailedServer(ServerState):
     """No server: the one of a resume's beginning did not come up, or did not pass its checks, and is gone."""
 
     server: Server
-    why: str
+    reason: str
     fatal: tuple[type[Exception], ...] = ()
 
     @override
-    async def ended(self) -> str:
-        return self.why
+    async def wait_for_exit(self) -> str:
+        return self.reason
 
     @override
     async def end(self) -> None:
@@ -172,14 +172,14 @@ class FailedServer(ServerState):
 class Supervisor:
     """Supervises the replicas of ``engine``. ``restart`` returns a ready and checked server after a death.
 
-    ``refit`` has a stale server at a URL load the served weights. It raises SyncError, ``restart`` EngineError,
+    ``push_current`` has a stale server at a URL load the served weights. It raises SyncError, ``restart`` EngineError,
     ConfigError or OSError.
     """
 
     engine: ServerEngine
     section: ServerSection
     restart: Callable[[Replica], Awaitable[ServerState]]
-    refit: Callable[[str], Awaitable[None]]
+    push_current: Callable[[str], Awaitable[None]]
 
     @contextlib.asynccontextmanager
     async def watched(self, standing: Sequence[ServerState]) -> AsyncIterator[None]:
@@ -187,7 +187,7 @@ class Supervisor:
         keeping = []
         for replica, one in zip(self.engine.replicas.all, standing, strict=True):
             if isinstance(one, FailedServer):
-                replica.apply(Event.DIED, one.why)
+                replica.apply(Event.DIED, one.reason)
             keeping.append(asyncio.create_task(self._keep(replica, one)))
             keeping[-1].add_done_callback(self._report)
         try:
@@ -212,10 +212,10 @@ class Supervisor:
                     replica.forgive()
                 replica.apply(Event.DIED, why)
             await replica.end(standing.end())
-            again = await self._again(replica)
+            again = await self._restart(replica)
             if again is None:
                 replica.apply(Event.GIVEN_UP)
-                if left := self.engine.replicas.left():
+                if left := self.engine.replicas.survivors():
                     names = ", ".join(str(one.number) for one in left)
                     logger.warning("%s is given up; the run goes on with %s", replica.title, names)
                 return
@@ -224,17 +224,17 @@ class Supervisor:
             replica.server = standing.server
             replica.apply(Event.ANSWERED)
 
-    async def _again(self, replica: Replica) -> ServerState | None:
+    async def _restart(self, replica: Replica) -> ServerState | None:
         """Restarts the server; None after ``rollout.server.restarts`` attempts since it last ran for an hour.
 
         One attempt for each server that a dropped prompt killed does not count. Raises TooManyOpenFiles, which has
         another cause. A learner that takes turns with it trains first: its GPUs have no room for a start.
         """
-        while (count := self.engine.tries(replica)) < self.section.restarts:
+        while (count := self.engine.attempt_count(replica)) < self.section.restarts:
             wait = backoff_seconds(count)
             logger.warning("%s: restart %d of %d in %g s", replica.title, count + 1, self.section.restarts, wait)
             await asyncio.sleep(wait)
-            await self.engine.weights.room()
+            await self.engine.weights.wait_for_memory()
             replica.restarts += 1
             replica.apply(Event.RESTARTED)
             try:
@@ -250,8 +250,8 @@ class Supervisor:
     async def _until_dead(self, replica: Replica, standing: ServerState) -> str:
         """Refits and watches the server until it is dead. Returns the cause."""
         reasons = (
-            *(standing.ended(), self._fails(replica, standing), self._hangs(replica)),
-            *(self._stands_still(replica), self._cannot_serve(replica)),
+            *(standing.wait_for_exit(), self._fails(replica, standing), self._hangs(replica)),
+            *(self._is_stalled(replica), self._cannot_serve(replica)),
         )
         tasks = [asyncio.ensure_future(reason) for reason in reasons]
         try:
@@ -288,7 +288,7 @@ class Supervisor:
             paused = self.engine.weights.updating or replica.health is not Health.HEALTHY
             well = status is not None and (status < 300 or paused)
             if well and moves is None and not paused:
-                well = await self._all_answer(replica)
+                well = await self._ping_all(replica)
             missed = 0 if well or moves else missed + 1
             await asyncio.sleep(max(0.0, began + period - loop.time()))
         return (
@@ -296,7 +296,7 @@ class Supervisor:
             "stopped"
         )
 
-    async def _all_answer(self, replica: Replica) -> bool:
+    async def _ping_all(self, replica: Replica) -> bool:
         """True if every rank of an idle server answers, also those on its other nodes."""
         try:
             async with asyncio.timeout(_period()):
@@ -307,7 +307,7 @@ class Supervisor:
             return self.engine.weights.updating  # a push began meanwhile
         return True
 
-    async def _stands_still(self, replica: Replica) -> str:
+    async def _is_stalled(self, replica: Replica) -> str:
         """Waits until it generates no token for its requests in several checks, even if it reports healthy."""
         limit, loop, still = self.section.timeout_seconds, asyncio.get_running_loop(), 0
         period, meter = limit / _CHECKS, _Meter(self.engine.adapter, replica.server)
@@ -326,7 +326,7 @@ class Supervisor:
         if replica.health is Health.STALE:
             try:
                 async with self.engine.weights.refitting:
-                    await self.refit(replica.server.url)
+                    await self.push_current(replica.server.url)
             except TooManyOpenFiles:
                 raise
             except (AttemptFailed, EngineError, SyncError) as error:

@@ -67,7 +67,7 @@ class LearnerRank(RankModels):
         self._ends = ExitStack()
         self._writers = file_writer_ranks(config)
         self._holder = self._make_holder(config, setup.run_folder)
-        self.start_from("policy", setup.model_folder)
+        self.load_weights("policy", setup.model_folder)
         self._connect(config, setup.run_folder)
         pushes = pushes_of(config)
         self._merges = pushes is None
@@ -111,7 +111,7 @@ class LearnerRank(RankModels):
         Readers of a mirror compare it with checksums of the learner's own tensors, so digests on the way are not
         needed. An encoded one, or one cut inside a word, is compared with the checksums of the mirror itself.
         """
-        held = self._held
+        held = self._pushed_tensors
         if config.fills_files:
             transfers = plan_into_copies(self._layout, self._hf, self._writers)
             mine = {transfer.dst_param for transfer in transfers.receives(self._rank)}
@@ -156,7 +156,7 @@ class LearnerRank(RankModels):
         return dict(self._learners["policy"].tensors)
 
     @property
-    def _held(self) -> dict[str, Tensor]:
+    def _pushed_tensors(self) -> dict[str, Tensor]:
         """The Hugging Face tensors that a push writes here."""
         return self._holder.tensors if self._holder is not None else {}
 
@@ -172,7 +172,7 @@ class LearnerRank(RankModels):
         """
         self._learners["policy"].gather()
         try:
-            with self._as_pushed():
+            with self._merged_for_push():
                 return self._stagings["feature" if beside else "model"].stage(version)
         except CorruptionError as error:
             return error
@@ -189,14 +189,14 @@ class LearnerRank(RankModels):
         """Sets whether later pushes of the model have a feature's parameters merged into it."""
         self._merges = merged
 
-    def _as_pushed(self) -> AbstractContextManager[None]:
+    def _merged_for_push(self) -> AbstractContextManager[None]:
         return self._learners["policy"].merged() if self._merges else nullcontext()
 
     def sums(self) -> ChecksumReport:
         """Returns checksums of this rank's boxes of the weights in the mirror."""
         if self._sealed:
             dtypes = self._dtypes_in_files
-            with self._as_pushed():
+            with self._merged_for_push():
                 return sent_checksums(self._sources, self._tensors, lambda one, box: box.to(dtypes[one.hf]))
         return self._holder.sums() if isinstance(self._holder, Mirror) else ChecksumReport(rows=(), seconds=0.0)
 
@@ -236,7 +236,7 @@ class LearnerRank(RankModels):
         assert self._sender is not None
         self._learners["policy"].gather()
         try:
-            with self._as_pushed():
+            with self._merged_for_push():
                 return self._sender.send(version)
         except SyncError as error:
             return error
@@ -244,16 +244,16 @@ class LearnerRank(RankModels):
     def export(self, folder: Path) -> None:
         """Writes the version pushed last as a Hugging Face folder, with the draft layers from which the run started, if
         it has not trained them. The chat template of a reward model sets the run's variables."""
-        tensors: Mapping[str, Tensor] = self._held
-        if self._made_up is None and not self._shape.scores and not self._shape.drafts:
+        tensors: Mapping[str, Tensor] = self._pushed_tensors
+        if self._made_up is None and not self._shape.has_score_head and not self._shape.num_draft_layers:
             tensors = WithDrafts(tensors, self._model_folder, self._dtype, self._config.learner.model)
-        variables = self._config.model.template_variables if self._shape.scores else {}
+        variables = self._config.model.template_variables if self._shape.has_score_head else {}
         write_folder(tensors, self._model_folder, folder, variables=variables)
 
     def checksums(self) -> dict[str, int]:
         """Returns the checksum of each Hugging Face tensor that a push wrote here, as the engine holds it."""
-        sums = box_checksums((tensor, tuple(tensor.shape), ()) for tensor in self._held.values())
-        return dict(zip(self._held, sums, strict=True))
+        sums = box_checksums((tensor, tuple(tensor.shape), ()) for tensor in self._pushed_tensors.values())
+        return dict(zip(self._pushed_tensors, sums, strict=True))
 
     def close(self) -> None:
         """Waits for every rank, then leaves the process groups."""

@@ -1,5 +1,5 @@
-"""The models that one rank holds, by role. All calls but ``written`` and ``verify`` are collective: every rank of the
-world makes them.
+"""The models that one rank holds, by role. All calls but ``is_written`` and ``verify`` are collective: every rank of
+the world makes them.
 
 The roles are "policy" and "critic", which are trained, "reference", and those of teachers and reward models. The
 learner's ranks hold all roles that do not have their own ranks.
@@ -100,9 +100,9 @@ class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
     CALLS: tuple[str, ...] = (
-        *("start_from", "release", "score", "column_layers", "backward", "forget", "step", "drop"),
-        "lead",
-        *("save", "written", "durable", "verify", "load", "begin_kernels", "end_kernels", "close"),
+        *("load_weights", "release_memory", "score", "column_layers", "backward", "free_step", "step", "zero_grad"),
+        "update_reference",
+        *("save", "is_written", "finalize", "verify", "load", "begin_kernels", "end_kernels", "close"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
@@ -181,7 +181,7 @@ class RankModels:
         )
         return {role: made}
 
-    def start_from(self, role: str, folder: Path) -> None:
+    def load_weights(self, role: str, folder: Path) -> None:
         """Loads this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint. A critic's
         checkpoint has no config.json.
 
@@ -191,7 +191,7 @@ class RankModels:
         if role == "reference" and role not in self._scorers and self._config.reference_is_base:
             return
         if role in self._learners:
-            self._learners[role].unpark()
+            self._learners[role].onload()
             self._start_adapters(role)
         random = self._made_up is not None and folder == self._model_folder
         if role == "policy" and self._config.model.path is not None and not random:
@@ -199,14 +199,14 @@ class RankModels:
         if role == "critic" and not (folder / "config.json").is_file():
             self._learner(role).load_weights(folder, scored=True)
             return
-        hf, layout = self._layouts_of(role, folder)
+        hf, layout = self._checkpoint_layouts(role, folder)
         if not random and role in self._learners and is_megatron(folder):
-            self._learner(role).load_weights(folder, scored=hf.shape.scores)
+            self._learner(role).load_weights(folder, scored=hf.shape.has_score_head)
             return
         tensors = dict(self._scorer(role).tensors)
-        if role == "critic" and hf.shape.scores:
+        if role == "critic" and hf.shape.has_score_head:
             tensors |= self._learner(role).value_weight
-        if self._shape.scores and not hf.shape.scores:
+        if self._shape.has_score_head and not hf.shape.has_score_head:
             tensors.pop("output_layer.weight", None)  # a score layer starts at 0
         if role not in self._scorers:
             tensors = self._hold_reference(layout)
@@ -228,7 +228,7 @@ class RankModels:
 
     def _hold_reference(self, layout: Layout) -> dict[str, Tensor]:
         """Returns memory for the weights of a reference on the policy's ranks, the same at each call."""
-        self._parked.back("reference")
+        self._parked.onload("reference")
         if not self._reference:
             names = layout.local_shapes(self._rank)
             like = {name: tensor for name, tensor in self._scorer("reference").tensors.items() if name in names}
@@ -248,25 +248,25 @@ class RankModels:
         source = load_side(adapters.untrained)(self._model_folder, hf.local_shapes(0), self._config.seed)
         read_boxes(source, hf, layout, self._rank, tensors)
 
-    def _layouts_of(self, role: str, folder: Path) -> tuple[Layout, Layout]:
+    def _checkpoint_layouts(self, role: str, folder: Path) -> tuple[Layout, Layout]:
         """Returns layouts of the folder and over the ranks. A reward model or a critic may start from a policy,
         whose output layer it drops, or from a reward model. The policy alone has draft layers."""
-        if self._shape.scores or role == "critic":
+        if self._shape.has_score_head or role == "critic":
             known = read_shape(folder, self._config.learner.model)
-        elif self._shape.drafts and role != "policy":
-            known = replace(self._shape, drafts=False)
+        elif self._shape.num_draft_layers and role != "policy":
+            known = replace(self._shape, num_draft_layers=False)
         else:
             return self._hf, self._layout
         return hf_layout(known), learner_layout(self._config, known)
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Frees the device memory that torch's allocator caches, and on the learner's ranks the state named by
         ``learner.offload.while_sampling``. `score`, `backward` and `step` allocate again what they need."""
         for role, learner in self._learners.items() if self._shares_gpus else ():
-            learner.park(pushed=role == "policy")
+            learner.offload(pushed=role == "policy")
         if self._shares_gpus and "models" in self._leaving:
             rest = () if self._average is None else self._average.rest.values()
-            self._parked.leave("reference", (*self._reference.values(), *rest))
+            self._parked.offload("reference", (*self._reference.values(), *rest))
         torch.cuda.empty_cache()
 
     def _scorer(self, role: str) -> MegatronScorer:
@@ -280,12 +280,12 @@ class RankModels:
     def _learner(self, role: str) -> MegatronLearner:
         return _held(self._learners, role)
 
-    def _taken(self, role: str, share: Share | None) -> tuple[Samples, ...]:
+    def _local_rows(self, role: str, share: Share | None) -> tuple[Samples, ...]:
         """Returns the micro-batches of a pass. The controller sends a data-parallel rank's share to its first rank."""
         layers = self._scorer(role).column_layers
-        return self._rows.take(self._relay.passed_on(share, layers), layers)
+        return self._rows.micro_batches(self._relay.receive(share, layers), layers)
 
-    def forget(self) -> None:
+    def free_step(self) -> None:
         """Frees the columns of a step. Not collective."""
         self._rows.forget()
 
@@ -294,20 +294,23 @@ class RankModels:
     ) -> list[tuple[dict[Want, list[Tensor]] | None, float]]:
         """Returns for each pass its outputs for each micro-batch, and the seconds that it took. The outputs are None
         except on the rank that reports for its DP rank."""
-        replaying = [one.role for one in passes if one.replays] or [passes[0].role]
-        micro_batches = self._taken(replaying[0], share)
+        replaying = [one.role for one in passes if one.replays_routes] or [passes[0].role]
+        micro_batches = self._local_rows(replaying[0], share)
         answers = []
         for one in passes:
             began = time.perf_counter()
-            seen = [micro_batch_for_pass(m, replays=one.replays, last_tokens=one.last_tokens) for m in micro_batches]
-            answers.append((self._said(one.role, seen, one.want), time.perf_counter() - began))
+            seen = [
+                micro_batch_for_pass(m, replays=one.replays_routes, last_tokens=one.appends_last_targets)
+                for m in micro_batches
+            ]
+            answers.append((self._score_role(one.role, seen, one.outputs), time.perf_counter() - began))
         return answers
 
-    def _said(
+    def _score_role(
         self, role: str, micro_batches: Sequence[Samples], want: frozenset[Want]
     ) -> dict[Want, list[Tensor]] | None:
         if role == "reference":
-            self._parked.back("reference")
+            self._parked.onload("reference")
         if role in self._scorers:
             return self._scorer(role).score(micro_batches, want)
         policy = self._scorer(role)
@@ -323,27 +326,27 @@ class RankModels:
     ) -> dict[str, Metric[float]] | None:
         """Accumulates the micro-batches' gradients. Returns ``loss`` and its metrics on last-stage ranks."""
         learner = self._learner(role)
-        return learner.backward(self._taken(role, share), loss, num_tokens=num_tokens, num_sequences=num_sequences)
+        return learner.backward(self._local_rows(role, share), loss, num_tokens=num_tokens, num_sequences=num_sequences)
 
     def step(self, role: str, learning_rate: float) -> StepResult | SkippedStep:
         """Makes an optimizer step with the accumulated gradients. Raises RLMegatronError if there are none."""
         return self._learner(role).step(learning_rate)
 
-    def drop(self, role: str) -> None:
+    def zero_grad(self, role: str) -> None:
         """Drops the accumulated gradients. Raises RLMegatronError if there are none."""
-        self._learner(role).drop()
+        self._learner(role).zero_grad()
 
-    def lead(self, rate: float) -> None:
+    def update_reference(self, rate: float) -> None:
         """Sets the reference on the policy's ranks to (1 - ``rate``) of itself plus ``rate`` of the policy's weights,
         with adapters merged."""
         assert self._average is not None, "the reference follows, and has weights"
         policy = self._learner("policy")
         policy.gather()
-        self._parked.back("reference")
+        self._parked.onload("reference")
         with policy.merged():
             self._average.move(policy.tensors, rate)
 
-    def _beside(self, role: str) -> ExtraState | None:
+    def _extra_state(self, role: str) -> ExtraState | None:
         """Returns what a checkpoint of the role holds in addition to its model. The policy's holds the reference that
         follows it, if it has weights."""
         from rl_megatron.learner.checkpoint.state import ExtraState
@@ -352,23 +355,23 @@ class RankModels:
             return None
         held = {"reference": self._average.tensors, "reference_rest": self._average.rest}
         return ExtraState(
-            tensors={name: tensors for name, tensors in held.items() if tensors}, values=self._parked.on_host
+            tensors={name: tensors for name, tensors in held.items() if tensors}, values=self._parked.host_copy
         )
 
     def save(self, role: str, folder: Path) -> None:
         """Writes this rank's shards, or with ``checkpoint.async_save`` begins to. Raises CheckpointError."""
-        learner, beside = self._learner(role), self._beside(role)
+        learner, beside = self._learner(role), self._extra_state(role)
         self._saving[role] = learner.start_save(folder, apart=self._saves_apart, beside=beside)
 
-    def written(self, role: str, wait: bool) -> bool:
+    def is_written(self, role: str, wait: bool) -> bool:
         """True if this rank's part of the save is written, or could not be. With ``wait``, waits until then."""
         if wait:
             self._saving[role].wait()
-        return self._saving[role].written
+        return self._saving[role].is_written
 
-    def durable(self, role: str) -> SaveDigests:
+    def finalize(self, role: str) -> SaveDigests:
         """Finishes the save with the other ranks. Raises CheckpointError."""
-        return self._saving.pop(role).durable()
+        return self._saving.pop(role).finalize()
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
         """Returns problems of a checkpoint's files; this rank reads a share of them. See digests.mismatches."""
@@ -379,8 +382,8 @@ class RankModels:
         from rl_megatron.learner.checkpoint.state import has_extra_state
 
         if role == "policy" and self._config.reference_moves and has_extra_state(folder):  # a warm start's holds none
-            self._hold_reference(self._layouts_of("reference", self._model_folder)[1])
-        self._learner(role).load(folder, self._beside(role))
+            self._hold_reference(self._checkpoint_layouts("reference", self._model_folder)[1])
+        self._learner(role).load(folder, self._extra_state(role))
 
     def begin_kernels(self) -> None:
         """Records this rank's kernels from now on. Not collective."""

@@ -48,7 +48,7 @@ class EpisodeSettings:
     max_prompt_tokens: int
     vocab_size: int  # the model's
     parser: Parser | None = None  # splits replies into reasoning and calls
-    ahead: bool = False  # this and the next: of its requests
+    skips_queue: bool = False  # this and the next: of its requests
     exact_logprobs: bool = True
 
 
@@ -105,7 +105,7 @@ class Episode(ConversationHandler):
 
         Raises LimitReached, PromptTooLong for the first, and what the engine raises. A turn that was cut is answered,
         and is the last; so is one that the template cannot show."""
-        async with self._asked():
+        async with self._next_turn():
             reply, _, _ = await self._reply(messages, tools, None)
             return reply
 
@@ -117,7 +117,7 @@ class Episode(ConversationHandler):
             raise RequestRejected(
                 400, "tools: the run reads no calls of them in what its model writes; set environment.tool_parser"
             )
-        async with self._answering():
+        async with self._track_request():
             reply, prompt_tokens, completion_tokens = await self._reply(messages, tools, max_tokens)
             return ServedTurn(
                 message=reply.message,
@@ -133,10 +133,10 @@ class Episode(ConversationHandler):
             raise RequestRejected(
                 400, f"token_ids: one or more ids in [0, {self._setting.vocab_size}) are needed, got {token_ids[:8]}..."
             )
-        async with self._answering():
+        async with self._track_request():
             completion = await self._sample(prompt, max_tokens)
             text = self._setting.template.decode(completion.token_ids)
-            self._keep(self._rows.add(prompt, completion, text), _unparsed(text))
+            self._store_turn(self._rows.add(prompt, completion, text), _unparsed(text))
             return completion
 
     async def _reply(
@@ -151,7 +151,7 @@ class Episode(ConversationHandler):
             raise
         completion = await self._sample(asked.token_ids, max_tokens)
         read = self._read(asked.token_ids, completion, tools)
-        reply = self._keep(self.conversation.add(asked, completion, read.message), read)
+        reply = self._store_turn(self.conversation.add(asked, completion, read.message), read)
         return reply, len(asked.token_ids), len(completion.token_ids)
 
     def _read(self, prompt: TokenIds, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
@@ -164,7 +164,7 @@ class Episode(ConversationHandler):
         read = self._setting.parser(self._setting.template.decode(ids, special=True), tools, opened=opened)
         return replace(read, message=_with_ids(read.message, f"{self._place.seed} {len(self.replies)}"))
 
-    def _keep(self, turn: Turn | None, read: ParsedReply) -> Reply:
+    def _store_turn(self, turn: Turn | None, read: ParsedReply) -> Reply:
         assert turn is not None  # no completion is empty
         bad_call = read.problem if turn.finish_reason == "stop" else None  # else it was cut
         self.turns.append(turn)
@@ -174,7 +174,7 @@ class Episode(ConversationHandler):
         return self.replies[-1]
 
     @asynccontextmanager
-    async def _asked(self) -> AsyncIterator[None]:
+    async def _next_turn(self) -> AsyncIterator[None]:
         """Takes a turn, after the one before, and keeps what ends the trajectory in ``failed``."""
         async with self._turn:
             try:
@@ -185,10 +185,10 @@ class Episode(ConversationHandler):
             self.failed = None
 
     @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
+    async def _track_request(self) -> AsyncIterator[None]:
         """Takes a turn for a client, and refuses it with what ends the trajectory."""
         try:
-            async with self._asked():
+            async with self._next_turn():
                 yield
         except PromptTooLong as error:
             raise RequestRejected(400, str(error)) from error
@@ -214,7 +214,7 @@ class Episode(ConversationHandler):
         most = room if max_tokens is None else min(room, max_tokens)
         request = self._request(tuple(token_ids.tolist()), most)
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._turn_timeout):
                 (completion,) = await traced_generate(self._setting.engine, request, self._decode)
         except TimeoutError as error:
             raise self._ended("seconds") from error
@@ -233,12 +233,12 @@ class Episode(ConversationHandler):
         return self._setting.template.decode(np.array(token_ids, np.int32), special=True)
 
     @property
-    def _patience(self) -> float | None:
+    def _turn_timeout(self) -> float | None:
         """Seconds for a turn. The first has no limit: without it there is nothing to train on."""
         return self.seconds_left + self._setting.section.step_seconds / 2 if self.turns else None
 
     @property
-    def is_asked(self) -> bool:
+    def is_sampling(self) -> bool:
         """True if a turn is being sampled."""
         return self._turn.locked()
 
@@ -292,9 +292,9 @@ class Episode(ConversationHandler):
             token_ids=token_ids,
             num_completions=1,
             params=replace(self._setting.params, max_new_tokens=room, seed=text_seed(f"{place.seed} {turn}")),
-            group=f"{place.name}: {place.task.id}",
-            birth=self.turns[0].spans[0].version if self.turns and not self._setting.ahead else None,
-            ahead=self._setting.ahead,
+            prefix_group=f"{place.name}: {place.task.id}",
+            start_version=self.turns[0].spans[0].version if self.turns and not self._setting.skips_queue else None,
+            skips_queue=self._setting.skips_queue,
             exact_logprobs=self._setting.exact_logprobs,
             max_seconds=max(_LEAST_SECONDS, self.seconds_left),
         )

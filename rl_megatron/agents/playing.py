@@ -60,8 +60,8 @@ class EpisodeRunner:
     task: Prompt
     seed: int
     section: EnvironmentSection
-    cut: Callable[[OpenAIMessage], OpenAIMessage]  # returns what ``max_observation_tokens`` leaves of a message
-    sampled: Callable[[], None]  # called once, when it needs the engine no longer
+    truncate: Callable[[OpenAIMessage], OpenAIMessage]  # returns what ``max_observation_tokens`` leaves of a message
+    on_last_turn: Callable[[], None]  # called once, when it needs the engine no longer
     thread: LoopThread
     endpoint: Endpoint
     started: bool = False  # its environment may be there
@@ -77,10 +77,10 @@ class EpisodeRunner:
         `Episode.reply`."""
         try:
             if isinstance(made, Agent):
-                return await self._led(made)
-            stop = await self._turns(made)
+                return await self._run_agent(made)
+            stop = await self._run_turns(made)
         finally:
-            self.sampled()
+            self.on_last_turn()
         return TrajectoryEnd(
             stop=stop, reward=await self._reward(stop), turn_rewards=tuple(self.rewards), metrics=self.metrics
         )
@@ -102,7 +102,7 @@ class EpisodeRunner:
             return f"close {error}"
         return None
 
-    async def _turns(self, made: EnvironmentFactory) -> StopReason:
+    async def _run_turns(self, made: EnvironmentFactory) -> StopReason:
         async def start() -> Observation:
             self.environment = made()
             return await self.environment.start(self.task, self.seed)
@@ -125,7 +125,7 @@ class EpisodeRunner:
                 return self.episode.stop
             if reply.bad_call is not None:
                 self.rewards.append(None)
-                seen = self._observe(Observation(said=f"error: {reply.bad_call}", state=seen.state), "step")
+                seen = self._observe(Observation(content=f"error: {reply.bad_call}", state=seen.state), "step")
                 continue
             step = await self._call("step", lambda reply=reply: env.step(reply))  # type: ignore[misc]
             if not isinstance(step, EnvironmentStep):
@@ -135,7 +135,7 @@ class EpisodeRunner:
                 return "done"
             seen = self._observe(step.observation, "step")
 
-    async def _led(self, agent: Agent) -> TrajectoryEnd:
+    async def _run_agent(self, agent: Agent) -> TrajectoryEnd:
         """Runs an agent that leads by itself; its calls of the model are served on this loop.
 
         If it raises because its client was refused a turn, the reason of the refusal counts. An error of the engine for
@@ -165,7 +165,7 @@ class EpisodeRunner:
         elif isinstance(error, CallTimeout):
             late = f"did not end within environment.seconds={section.seconds:g} and step_seconds after that"
             fault = self._fault("the function", late, late=True)
-            if not self.episode.replies and not self.episode.is_asked:
+            if not self.episode.replies and not self.episode.is_sampling:
                 raise fault from error
             stop, problem = "seconds", str(fault) if self.episode.replies else ""
         elif refused is None:
@@ -212,13 +212,13 @@ class EpisodeRunner:
         try:
             messages = seen.messages
         except TypeError as error:
-            raise self._fault(name, f"returned an Observed that said {seen.said!r:.80}, which is no text") from error
+            raise self._fault(name, f"returned an Observed that said {seen.content!r:.80}, which is no text") from error
         if not messages or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
             raise self._fault(name, "returned an Observed without messages, or with one that has no role")
         if not isinstance(seen.state, str | None):
             raise self._fault(name, f"returned an Observed of the state {seen.state!r:.80}, which is no text")
         try:
-            self.messages += [self.cut(one) for one in messages]
+            self.messages += [self.truncate(one) for one in messages]
         except UnsupportedMessages as error:
             raise self._fault(name, str(error)) from error
         return seen

@@ -111,12 +111,12 @@ class RequestBatcher(RolloutEngine):
         return await answer
 
     @override
-    def so_far(self, request_id: str) -> Completion | None:
-        return self._engine.so_far(request_id)
+    def partial_completion(self, request_id: str) -> Completion | None:
+        return self._engine.partial_completion(request_id)
 
     @override
-    async def interrupt(self) -> None:
-        await self._engine.interrupt()
+    async def collect_partials(self) -> None:
+        await self._engine.collect_partials()
 
     def _consider(self) -> None:
         if self._timer is not None:
@@ -156,14 +156,14 @@ class EpisodeResult:
     trajectory: Trajectory | None = None
     reason: Reason | None = None
     problem: str = ""  # also of an environment that failed in a trajectory that is kept
-    late: bool = False  # the problem is that it was
-    left_out_tokens: int = 0  # sampled tokens, if there is no trajectory to train on
+    timed_out: bool = False  # the problem is that it was
+    dropped_tokens: int = 0  # sampled tokens, if there is no trajectory to train on
 
     @property
     def scored(self) -> RewardResult | None:
         """Its reward, or how its environment failed; None where there was nothing to score."""
         if self.reason == "environment_error" or (self.trajectory is not None and self.problem):
-            return RewardResult(total=math.nan, error=self.problem, late=self.late)
+            return RewardResult(total=math.nan, error=self.problem, late=self.timed_out)
         return None if self.trajectory is None else RewardResult(total=self.trajectory.reward)
 
 
@@ -172,7 +172,7 @@ class EnvironmentSampler(PolicySampler):
     """A source over an engine, with a seed for each turn. Seeds are functions of the run's seed and of what `Draw`
     names, so that a group repeats exactly as far as its environment does."""
 
-    made: EnvironmentFactory | Agent
+    factory: EnvironmentFactory | Agent
     template: Template
     encode: Callable[[str], TokenIds]  # a text by itself
     section: EnvironmentSection
@@ -201,27 +201,27 @@ class EnvironmentSampler(PolicySampler):
         return [_answered(one.prompt, part) for one, part in zip(drawn, parts, strict=True)]
 
     @override
-    async def interrupt(self) -> None:
+    async def collect_partials(self) -> None:
         """Keeps no trajectory in progress: a resume starts them over."""
 
     @override
-    def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
+    def partial_completion(self, drawn: Draw) -> tuple[Completion | None, ...]:
         """Returns an empty tuple: a trajectory starts over, with the same seed."""
         return ()
 
     @override
-    async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
+    async def sample_eval(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples as `PolicySampler.held_out`, but trajectories."""
-        places, prompts, samples = self.askable(asked), asked.prompts, asked.samples
+        places, prompts, samples = self.healthy_prompts(asked), asked.prompts, asked.samples
         numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
         members = [self._place(prompt, asked.purpose, number) for prompt, number in numbered]
-        played = await self._play(members, asked.params, ahead=True, exact_logprobs=False, tell=asked.tell)
+        played = await self._play(members, asked.params, ahead=True, exact_logprobs=False, tell=asked.on_progress)
         parts = [played[first : first + samples] for first in range(0, len(played), samples)]
         answered = [_answered(prompts[place], part) for place, part in zip(places, parts, strict=True)]
         return self.among_poison(asked, places, answered)
 
     @override
-    async def closed(self) -> None:
+    async def wait_closed(self) -> None:
         """Waits until every environment is closed; each ``close`` has a time limit."""
         while self.closing:
             await asyncio.wait(set(self.closing))
@@ -239,7 +239,7 @@ class EnvironmentSampler(PolicySampler):
             engine=self.engine,
             section=self.section,
             params=params,
-            ahead=ahead,
+            skips_queue=ahead,
             exact_logprobs=exact_logprobs,
             template=self.template,
             max_prompt_tokens=self.rollout.max_prompt_tokens,
@@ -247,7 +247,7 @@ class EnvironmentSampler(PolicySampler):
             parser=self.parser,
         )
         async with task_group() as tasks:
-            running = [tasks.create_task(self._one(setting, member)) for member in members]
+            running = [tasks.create_task(self._play_one(setting, member)) for member in members]
             if tell is not None:
                 for task in running:
                     task.add_done_callback(lambda _: tell(1))
@@ -257,7 +257,7 @@ class EnvironmentSampler(PolicySampler):
         seed = text_seed(f"{self.seed}\n{name}\n{task.id}\n{number}")
         return TrajectoryKey(task=task, name=name, number=number, seed=seed)
 
-    async def _one(self, setting: EpisodeSettings, place: TrajectoryKey) -> EpisodeResult:
+    async def _play_one(self, setting: EpisodeSettings, place: TrajectoryKey) -> EpisodeResult:
         with ExitStack() as asking:
             thread = await self.threads.take(lambda: self._begin(asking))
             playing = EpisodeRunner(
@@ -265,15 +265,15 @@ class EnvironmentSampler(PolicySampler):
                 task=place.task,
                 seed=place.seed,
                 section=self.section,
-                cut=self._cut,
-                sampled=asking.close,
+                truncate=self._cut,
+                on_last_turn=asking.close,
                 thread=thread,
                 endpoint=self.endpoint,
             )
             waits, cut_off = True, False
             try:
                 played = await self._ended(playing, place)
-                waits = not played.problem  # a group waits for no environment that failed; `closed` does
+                waits = not played.problem  # a group waits for no environment that failed; `wait_closed` does
                 return played
             except asyncio.CancelledError:
                 cut_off = True
@@ -294,37 +294,39 @@ class EnvironmentSampler(PolicySampler):
     async def _ended(self, playing: EpisodeRunner, place: TrajectoryKey) -> EpisodeResult:
         on_error, fault, late = self.section.on_error, "", False
         try:
-            ended = await playing.run(self.made)
+            ended = await playing.run(self.factory)
             if ended.problem:
-                logger.warning("environment %r: %s, %s", self.section.function, self._said(place), ended.problem)
+                logger.warning("environment %r: %s, %s", self.section.function, self._describe(place), ended.problem)
         except EnvironmentCallError as error:
             late = error.late
-            fault = f"environment {self.section.function!r}: {self._said(place)}, {error}"
+            fault = f"environment {self.section.function!r}: {self._describe(place)}, {error}"
             if on_error == "fail":
                 advice = f"fix it, or set {self.key}.on_error to drop or to a number"
                 raise EnvironmentFailure(f"{fault}; {advice}") from error
             logger.warning("%s", fault)
             if on_error == "drop":
                 tokens = playing.episode.num_sampled
-                return EpisodeResult(reason="environment_error", problem=fault, late=late, left_out_tokens=tokens)
+                return EpisodeResult(reason="environment_error", problem=fault, timed_out=late, dropped_tokens=tokens)
             ended = TrajectoryEnd(stop="environment_error", reward=float(on_error), metrics=playing.metrics)
         except PromptTooLong as error:
             if self.rollout.on_long_prompt == "fail":
                 advice = "raise it, or set rollout.on_long_prompt=drop"
-                raise DataError(f"{self._said(place)}: {error}; {advice}") from error
-            logger.warning("%s: %s; its group is dropped", self._said(place), error)
+                raise DataError(f"{self._describe(place)}: {error}; {advice}") from error
+            logger.warning("%s: %s; its group is dropped", self._describe(place), error)
             return EpisodeResult(reason="long_prompt", problem=str(error))
         except PoisonPrompt as error:
             logger.error("prompt %r is dropped: %s", place.task.id, error)
-            return EpisodeResult(reason="poison", problem=str(error), left_out_tokens=playing.episode.num_sampled)
+            return EpisodeResult(reason="poison", problem=str(error), dropped_tokens=playing.episode.num_sampled)
         chains = playing.episode.chains(ended.turn_rewards, playing.states)
         if not any(chain.turns for chain in chains):
             passed = f"{self.key}.seconds={self.section.seconds:g} passed before its first; raise it"
             why = passed if ended.stop == "seconds" else f"it ended as {ended.stop}"
-            problem = fault or f"environment {self.section.function!r}: {self._said(place)} has no turn: {why}"
+            problem = fault or f"environment {self.section.function!r}: {self._describe(place)} has no turn: {why}"
             if not fault:
                 logger.warning("%s", problem)
-            return EpisodeResult(reason="environment_error" if fault else "nothing_sampled", problem=problem, late=late)
+            return EpisodeResult(
+                reason="environment_error" if fault else "nothing_sampled", problem=problem, timed_out=late
+            )
         seconds = asyncio.get_running_loop().time() - playing.episode.began
         replies, branches = playing.episode.replies, playing.episode.conversation.branches()
         metrics = {
@@ -337,7 +339,7 @@ class EnvironmentSampler(PolicySampler):
         if playing.requests is not None:
             metrics |= request_metrics(playing.requests)
         trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics)
-        return EpisodeResult(trajectory=trajectory, problem=fault, late=late)
+        return EpisodeResult(trajectory=trajectory, problem=fault, timed_out=late)
 
     async def _close(self, playing: EpisodeRunner, place: TrajectoryKey, *, cut_off: bool) -> None:
         """Closes an environment. One that was ``cut_off``, as by a run's end, may have processes without a warning."""
@@ -347,13 +349,13 @@ class EnvironmentSampler(PolicySampler):
         finally:
             killed = await self.threads.give_back(playing.thread)
             if problem:
-                logger.warning("environment %r: %s, %s", self.section.function, self._said(place), problem)
+                logger.warning("environment %r: %s, %s", self.section.function, self._describe(place), problem)
             if killed:
-                of = f"environment {self.section.function!r}: {self._said(place)}"
+                of = f"environment {self.section.function!r}: {self._describe(place)}"
                 level, pids = logging.INFO if cut_off else logging.WARNING, ", ".join(map(str, killed))
                 logger.log(level, "%s left processes running, which were killed: %s", of, pids)
 
-    def _said(self, place: TrajectoryKey) -> str:
+    def _describe(self, place: TrajectoryKey) -> str:
         return f"prompt {place.task.id!r}, trajectory {place.number} of {place.name}"
 
     def _cut(self, message: OpenAIMessage) -> OpenAIMessage:
@@ -383,7 +385,7 @@ def _answered(prompt: Prompt, played: Sequence[EpisodeResult]) -> GroupResult:
     """Returns the group of these trajectories, if none failed."""
     scored = tuple(one.scored for one in played if one.scored is not None)
     kept = tuple(one.trajectory for one in played if one.trajectory is not None)
-    tokens = sum(one.left_out_tokens for one in played)
+    tokens = sum(one.dropped_tokens for one in played)
     if len(kept) < len(played):
         reason, problem = drop_reason((one.reason, one.problem) for one in played)
         tokens += sum(one.num_sampled for one in kept)

@@ -147,7 +147,7 @@ class PolicyLoss:
             loss=ratio.new_zeros(()),
             metrics={
                 **{name: Metric(value=value, weight=weights[name]) for name, value in means.items()},
-                "ratio/max": Metric(value=_masked_max(ratio, inputs.mask), over="max"),
+                "ratio/max": Metric(value=_masked_max(ratio, inputs.mask), reduction="max"),
             },
         )
 

@@ -162,19 +162,18 @@ def causal_attention_cost(*, linear_parameters: float, attention_width: float) -
 class Packer:
     """Packs sequences into D x M micro-batches of at most ``max_tokens`` positions, for the ranks of one learner.
 
-    ``unit`` neighboring sequences (2 for preference pairs) stay together, with ``whole_groups`` also a group's in one
-    minibatch. ``padding`` has the most sequences of a micro-batch, and the sizes that the learner pads it to. Otherwise
-    the learner pads to a multiple of ``multiple`` and of what ``dims`` need. The learner pads, but padding counts: a
-    padded micro-batch also has at most ``max_tokens`` positions, rounded up to the padding's multiple.
-    """
+    ``rows_per_unit`` neighboring sequences (2 for preference pairs) stay together, with ``keeps_groups`` also a group's
+    in one minibatch. ``padding`` has the most sequences of a micro-batch, and the sizes that the learner pads it to.
+    Otherwise the learner pads to a multiple of ``multiple`` and of what ``dims`` need. The learner pads, but padding
+    counts: a padded micro-batch also has at most ``max_tokens`` positions, rounded up to the padding's multiple."""
 
     dims: ParallelDims
     max_tokens: int
     attention_cost: float = 0.0
-    unit: int = 1
+    rows_per_unit: int = 1
     padding: PaddingSection = field(default_factory=PaddingSection)
     multiple: int = 1
-    whole_groups: bool = False
+    keeps_groups: bool = False
 
     def pack(
         self,
@@ -205,7 +204,7 @@ class Packer:
             spare=spare,
         )
 
-    def again(self, batch: Batch) -> Batch:
+    def repack(self, batch: Batch) -> Batch:
         """Packs the sequences of a batch that was packed for ranks in another layout."""
         return self.pack(batch.samples, part=minibatch_sequences(batch))
 
@@ -217,7 +216,7 @@ class Packer:
             dims=self.dims,
             max_tokens=self.max_tokens,
             attention_cost=self.attention_cost,
-            unit=self.unit,
+            unit=self.rows_per_unit,
             most=self.padding.sequences,
             ranks=ranks,
         )
@@ -238,7 +237,7 @@ class Packer:
         A pass over all sequences that are there already moves none of them between ranks.
         """
         lengths = samples.cu_seqlens.diff().numpy()
-        _check(lengths, self.dims, self.max_tokens, self.unit)
+        _check(lengths, self.dims, self.max_tokens, self.rows_per_unit)
         out = np.empty(samples.num_sequences, np.int64)
         for part in self._parts(samples, most, seed):
             for d, row in enumerate(self._plan(lengths[part])):
@@ -246,11 +245,11 @@ class Packer:
         return out
 
     def _parts(self, samples: Samples, most: int, seed: int) -> list[NDArray[np.int64]]:
-        together = samples.group_of if self.whole_groups else samples.trajectory_of
+        together = samples.group_of if self.keeps_groups else samples.trajectory_of
         if together is not None:
             return split_by_id(together, most, seed)
-        num = min(most, samples.num_sequences // self.unit)
-        return split_minibatches(samples.num_sequences, num, seed, unit=self.unit)
+        num = min(most, samples.num_sequences // self.rows_per_unit)
+        return split_minibatches(samples.num_sequences, num, seed, unit=self.rows_per_unit)
 
     def metrics(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Returns positions trained on, padding's share of computed positions, and the imbalance of the ranks' work.
@@ -285,10 +284,10 @@ def make_packer(learner: LearnerSection, *, attention_cost: float, unit: int = 1
         dims=learner.dims,
         max_tokens=most,
         attention_cost=attention_cost,
-        unit=unit,
+        rows_per_unit=unit,
         padding=learner.padding,
         multiple=learner.token_multiple,
-        whole_groups=whole_groups,
+        keeps_groups=whole_groups,
     )
 
 

@@ -122,7 +122,7 @@ class RankRows:
         """Frees the step's rows."""
         self._rows = {}
 
-    def take(self, share: Share, layers: OwnLayers | None = None) -> tuple[Samples, ...]:
+    def micro_batches(self, share: Share, layers: OwnLayers | None = None) -> tuple[Samples, ...]:
         """Keeps what is new, and builds the pass's micro-batches [M], with the entries of this rank's ``layers``.
 
         Raises RLMegatronError for rows that it was not sent.

@@ -600,7 +600,7 @@ def for_pass(batch: Batch, *, replays: bool, last_tokens: bool) -> Batch:
     """Returns the batch as a pass takes it; the arguments are those of `interfaces.ForwardPass`."""
     samples = batch.samples if replays else of_any_model(batch.samples)
     rows = MicroBatches(samples, batch.sequences, batch.spare, last_tokens=last_tokens)
-    return replace(batch, samples=samples, micro_batches=rows, last_tokens=last_tokens)
+    return replace(batch, samples=samples, micro_batches=rows, appends_last_targets=last_tokens)
 
 
 def micro_batch_for_pass(micro_batch: Samples, *, replays: bool, last_tokens: bool) -> Samples:
@@ -612,7 +612,7 @@ def micro_batch_for_pass(micro_batch: Samples, *, replays: bool, last_tokens: bo
 
 def computed_lengths(batch: Batch) -> list[list[NDArray[np.int64]]]:
     """Returns the positions of every sequence that ranks compute, by micro-batch [D][M], including empty ones."""
-    lengths = batch.samples.cu_seqlens.diff().numpy() + batch.last_tokens
+    lengths = batch.samples.cu_seqlens.diff().numpy() + batch.appends_last_targets
     return [[lengths[ids.numpy()] if len(ids) else np.ones(1, np.int64) for ids in row] for row in batch.sequences]
 
 

@@ -38,18 +38,18 @@ class StartOptions:
 
     python: Path
     model_folder: Path
-    bare_folder: Path  # holds the model's config.json without weights
+    config_folder: Path  # holds the model's config.json without weights
     host: str  # this node's address, the only one that the server listens on
-    port: int  # first of a block of neighboring ports that it uses, on ``head``
-    nodes: int = 1  # number of nodes that the server spans
-    node: int = 0  # index of this node among them; the first answers requests
-    head: str  # address of the first node
+    port: int  # first of a block of neighboring ports that it uses, on ``head_address``
+    num_nodes: int = 1  # number of nodes that the server spans
+    node_rank: int = 0  # index of this node among them; the first answers requests
+    head_address: str  # address of the first node
     device: str  # cpu or an accelerator
     dtype: str
     quantization: str  # format of its weights, or none
     max_length: int  # tokens of a prompt and its completion
-    slots: int
-    completions: int = 1  # maximum for one request
+    max_num_seqs: int
+    max_completions: int = 1  # maximum for one request
     tp: int
     pp: int
     dp: int  # replicas of the attention
@@ -60,7 +60,7 @@ class StartOptions:
     batch_invariant: bool  # a token's log-prob must not depend on its batch
     features: Mapping[str, object] = field(default_factory=dict)  # settings of each feature for servers, by name
     stops: bool = False  # requests have texts that end completions
-    extra: tuple[str, ...]
+    extra_options: tuple[str, ...]
 
     @property
     def ranks(self) -> int:
@@ -86,7 +86,7 @@ class ServerInfo:
     max_length: int  # tokens of a prompt and its completion, by its context and its cache
     problems: tuple[str, ...]  # reasons why a run cannot use it, each with a fix
     features: Mapping[str, object] = field(default_factory=dict)  # its settings of each feature, by name
-    priorities: bool = False  # it orders requests by their priority
+    has_priorities: bool = False  # it orders requests by their priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Sampling(Protocol):
         A version is ``named`` only if a feature makes servers hold several."""
         ...
 
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
+    async def score_top(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         """Scores like `score`, with the ``top`` most probable tokens at each position, from the same pass. Raises
         EngineError if the engine does not report them."""
         raise EngineError(f"{server.url}: this engine tells no probable tokens of a prompt")
@@ -177,7 +177,7 @@ class WeightLoading(Protocol):
         """Labels the loaded weights by `WeightLabels.verified`."""
         ...
 
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
+    async def rank_reports(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
         """Returns each rank's report on the mirror file's tensors, without ``private`` kinds of parameters."""
         ...
 
@@ -199,11 +199,11 @@ class EngineControl(Protocol):
         """Resumes sampling."""
         ...
 
-    async def release(self, server: Server) -> None:
+    async def release_memory(self, server: Server) -> None:
         """Releases the memory of weights and cache and so loses both. Only canceled requests may still run."""
         ...
 
-    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+    async def resume_memory(self, server: Server, what: Literal["weights", "cache"]) -> None:
         """Allocates released memory again: for weights before they are loaded, for the cache afterwards."""
         ...
 
@@ -213,7 +213,7 @@ class Adapter(Sampling, WeightLoading, EngineControl, Protocol):
 
     name: str
     module: str  # the server's interpreter must be able to import it
-    tested: str  # release that it was tested with
+    tested_version: str  # release that it was tested with
     renormalizes_top_p: bool  # log-probs are of the distribution after top_p
     temperatures: tuple[float, float] = (MIN_TEMPERATURE, MAX_TEMPERATURE)  # range that it samples at, besides 0
     variables: Mapping[str, str] = {}  # name -> reason, of variables that its servers cannot have

@@ -163,7 +163,7 @@ def continuation_request(request: GenerationRequest, completion: Completion, pla
         request,
         token_ids=(*request.token_ids, *completion.token_ids.tolist()),
         num_completions=1,
-        begun=None,
+        partial=None,
         params=replace(request.params, max_new_tokens=left, seed=completion_seed(request.params.seed, place)),
     )
 

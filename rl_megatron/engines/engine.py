@@ -47,9 +47,9 @@ class GaugePoller:
         self._made: dict[Server, tuple[float, int]] = {}  # present server -> its tokens, and when they were counted
 
     @contextlib.asynccontextmanager
-    async def asked(self) -> AsyncIterator[None]:
+    async def polling(self) -> AsyncIterator[None]:
         """Context in which servers are asked. If a response cannot be read, it warns and stops asking."""
-        task = asyncio.create_task(self._ask_in_turn())
+        task = asyncio.create_task(self._poll_round_robin())
         try:
             yield
         finally:
@@ -58,7 +58,7 @@ class GaugePoller:
             if isinstance(ended, Exception):
                 logger.warning("the timeline has no load of servers: %r", ended, exc_info=ended)
 
-    async def _ask_in_turn(self) -> None:
+    async def _poll_round_robin(self) -> None:
         for turn in count():
             await asyncio.sleep(self._seconds)
             present = self._replicas.present()
@@ -144,17 +144,17 @@ class ServerEngine:
             row |= self.attempts.slot_use.row(len(self.replicas.present()))
         return row
 
-    def tries(self, replica: Replica) -> int:
+    def attempt_count(self, replica: Replica) -> int:
         """Returns how many of the replica's restarts count. Deaths of its servers under dropped prompts do not."""
         explained = {server for server, _ in self.attempts.suspects.explained}
         return max(0, replica.restarts - replica.forgiven - len((replica.ended - replica.forgiven_ended) & explained))
 
-    def so_far(self, request_id: str) -> Completion | None:
+    def partial_completion(self, request_id: str) -> Completion | None:
         """Returns the tokens of a running request of one completion, as far as servers have reported them."""
         return self.attempts.so_far.get(request_id)
 
-    async def interrupt(self) -> None:
-        """Makes `so_far` include all tokens that running requests of one completion have sampled.
+    async def collect_partials(self) -> None:
+        """Makes `partial_completion` include all tokens that running requests of one completion have sampled.
 
         Servers abort the requests. Each is resent with its tokens, which servers still have in their caches.
         """
@@ -166,12 +166,12 @@ class ServerEngine:
         if not request.num_completions:
             return []
         self._check(request)
-        if request.begun is not None and not len(request.begun.token_ids):
-            request = replace(request, begun=None)  # it has no version
+        if request.partial is not None and not len(request.partial.token_ids):
+            request = replace(request, partial=None)  # it has no version
         if request.num_completions == 1:
-            self.attempts.so_far[request.id] = request.begun
+            self.attempts.so_far[request.id] = request.partial
         try:
-            in_flight = self._ahead if request.ahead else self._in_flight
+            in_flight = self._ahead if request.skips_queue else self._in_flight
             async with in_flight.places(request.num_completions):
                 with self.attempts.suspects.following(request):
                     return await self._generated(request)
@@ -183,19 +183,19 @@ class ServerEngine:
         """Waits for the end of an update and for the request's turn. Returns the served version. Raises EngineError."""
         while True:
             version = await self.weights.served_version(request)
-            await self.attempts.turn()
+            await self.attempts.send_lock()
             if version == self.weights.version:  # otherwise an update has begun
                 return version
 
     async def _generated(self, request: GenerationRequest) -> Sequence[Completion]:
-        before, begun = await self._begin(request), request.begun
-        if request.birth is None:
+        before, begun = await self._begin(request), request.partial
+        if request.start_version is None:
             began = before if begun is None else begun.spans[0].version
-            request = replace(request, birth=0 if request.ahead else began)
+            request = replace(request, start_version=0 if request.skips_queue else began)
         clock = CompletionDeadline(request.max_seconds)
         if begun is None:
             state = self._state(before)
-            started = await self.attempts.sampled(request, clock=clock)
+            started = await self.attempts.sample(request, clock=clock)
         else:
             state = None
             started = [begun]
@@ -218,7 +218,7 @@ class ServerEngine:
     def _check(self, request: GenerationRequest) -> None:
         prompt, new = request.token_ids, request.params.max_new_tokens
         ids = np.fromiter(prompt, np.int64, len(prompt))
-        if request.begun is not None and request.num_completions != 1:
+        if request.partial is not None and request.num_completions != 1:
             problem = f"num_completions={request.num_completions}, but what was begun is one completion"
         elif not prompt or ids.min() < 0 or ids.max() >= self._vocab_size:
             problem = f"the prompt must have one or more token ids in [0, {self._vocab_size}), got {prompt[:8]}..."
@@ -247,21 +247,21 @@ class ServerEngine:
         """
         failures = list[AttemptError]()
         while (completion := fix_finish_reason(completion, request)).finish_reason == "abort":
-            if clock.over and (made := len(completion.token_ids)):
-                logger.info("request %r: ended after %d tokens in %.1f s", request.id, made, clock.spent)
+            if clock.has_expired and (made := len(completion.token_ids)):
+                logger.info("request %r: ended after %d tokens in %.1f s", request.id, made, clock.elapsed)
                 return replace(completion, finish_reason="length")
             now = self._state(await self._begin(request))
             failed = None
-            if state == now and not clock.over:
+            if state == now and not clock.has_expired:
                 problem = (
                     f"the server aborted it after {len(completion.token_ids)} tokens, although weight version {now[0]} "
                     "was served all the time, as one does that shuts down; check that no other client aborts or pauses"
                 )
-                failed = await self.attempts.after_abort(request, problem, failures)
+                failed = await self.attempts.replica_that_aborted(request, problem, failures)
             state = now
             clock.extend()
-            rest = replace(request, num_completions=1, begun=completion)
-            (completion,) = await self.attempts.sampled(rest, place=place, clock=clock, failed=failed)
+            rest = replace(request, num_completions=1, partial=completion)
+            (completion,) = await self.attempts.sample(rest, place=place, clock=clock, failed=failed)
         return completion
 
     def _state(self, version: int) -> tuple[int, int]:

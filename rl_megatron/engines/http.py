@@ -101,11 +101,11 @@ class Server:
         """Posts a request. Returns the response's JSON, or None if it is empty. Raises like ``get``."""
         return self._json(path, await self._ask("POST", path, body, params, self._limit))
 
-    async def told(self, path: str, body: object) -> None:
+    async def post_for_text(self, path: str, body: object) -> None:
         """Posts a request and ignores the text of the response. Raises like ``get``."""
         await self._ask("POST", path, body, None, self._limit)
 
-    async def sampled(self, path: str, body: object, read: Callable[[bytes], T], *, beside: bool = False) -> T:
+    async def post_sampling(self, path: str, body: object, read: Callable[[bytes], T], *, beside: bool = False) -> T:
         """Returns samples or scores for ``body``, decoded by ``read``, without a time limit. Slow decoding runs in a
         thread (``beside``). Raises like ``get``, and AttemptFailed if ``read`` raises ValueError."""
         answer = await self._ask("POST", path, body, None, None)
@@ -114,7 +114,7 @@ class Server:
         except ValueError as error:
             raise AttemptFailed(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 
-    async def reported(self, path: str, body: object, read: Callable[[bytes], T]) -> T:
+    async def post_report(self, path: str, body: object, read: Callable[[bytes], T]) -> T:
         """Returns the ranks' reports, decoded by ``read`` in a thread: a large model's take long. Raises like ``get``,
         and EngineError if ``read`` raises ValueError."""
         answer = await self._ask("POST", path, body, None, self._limit)
@@ -202,7 +202,7 @@ class Server:
         async with self.checked:
             return 200 if self.released else await self.status("/health", seconds=seconds)
 
-    async def open_to_strangers(self) -> bool:
+    async def allows_unauthenticated(self) -> bool:
         """True if the server accepts requests without a token. Raises AttemptFailed."""
         async with new_client(base_url=self.url) as stranger:
             try:

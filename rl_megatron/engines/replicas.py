@@ -125,7 +125,7 @@ class Replica:
         self.suspicion = None
         self._changed()
 
-    async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+    async def cancel_on_death(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns the result of ``work``. Raises ReplicaDied as soon as the server is known to be dead."""
         task, down = asyncio.ensure_future(work), asyncio.ensure_future(self._down.wait())
         try:
@@ -166,24 +166,24 @@ class ReplicaSet:
         """Returns the replicas that may serve."""
         return [r for r in self.all if r.health is Health.HEALTHY]
 
-    def left(self) -> list[Replica]:
+    def survivors(self) -> list[Replica]:
         """Returns the replicas that serve, or may serve again."""
         return [r for r in self.all if r.health is not Health.GONE]
 
-    async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
+    async def wait_for_healthy(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
         """Waits until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if none is left.
 
         The wait ends because every start has a time limit and the number of starts is limited.
         """
         while True:
-            if not self.left():
+            if not self.survivors():
                 ends = dict.fromkeys(r.reason for r in self.all)
                 raise EngineError("\n".join([f"no {self._name} server is left:", *ends]))
             if found := wanted():
                 return found
             await self.change()
 
-    def none_is_released(self) -> bool:
+    def all_have_memory(self) -> bool:
         """True if all replicas that answer have their memory."""
         return not any(replica.server.released for replica in self.present())
 
@@ -193,7 +193,7 @@ class ReplicaSet:
             raise self._failure
         await self._turn.wait()
 
-    async def judged(self) -> None:
+    async def wait_for_suspects(self) -> None:
         """Waits until supervisors have found whether the suspected servers are alive.
 
         That takes at most `HEALTH_SECONDS`. Raises the error of a failed supervisor.
@@ -201,7 +201,7 @@ class ReplicaSet:
         while any(r.supervised and r.suspected.is_set() and r.server not in r.ended for r in self.all):
             await self.change()
 
-    async def all_at_rest(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Waits until no server is being restarted, and all processes of dead servers have ended.
 
         Raises EngineError if an end takes longer than a minute and a half, and the error of a failed supervisor.

@@ -122,7 +122,7 @@ class Suspects:
 
 def _prompt_of(request: GenerationRequest) -> str:
     """Returns the name that all requests of one prompt share."""
-    return request.group or request.id
+    return request.prefix_group or request.id
 
 
 class SlotUse:
@@ -194,7 +194,7 @@ class ReplicaChooser:
     def choose(self, request: GenerationRequest, healthy: Sequence[Replica], failed: Replica | None) -> Replica:
         """Chooses one of ``healthy``. It is ``failed`` only if there is no other."""
         chosen = least = min(healthy, key=lambda replica: (replica is failed, replica.server.in_flight))
-        keys = [request.id, *([request.group] if request.group is not None else [])]
+        keys = [request.id, *([request.prefix_group] if request.prefix_group is not None else [])]
         for key in keys:
             servers = self._servers.get(key, [])
             near = [one for one in healthy if one is not failed and one.server in servers]
@@ -246,28 +246,28 @@ class CompletionDeadline:
     """
 
     limit: float | None = None
-    spent: float = 0.0
-    over: bool = False  # the last attempt ran until its time was over
+    elapsed: float = 0.0
+    has_expired: bool = False  # the last attempt ran until its time was over
     _began: float = 0.0
 
     @property
     def left(self) -> float:
         """The seconds until the limit."""
         assert self.limit is not None
-        return max(0.0, self.limit - self.spent)
+        return max(0.0, self.limit - self.elapsed)
 
     def start(self) -> None:
         """Starts counting an attempt's seconds."""
-        self.over, self._began = False, asyncio.get_running_loop().time()
+        self.has_expired, self._began = False, asyncio.get_running_loop().time()
 
     def stop(self) -> None:
         """Adds the seconds of the attempt that has ended."""
-        self.spent += asyncio.get_running_loop().time() - self._began
+        self.elapsed += asyncio.get_running_loop().time() - self._began
 
     def extend(self) -> None:
         """Restarts the clock with twice the time, if the time is over."""
-        if self.over and self.limit is not None:
-            self.limit, self.spent = 2 * self.limit, 0.0
+        if self.has_expired and self.limit is not None:
+            self.limit, self.elapsed = 2 * self.limit, 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -313,7 +313,7 @@ class RequestRetrier:
         self.names: Callable[[Completion | None], NamedVersion] | None = None
         """Returns the version that samples a request, from its partial completion. None: servers hold one version."""
 
-    async def sampled(
+    async def sample(
         self,
         request: GenerationRequest,
         only: Replica | None = None,
@@ -331,10 +331,10 @@ class RequestRetrier:
         """
         clock = clock or CompletionDeadline()
         failures = list[AttemptError]()
-        begun, refusals = request.begun, dict[int, ServerRefusal]()
+        begun, refusals = request.partial, dict[int, ServerRefusal]()
         asked = request if begun is None else continuation_request(request, begun, place)
         while True:
-            replica = only or await self._place(request, failed, refusals)
+            replica = only or await self._choose_replica(request, failed, refusals)
             server, loss = replica.server, None
             try:
                 if only is not None:
@@ -347,7 +347,7 @@ class RequestRetrier:
                 self._count_loss(request, loss, error)
                 failed = replica
                 logger.warning("request %r is sent again: %s", request.id, error)
-                await self.turn()
+                await self.send_lock()
             except (AttemptFailed, UnknownWeights) as error:
                 self._count_loss(request, loss, error)
                 failed = replica
@@ -362,14 +362,16 @@ class RequestRetrier:
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
 
-    async def turn(self) -> None:
+    async def send_lock(self) -> None:
         """Serializes requests and aborts. A push, a checkpoint and a server's end have many: sent together, they would
         keep the event loop from all that the learner waits for."""
         async with self._turn:
             for _ in range(_PASSES):
                 await asyncio.sleep(0)
 
-    async def after_abort(self, request: GenerationRequest, problem: str, failures: list[AttemptError]) -> Replica:
+    async def replica_that_aborted(
+        self, request: GenerationRequest, problem: str, failures: list[AttemptError]
+    ) -> Replica:
         """Returns the replica that aborted a completion of ``request`` by itself, like a server that gets SIGTERM.
 
         Waits as before each retry. ``failures`` are the earlier ones of this completion, and the abort is added to
@@ -387,22 +389,22 @@ class RequestRetrier:
         foreign = isinstance(error, UnknownWeights) and not replica.supervised
         if foreign or await self._too_many(failures):
             raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(failures)}") from error
-        wait = _WAIT * 2 ** max(0, self._unexplained(failures) - 1)
+        wait = _WAIT * 2 ** max(0, self._count_unexplained(failures) - 1)
         logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
         await asyncio.sleep(wait)
 
     async def _too_many(self, failures: Sequence[AttemptError]) -> bool:
-        if self._unexplained(failures) <= _RETRIES:
+        if self._count_unexplained(failures) <= _RETRIES:
             return False
-        await self._replicas.judged()  # a death may be known only after its requests have failed
-        return self._unexplained(failures) > _RETRIES
+        await self._replicas.wait_for_suspects()  # a death may be known only after its requests have failed
+        return self._count_unexplained(failures) > _RETRIES
 
-    def _unexplained(self, failures: Sequence[AttemptError]) -> int:
+    def _count_unexplained(self, failures: Sequence[AttemptError]) -> int:
         """Counts failures that neither a server's later death nor a dropped prompt explains."""
         explained = self.suspects.explained
         return sum(one.server not in one.replica.ended and one.loss not in explained for one in failures)
 
-    async def _place(
+    async def _choose_replica(
         self, request: GenerationRequest, failed: Replica | None, refusals: Mapping[int, ServerRefusal]
     ) -> Replica:
         def places() -> list[Replica]:
@@ -410,7 +412,7 @@ class RequestRetrier:
             others = [one for one in healthy if one.number not in refusals]
             return self.suspects.places(request, others or healthy)
 
-        return self._places.choose(request, await self._replicas.some(places), failed)
+        return self._places.choose(request, await self._replicas.wait_for_healthy(places), failed)
 
     def _count_loss(self, request: GenerationRequest, loss: ServerLoss | None, error: Exception) -> None:
         """Counts a loss. Raises PoisonPrompt to drop the prompt. Must be called before another request is sent."""
@@ -438,15 +440,15 @@ class RequestRetrier:
         if self.names is not None and asked.named is None:  # a probe names its own
             asked = replace(asked, named=self.names(begun))
         attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
-        kind = "probe" if asked.birth is None else "attempt"
+        kind = "probe" if asked.start_version is None else "attempt"
         self._running[attempt] = None
         if clock.limit is not None:
-            self._apart(self._end_in_time(attempt, clock), server)
+            self._run_detached(self._abort_at_deadline(attempt, clock), server)
         clock.start()
         try:
             lanes = self._lanes.setdefault(replica.number, FreeLanes(replica.title, "request"))
             with self._busy(server, asked.num_completions), lanes.during(kind, request=asked.id):
-                completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
+                completions = await replica.cancel_on_death(self._adapter.generate(server, asked, attempt.name))
             for completion in completions:
                 if problem := completion_problem(completion, asked, vocab_size=self._vocab_size):
                     raise AttemptFailed(f"{server.url}: {problem}")
@@ -461,13 +463,13 @@ class RequestRetrier:
         except asyncio.CancelledError:
             if server not in self._cancelled:
                 self._cancelled[server] = {}
-                self._apart(self._abort_cancelled(server), server)
+                self._run_detached(self._abort_cancelled(server), server)
             self._cancelled[server][attempt.name] = asked
             raise
         finally:
             del self._running[attempt]
             attempt.over.set()
-            if asked.group is not None and (self._levelling is None or self._levelling.done()):
+            if asked.prefix_group is not None and (self._levelling is None or self._levelling.done()):
                 self._levelling = asyncio.create_task(self._level())
 
     @contextlib.contextmanager
@@ -476,18 +478,18 @@ class RequestRetrier:
         with server.busy(completions), use:
             yield
 
-    def sampling_with(self, version: NamedVersion) -> bool:
+    def is_sampling_on(self, version: NamedVersion) -> bool:
         """True if a running request names ``version``."""
         return any(attempt.request.named == version for attempt in self._running)
 
     async def _abort(self, server: Server, requests: Mapping[str, GenerationRequest]) -> None:
-        await self.turn()
+        await self.send_lock()
         with contextlib.suppress(AttemptFailed, EngineError):  # the server's end ends the requests too
-            await self._adapter.abort_all(server, requests, self.turn)
+            await self._adapter.abort_all(server, requests, self.send_lock)
 
     async def _abort_cancelled(self, server: Server) -> None:
         """Aborts canceled requests at the server, which may otherwise notice closed connections seconds later."""
-        await self.turn()  # the end of a run cancels all requests together
+        await self.send_lock()  # the end of a run cancels all requests together
         await self._abort(server, self._cancelled.pop(server))
 
     async def interrupt(self) -> None:
@@ -508,20 +510,24 @@ class RequestRetrier:
         moved: list[_Attempt] = []
         for replica, count in zip(healthy, surplus([one.server.in_flight for one in healthy]), strict=True):
             if count:
-                its = [one for one in self._running if one.server is replica.server and one.request.group is not None]
+                its = [
+                    one
+                    for one in self._running
+                    if one.server is replica.server and one.request.prefix_group is not None
+                ]
                 moved += its[max(0, len(its) - count) :]
         if moved:
             logger.info("%d completions move to less busy servers", len(moved))
             self.interrupts += 1
             await self._end(moved)
 
-    async def _end_in_time(self, attempt: _Attempt, clock: CompletionDeadline) -> None:
+    async def _abort_at_deadline(self, attempt: _Attempt, clock: CompletionDeadline) -> None:
         """Aborts the attempt if it still runs when its time is over."""
         try:
             async with asyncio.timeout(clock.left):
                 await attempt.over.wait()
         except TimeoutError:
-            clock.over = True
+            clock.has_expired = True
             await self._end([attempt])
 
     async def _end(self, running: Sequence[_Attempt]) -> None:
@@ -538,7 +544,7 @@ class RequestRetrier:
                 for one in waiting:
                     one.cancel()
 
-    def _apart(self, work: Coroutine[None, None, None], server: Server) -> None:
+    def _run_detached(self, work: Coroutine[None, None, None], server: Server) -> None:
         """Runs ``work`` with ``server`` in the background. `close` waits for it."""
         task = asyncio.create_task(work, name=server.url)
         self._aborts.add(task)

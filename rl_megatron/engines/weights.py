@@ -54,16 +54,16 @@ class ReplicaWeights:
         """The served version, or None during a push and before the first."""
         return self._version
 
-    async def room(self) -> None:
+    async def wait_for_memory(self) -> None:
         """Waits until a server can start. With ``rollout.server.colocated`` that is when the next push has returned
         memory to answering servers, or begins if no server answers. A starting server would otherwise count memory
         that others allocate as its own. `release` waits for a server that has started before.
         """
-        while self._takes_turns and not (self._turn.is_set() and self._replicas.none_is_released()):
+        while self._shares_gpus and not (self._turn.is_set() and self._replicas.all_have_memory()):
             await (self._replicas.change() if self._turn.is_set() else self._turn.wait())
 
     @property
-    def _takes_turns(self) -> bool:
+    def _shares_gpus(self) -> bool:
         """True if servers that this run starts share the learner's GPUs in turns."""
         return self._section.colocated and self._section.addresses is None
 
@@ -93,19 +93,19 @@ class ReplicaWeights:
             await self._reclaim_weights(server)
             return await self._adapter.boxes(server, path)
 
-        present = {replica: replica.server for replica in await self._replicas.some(self._replicas.present)}
-        return await self.on_each(present, "recording layouts", lambda r: one(r.server))
+        present = {replica: replica.server for replica in await self._replicas.wait_for_healthy(self._replicas.present)}
+        return await self.call_each(present, "recording layouts", lambda r: one(r.server))
 
     async def _reclaim_weights(self, server: Server) -> None:
         """Allocates released weights again, once."""
         if server.released and not server.reclaimed:
-            await self._adapter.reclaim(server, "weights")
+            await self._adapter.resume_memory(server, "weights")
             server.reclaimed = True
 
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
         """Joins the replicas' ranks to a process group. ``first``: URL -> its first rank there. Raises SyncError."""
         wanted = {r: r.server for r in self._replicas.present() if r.server.url in first}
-        await self.on_each(
+        await self.call_each(
             wanted, "joining a group", lambda r: self._adapter.join(r.server, path, rendezvous, first[r.server.url])
         )
 
@@ -144,7 +144,7 @@ class ReplicaWeights:
                 kinds = private.get(server.url, frozenset())
                 reports = await self._adapter.load(server, path, version, private=kinds, straight=bool(straight))
                 if server.released:
-                    await self._adapter.reclaim(server, "cache")
+                    await self._adapter.resume_memory(server, "cache")
                     server.released = server.reclaimed = False
                 await self._adapter.resume(server)
                 if only is None:
@@ -154,10 +154,12 @@ class ReplicaWeights:
             return reports
 
         try:
-            present = self._replicas.present() if only else await self._replicas.some(self._replicas.present)
+            present = (
+                self._replicas.present() if only else await self._replicas.wait_for_healthy(self._replicas.present)
+            )
             wanted = {only} if only else straight or {replica.server.url for replica in present}
             holding = {replica: replica.server for replica in present if replica.server.url in wanted}
-            reports = await self.on_each(holding, f"version {version}", lambda replica: one(replica.server))
+            reports = await self.call_each(holding, f"version {version}", lambda replica: one(replica.server))
         except BaseException as error:
             if only is None and not isinstance(error, AllReplicasLost):  # else it is loaded again, and requests wait
                 self._settled.set()
@@ -166,17 +168,17 @@ class ReplicaWeights:
         self._released = self._released and only is not None
         return reports
 
-    async def sample_everywhere(
+    async def sample_on_all(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> dict[str, list[list[Completion]]]:
         """Returns URL -> completions by each loaded replica, or by ``only``."""
 
         async def all_of(replica: Replica) -> list[list[Completion]]:
-            return list(await asyncio.gather(*(self._attempts.sampled(r, replica) for r in requests)))
+            return list(await asyncio.gather(*(self._attempts.sample(r, replica) for r in requests)))
 
-        return await self.on_each(self.loaded(only), "a probe of new weights", all_of)
+        return await self.call_each(self.loaded(only), "a probe of new weights", all_of)
 
-    async def score_everywhere(
+    async def score_on_all(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None, named: NamedVersion | None = None
     ) -> dict[str, list[list[float]]]:
         """Returns URL -> log-probs of each text's tokens after the first, with the weights or those ``named``."""
@@ -186,14 +188,16 @@ class ReplicaWeights:
             with replica.server.busy():
                 return list(await asyncio.gather(*(self._adapter.score(replica.server, text, *more) for text in texts)))
 
-        return await self.on_each(self.loaded(only), "a probe of new weights", all_of)
+        return await self.call_each(self.loaded(only), "a probe of new weights", all_of)
 
     async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
         """Returns URL -> (number of the mirror's tensors with checksums, names that differ). Raises SyncError."""
-        said = await self.on_each(self.loaded(None), "comparing weights", lambda r: self._adapter.held(r.server, path))
+        said = await self.call_each(
+            self.loaded(None), "comparing weights", lambda r: self._adapter.rank_reports(r.server, path)
+        )
         known, checks = shapes(path), ServerComparisons()
         found = {url: await asyncio.to_thread(checks.find, url, checksums, known, said[url]) for url in said}
-        return {url: (len(known) - len(one.unseen), sorted(one.differing)) for url, one in found.items()}
+        return {url: (len(known) - len(one.unchecked), sorted(one.differing)) for url, one in found.items()}
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
         """Serves the loaded weights as ``version``. With ``only``, that replica joins the others."""
@@ -203,7 +207,7 @@ class ReplicaWeights:
     async def label(self, version: int, *, only: str | None = None) -> None:
         """Makes servers label the loaded weights as ``version``, without serving them."""
         loaded = self.loaded(only)
-        await self.on_each(loaded, f"version {version}", lambda r: self._adapter.relabel(r.server, version))
+        await self.call_each(loaded, f"version {version}", lambda r: self._adapter.relabel(r.server, version))
 
     def serve(self, version: int, *, only: str | None = None) -> None:
         """Makes replicas that hold the loaded weights serve ``version`` (these weights, or others that they have)."""
@@ -218,27 +222,27 @@ class ReplicaWeights:
 
         No request may run. Does nothing if the memory is released, except for servers restarted since. Concurrent
         callers wait for the same release. It waits for servers that are being restarted, and none restarts from now on
-        (`room`). It also waits until the processes of dead servers have ended.
+        (`wait_for_memory`). It also waits until the processes of dead servers have ended.
         """
         self._released, self._version = True, None
         self._turn.clear()
-        if self._takes_turns:
-            await self._replicas.all_at_rest()
+        if self._shares_gpus:
+            await self._replicas.wait_until_idle()
 
         async def one(replica: Replica) -> None:
             async with replica.server.checked:
                 if not replica.server.released:
-                    await self._adapter.release(replica.server)
+                    await self._adapter.release_memory(replica.server)
                     replica.server.released = True
 
         async with self.refitting, self._releasing:
             present = {replica: replica.server for replica in self._replicas.present()}
             with contextlib.suppress(AllReplicasLost):  # dead servers, with their processes ended, hold no memory
-                await self.on_each(present, "releasing memory", one)
+                await self.call_each(present, "releasing memory", one)
 
-    async def served_somewhere(self) -> None:
+    async def is_served_anywhere(self) -> None:
         """Waits until a replica serves. Raises EngineError if none will."""
-        await self._replicas.some(self._replicas.healthy)
+        await self._replicas.wait_for_healthy(self._replicas.healthy)
 
     def refuse(self) -> None:
         """Serves nothing until another ``load`` is committed. Waiting requests fail."""
@@ -252,19 +256,19 @@ class ReplicaWeights:
             if replica.server is server and replica.health in PRESENT and only in (None, server.url)
         }
 
-    async def on_each(
+    async def call_each(
         self, replicas: Mapping[Replica, Server], what: str, order: Callable[[Replica], Coroutine[Any, Any, T]]
     ) -> dict[str, T]:
         """Applies ``order`` to all replicas concurrently, and omits those that die before it ends.
 
         Raises SyncError that names the replicas on which it failed, AllReplicasLost if all died, TooManyOpenFiles.
         """
-        answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
+        answers = await asyncio.gather(*(r.cancel_on_death(order(r)) for r in replicas), return_exceptions=True)
         for (replica, server), answer in zip(replicas.items(), answers, strict=True):
             if isinstance(answer, AttemptFailed) and replica.server is server:  # not its successor
                 replica.suspect(answer)
         if any(isinstance(a, AttemptFailed) for a in answers):
-            await self._ends_are_known()
+            await self._wait_for_exits()
         done: dict[str, T] = {}
         problems = []
         for (replica, server), answer in zip(replicas.items(), answers, strict=True):
@@ -283,9 +287,9 @@ class ReplicaWeights:
             raise AllReplicasLost("\n  ".join([f"{what} failed, and is not served:", *ends]))
         return done
 
-    async def _ends_are_known(self) -> None:
+    async def _wait_for_exits(self) -> None:
         """Waits until it is known which failed servers have died. On a busy machine that may take long."""
         await asyncio.sleep(_GRACE_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_SECONDS):
-                await self._replicas.judged()
+                await self._replicas.wait_for_suspects()

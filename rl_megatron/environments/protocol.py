@@ -39,14 +39,20 @@ class LimitReached(Exception):
 class Observation:
     """The model's next input: a text, which is a user's message, or messages."""
 
-    said: str | Sequence[OpenAIMessage]
+    content: str | Sequence[OpenAIMessage]
     tools: Sequence[Mapping[str, Any]] = ()  # OpenAI's schemas of functions, in a chat template; of the first only
     state: str | None = None  # optional state id: equal ids mean equal states; None: the tokens shown so far are the id
+
+    def __new__(cls, **values: object) -> Observation:
+        """Raises TypeError that names the new field for the former one."""
+        if "said" in values:
+            raise TypeError("Observation has no field said; the field's name is now content")
+        return object.__new__(cls)
 
     @property
     def messages(self) -> tuple[OpenAIMessage, ...]:
         """The messages to append."""
-        return ({"role": "user", "content": self.said},) if isinstance(self.said, str) else tuple(self.said)
+        return ({"role": "user", "content": self.content},) if isinstance(self.content, str) else tuple(self.content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,21 +29,21 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"calculator": Calculator, "gue
 class EnvironmentFactory:
     """Makes an environment for each trajectory, with the options of the configuration."""
 
-    make: Callable[..., Environment]
+    factory: Callable[..., Environment]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Environment:
         """Returns an environment for one trajectory."""
-        return self.make(**self.options)
+        return self.factory(**self.options)
 
     @property
     def takes_sandbox(self) -> bool:
         """True if environments get a sandbox."""
         return "sandbox" in self.options
 
-    def has(self, method: str) -> bool:
+    def has_method(self, method: str) -> bool:
         """True if its environments have the method; also for a function that makes them, until one is made."""
-        return not inspect.isclass(self.make) or callable(getattr(self.make, method, None))
+        return not inspect.isclass(self.factory) or callable(getattr(self.factory, method, None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Calculator:
     async def start(self, task: Prompt, seed: int) -> Observation:
         """Returns the product to find."""
         self._answer = task.answer
-        return Observation(said=task.messages or task.text)
+        return Observation(content=task.messages or task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """Computes the text after ``?``; any other text ends the trajectory."""
@@ -51,7 +51,7 @@ class Calculator:
         except ValueError as error:
             said, failed = f":{error}", 1.0
         return EnvironmentStep(
-            observation=Observation(said=said), metrics={"calculations": 1.0, "failed_calculations": failed}
+            observation=Observation(content=said), metrics={"calculations": 1.0, "failed_calculations": failed}
         )
 
     async def score(self, transcript: Transcript) -> float:
@@ -120,7 +120,7 @@ class Guess:
     async def start(self, task: Prompt, seed: int) -> Observation:
         """Hides the number."""
         self._hidden = _hidden(task, self._numbers)
-        return Observation(said="?")
+        return Observation(content="?")
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """Answers with the side of the guess on which the number is; the number itself ends the trajectory."""
@@ -145,7 +145,7 @@ class Guess:
         reward = settled if self._rewarded == "bits" else 0.0
         self._given += reward
         metrics = {"guesses": 1.0, "kept": float(kept), "found": 0.0}
-        return EnvironmentStep(observation=Observation(said=hint), reward=reward, metrics=metrics)
+        return EnvironmentStep(observation=Observation(content=hint), reward=reward, metrics=metrics)
 
     async def score(self, transcript: Transcript) -> float:
         """Gives a trajectory without a guess 0."""

@@ -169,7 +169,7 @@ def result_of(problems: EvalSet, measured: EvalSetSamples) -> SetResult:
         rows=digest_of_prompts(problems.prompts),
         section=_section(problems),
         measured=measured,
-        figures=measured.figures(problems.section.pass_at),
+        figures=measured.metrics(problems.section.pass_at),
     )
 
 

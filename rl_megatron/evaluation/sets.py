@@ -56,7 +56,7 @@ class EvalSetSamples:
     seconds: float
     versions: Mapping[int, int] = field(default_factory=dict)  # sampled tokens by the version of the weights
 
-    def figures(self, pass_at_k: Sequence[int] = ()) -> dict[str, Interval]:
+    def metrics(self, pass_at_k: Sequence[int] = ()) -> dict[str, Interval]:
         """Returns the set's figures by name, as ``pass@8``, over its problems."""
         mean = rate_interval(self.right, samples=self.samples)
         out = {f"mean@{self.samples}": mean}
@@ -82,9 +82,9 @@ async def measure(
         max_new_tokens=one.max_new_tokens,
     )
     asked = EvalRequest(
-        prompts=problems.prompts, params=params, purpose=problems.purpose, samples=one.samples, tell=tell
+        prompts=problems.prompts, params=params, purpose=problems.purpose, samples=one.samples, on_progress=tell
     )
-    answered = await sampler.held_out(asked)
+    answered = await sampler.sample_eval(asked)
     judged = [_judged(answer, one.samples, section.success_reward) for answer in answered]
     samples = [trajectory for a in answered if a.group is not None for trajectory in a.group.trajectories]
     total = len(problems.prompts) * one.samples
@@ -138,7 +138,7 @@ def _votes(answered: Sequence[GroupResult], judged: Sequence[Sequence[bool]]) ->
 def row_of(name: str, measured: EvalSetSamples, pass_at_k: Sequence[int]) -> Mapping[str, float | None]:
     """Returns metrics of a set, ``eval/<name>/...`` of docs/metrics.md."""
     row: dict[str, float | None] = {}
-    for figure, interval in measured.figures(pass_at_k).items():
+    for figure, interval in measured.metrics(pass_at_k).items():
         if not figure.startswith("all@"):
             row[f"eval/{name}/{figure.replace('@', '_at_')}"] = interval.value
     rest = {"length": measured.length, "truncated": measured.truncated, "errors": measured.errors}

@@ -176,21 +176,24 @@ def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float]]:
     """Returns a (mini)batch's ``loss`` and metrics over all ranks' micro-batches. Every last-stage rank calls it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     kinds = outputs[0].metrics
-    adding = [name for name, metric in kinds.items() if metric.over not in _SIGNS]
+    adding = [name for name, metric in kinds.items() if metric.reduction not in _SIGNS]
     shares = [torch.cat([o.loss.detach()[None], *(_flat(o, name) for name in adding)]).double() for o in outputs]
     total = torch.stack(shares).sum(0)
     dist.all_reduce(total, group=group)
     read = iter(total.tolist())  # one wait for the GPU
     loss = next(read)
     values = dict(zip(adding, read, strict=True))
-    extremes = {name: _SIGNS[metric.over] for name, metric in kinds.items() if metric.over in _SIGNS}
+    extremes = {name: _SIGNS[metric.reduction] for name, metric in kinds.items() if metric.reduction in _SIGNS}
     if extremes:
         signs = total.new_tensor(list(extremes.values()))
         parts = [torch.cat([_flat(o, name) for name in extremes]).double() for o in outputs]
         most = (torch.stack(parts) * signs).amax(0)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         values.update(zip(extremes, (most * signs).tolist(), strict=True))
-    found = {name: Metric(value=values[name], over=metric.over, weight=metric.weight) for name, metric in kinds.items()}
+    found = {
+        name: Metric(value=values[name], reduction=metric.reduction, weight=metric.weight)
+        for name, metric in kinds.items()
+    }
     return {"loss": Metric(value=loss), **found}
 
 

@@ -456,7 +456,7 @@ class ValueOnHiddenStates:
 class Head(Protocol):
     """Turns the last pipeline stage's output [1, t, ...] into what a loss or a scorer reads. Every TP rank calls it."""
 
-    says: ClassVar[frozenset[Want]]
+    outputs: ClassVar[frozenset[Want]]
     """The scores that ``scores`` can compute."""
 
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
@@ -464,7 +464,7 @@ class Head(Protocol):
         ...
 
     def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
-        """Returns the scores in ``want``, a subset of ``says``: [t] float32, logits [masked-in, V]."""
+        """Returns the scores in ``want``, a subset of ``outputs``: [t] float32, logits [masked-in, V]."""
         ...
 
 
@@ -472,7 +472,7 @@ class Head(Protocol):
 class VocabHead(Head):
     """A policy: logits [1, t, V / tp] become log-probs of the targets and the entropy."""
 
-    says: ClassVar[frozenset[Want]] = frozenset(("logprobs", "entropy", "logits", "top", "logit_norms"))
+    outputs: ClassVar[frozenset[Want]] = frozenset(("logprobs", "entropy", "logits", "top", "logit_norms"))
     temperature: float
     vocab_size: int
     chunk: int
@@ -527,7 +527,7 @@ class VocabHead(Head):
             if "top" in want:
                 found["top"] = self._top(output.squeeze(0), micro_batch, every["logprobs"])
         if "logits" in want:
-            found["logits"] = self._masked_in(output, micro_batch)
+            found["logits"] = self._masked_logits(output, micro_batch)
         if "logit_norms" in want:
             mine, rows = output.squeeze(0), self._rows(output)
             found["logit_norms"] = logit_norms(mine, micro_batch.targets, self._logits, rows=rows, **self.cut(rows))
@@ -543,7 +543,7 @@ class VocabHead(Head):
         out[mask] = torch.stack([tokens.float(), found], 1)
         return out
 
-    def _masked_in(self, output: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
+    def _masked_logits(self, output: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
         """Returns logits before the temperature, over the whole vocabulary, so only of the masked-in positions."""
         mine = self._logits(output.squeeze(0)[micro_batch.columns["mask"]])
         tp = parallel_state.get_tensor_model_parallel_group()
@@ -588,7 +588,7 @@ class Float32Head(VocabHead):
 class ValueHead(Head):
     """A critic: the output [1, t, 1] is the value after each position's input token."""
 
-    says: ClassVar[frozenset[Want]] = frozenset(("values",))
+    outputs: ClassVar[frozenset[Want]] = frozenset(("values",))
 
     @override
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
@@ -604,7 +604,7 @@ class ValueHead(Head):
 class PolicyAndValueHead(Head):
     """A policy that is its own critic: what ``policy`` says, and the values after each position's input token."""
 
-    says: ClassVar[frozenset[Want]] = VocabHead.says | ValueHead.says
+    outputs: ClassVar[frozenset[Want]] = VocabHead.outputs | ValueHead.outputs
     policy: VocabHead
     values: ValueOnHiddenStates
 
@@ -614,7 +614,7 @@ class PolicyAndValueHead(Head):
 
     @override
     def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
-        found, values = self.policy.scores(output, micro_batch, want - ValueHead.says), self.values()
+        found, values = self.policy.scores(output, micro_batch, want - ValueHead.outputs), self.values()
         return found | ({"values": values} if "values" in want else {})
 
 

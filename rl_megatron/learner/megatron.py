@@ -48,7 +48,7 @@ def make_policy(
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     head: Head = ValueHead()
-    if shape.scores:
+    if shape.has_score_head:
         replace_output_layer(ScoreLayer, models, config)
     else:
         policy = _vocab_head(shape, learner, models, temperature, top_k=top_k)
@@ -67,10 +67,10 @@ def make_frozen(
     top_below: int = EXACT,
 ) -> MegatronScorer:
     """Makes a model without gradients, optimizer or CUDA graphs; of a ``shape`` that scores, a reward model."""
-    shape, learner = replace(shape, drafts=False), without_captures(learner)
+    shape, learner = replace(shape, num_draft_layers=False), without_captures(learner)
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
-    if shape.scores:
+    if shape.has_score_head:
         replace_output_layer(ScoreLayer, models, config)
         head: Head = ValueHead()
     else:
@@ -81,7 +81,7 @@ def make_frozen(
 
 def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device) -> MegatronLearner:
     """Makes a learner with a value layer, which is initialized to 0, in place of a policy's output layer."""
-    untied = replace(shape, tie_embeddings=False, drafts=False)
+    untied = replace(shape, tie_embeddings=False, num_draft_layers=False)
     config = make_config(untied, learner)
     chunks = build_chunks(untied, learner, config)
     replace_output_layer(ValueLayer, chunks, config)

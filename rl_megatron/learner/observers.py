@@ -60,7 +60,7 @@ class ExpertLoadMeter(Observer):
 
     def _begin(self, _model: Any, _args: Any, given: Mapping[str, Any]) -> None:
         packed: PackedAttentionParams = given["packed_seq_params"]
-        self._real = packed.real[local_tokens(len(packed.real))]
+        self._real = packed.is_real[local_tokens(len(packed.is_real))]
 
     def _end(self, *_: Any) -> None:
         self._real = None

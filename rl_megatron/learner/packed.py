@@ -62,7 +62,7 @@ class PackedAttentionParams(PackedSeqParams):
     queries: Slots | None = None  # slots of this rank's t positions; None where every row is its own slot
     keys: Slots | None = None  # slots of the cp-gathered T positions
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
-    real: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] bool, neither padding nor of a copy
+    is_real: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] bool, neither padding nor of a copy
     gathered: Tensor = field(default_factory=lambda: torch.empty(0))  # [T] rows, as ranks' ones follow each other
     chunks: object | None = None  # chunks of all T positions; cached by the first delta net
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [t, 1, d / 2]; cached by the first layer
@@ -145,7 +145,7 @@ def pack_micro_batch(
         num_turns=len(padded) * turns,
         attention=replace(
             _attention_params(starts, padded, position, owner, cp_rank, cp, device),
-            real=(torch.zeros_like(real) if copy else real).to(device),
+            is_real=(torch.zeros_like(real) if copy else real).to(device),
         ),
     )
 

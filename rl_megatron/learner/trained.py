@@ -138,8 +138,10 @@ class MegatronScorer:
         None except on TP/CP rank 0 of the last stage. The pass uses ``weights`` in place of the model's ``tensors``.
         Raises RLMegatronError for a score that the model cannot compute.
         """
-        if strange := want.difference(self._head.says, *(hooks.says for hooks in self._hooks)):
-            raise RLMegatronError(f"this model computes {sorted(self._head.says)} of a position, not {sorted(strange)}")
+        if strange := want.difference(self._head.outputs, *(hooks.says for hooks in self._hooks)):
+            raise RLMegatronError(
+                f"this model computes {sorted(self._head.outputs)} of a position, not {sorted(strange)}"
+            )
         packed, found = self._pack(micro_batches), dict[Want, list[Tensor]]()
         with swapped(self._models, weights or {}), self._observers.unseen(), torch.no_grad():
             results = run_scores(self._chunks, packed, self._head, want, self._hooks)
@@ -257,12 +259,12 @@ class MegatronLearner(MegatronScorer):
         return {**super().tensors, **{name: p.data for name, p in global_parameters(own)}}
 
     @property
-    def _chunks_of_all(self) -> list[DistributedDataParallel]:
+    def _all_chunks(self) -> list[DistributedDataParallel]:
         """The chunks of the model, and those of features."""
         return [*self._trained, *(chunk for hooks in self._hooks for chunk in hooks.chunks)]
 
     @property
-    def _optimizer_of_all(self) -> MegatronOptimizer:
+    def _chained_optimizer(self) -> MegatronOptimizer:
         """The optimizer of the model, chained with those of features."""
         own = [optimizer for hooks in self._hooks for optimizer in hooks.optimizers]
         every = [part for one in (self._optimizer, *own) for part in inner_optimizers(one)]
@@ -270,8 +272,8 @@ class MegatronLearner(MegatronScorer):
 
     def adopt(self) -> None:
         """Uses the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
-        self.unpark()
-        adopt(self._optimizer_of_all)
+        self.onload()
+        adopt(self._chained_optimizer)
         self._changed()
 
     def _changed(self) -> None:
@@ -294,21 +296,23 @@ class MegatronLearner(MegatronScorer):
         """Loads the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and
         this model's is not. ``scored``: the checkpoint is a reward model's or a critic's. Raises CheckpointError, or on
         the first rank WeightError as `raise_other_model`."""
-        self.unpark()
+        self.onload()
         if dist.get_rank() == 0:
-            raise_other_model(folder, self._held_by(folder, scored=scored), of_critic=scored)
+            raise_other_model(folder, self._output_layer_shape(folder, scored=scored), of_critic=scored)
         fresh = {ValueHead: None if scored else "output_layer.", PolicyAndValueHead: VALUES}  # layers that start at 0
         without = fresh.get(type(self._head))
-        loading.load_weights(folder, self._chunks_of_all, without=without)
+        loading.load_weights(folder, self._all_chunks, without=without)
         self.adopt()
 
-    def _held_by(self, folder: Path, *, scored: bool) -> ModelShape:
+    def _output_layer_shape(self, folder: Path, *, scored: bool) -> ModelShape:
         """This model's sizes, with the output layer of ``folder``, whatever it is, where this model's is a value's."""
         if type(self._head) is not ValueHead:
             return self._shape
-        return replace(self._shape, scores=scored, tie_embeddings="output_layer.weight" not in read_index(folder)[0])
+        return replace(
+            self._shape, has_score_head=scored, tie_embeddings="output_layer.weight" not in read_index(folder)[0]
+        )
 
-    def park(self, *, pushed: bool) -> None:
+    def offload(self, *, pushed: bool) -> None:
         """Frees the GPU's memory that nothing needs while servers sample, as ``learner.offload.while_sampling`` says.
 
         Whatever needs it next takes it again. Weights stay if they are ``pushed``. Gradients that no step has taken yet
@@ -317,28 +321,28 @@ class MegatronLearner(MegatronScorer):
         self.gather()  # into the weights' memory, which may leave
         if "gradients" in self._leaving:
             wait_for_gradients(self._trained)  # they are copied below
-            chunks = self._chunks_of_all
+            chunks = self._all_chunks
             buffers = [one.grad_data for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            self._parked.leave("gradients", buffers, kept=bool(self._added))
+            self._parked.offload("gradients", buffers, kept=bool(self._added))
         if self._leaving:
-            for module in (module for chunk in self._chunks_of_all for module in chunk.modules()):
+            for module in (module for chunk in self._all_chunks for module in chunk.modules()):
                 getattr(module, _COPIES, {}).clear()  # the next pass makes them
-        weights = [parameter for chunk in self._chunks_of_all for parameter in chunk.parameters()]
+        weights = [parameter for chunk in self._all_chunks for parameter in chunk.parameters()]
         if "optimizer" in self._leaving:
-            create_state(self._optimizer_of_all)  # else a checkpoint would
-            self._parked.leave("optimizer", optimizer_state(self._optimizer_of_all), besides=weights)
+            create_state(self._chained_optimizer)  # else a checkpoint would
+            self._parked.offload("optimizer", optimizer_state(self._chained_optimizer), besides=weights)
         if "models" in self._leaving and not pushed:
-            self._parked.leave("weights", weights)
+            self._parked.offload("weights", weights)
 
-    def unpark(self) -> None:
-        """Takes the GPU's memory again for all that `park` has left."""
-        self._parked.back()
+    def onload(self) -> None:
+        """Takes the GPU's memory again for all that `offload` has left."""
+        self._parked.onload()
 
     def score(
         self, micro_batches: Sequence[Samples], want: frozenset[Want], weights: Mapping[str, Tensor] | None = None
     ) -> dict[Want, list[Tensor]] | None:
         """Scores as `MegatronScorer.score`, with the weights back in the GPU's memory."""
-        self._parked.back("weights")
+        self._parked.onload("weights")
         self._warm_up()
         with nested(hooks.around_score(micro_batches, weights) for hooks in self._hooks):
             return super().score(micro_batches, want, weights)
@@ -351,7 +355,7 @@ class MegatronLearner(MegatronScorer):
         Returns ``loss`` and its metrics on last-stage ranks, else None. ``step`` all-reduces the gradients once;
         megatron's schedule would do so after each call, and so count the first ones again. Raises as features' passes.
         """
-        self._parked.back("weights", "gradients")
+        self._parked.onload("weights", "gradients")
         self._warm_up()
         if not self._added:
             self._clear()
@@ -373,10 +377,10 @@ class MegatronLearner(MegatronScorer):
             more = self._step(learning_rate, grad_norm)
         observed = self._observed()
         if not finite:
-            return SkippedStep(grad_norm=total, culprits=self._culprits(added))
-        return StepResult(grad_norm=grad_norm, metrics=observed | more)
+            return SkippedStep(grad_norm=total, culprits=self._find_bad_micro_batches(added))
+        return StepResult(grad_norm=grad_norm, observer_metrics=observed | more)
 
-    def drop(self) -> None:
+    def zero_grad(self) -> None:
         """Drops the gradients since the last ``step``; weights, moments and the experts' biases keep their bits.
 
         Raises as ``step``.
@@ -389,7 +393,7 @@ class MegatronLearner(MegatronScorer):
         what was added."""
         if not self._added:
             raise RLMegatronError("there is no gradient to step with; call backward before step")
-        self.unpark()
+        self.onload()
         added, self._added = self._added, []
         self._heap.step()
         activity.part("optimizer")
@@ -401,7 +405,7 @@ class MegatronLearner(MegatronScorer):
 
     def _observed(self) -> dict[str, Metric[float]]:
         """Returns metrics of the passes."""
-        self._optimizer_of_all.zero_grad()  # frees copies in float32
+        self._chained_optimizer.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
         found = self._observers.read()
         for hooks in reversed(self._hooks):  # the order in rows
@@ -427,9 +431,9 @@ class MegatronLearner(MegatronScorer):
                 self._add(packed, loss=nothing, num_tokens=1, num_sequences=1)
 
     def _clear(self) -> None:
-        for chunk in self._chunks_of_all:
+        for chunk in self._all_chunks:
             chunk.zero_grad_buffer()
-        self._optimizer_of_all.zero_grad()
+        self._chained_optimizer.zero_grad()
         for hooks in self._hooks:
             hooks.clear()
 
@@ -458,7 +462,7 @@ class MegatronLearner(MegatronScorer):
         finally:
             config.no_sync_func = scheduled
 
-    def _culprits(self, added: Sequence[Added]) -> tuple[BadMicroBatch, ...]:
+    def _find_bad_micro_batches(self, added: Sequence[Added]) -> tuple[BadMicroBatch, ...]:
         """Returns this rank's micro-batches whose own gradient, before the all-reduce, is not finite.
 
         Leaves out the gradients of experts that also get tokens of other data ranks.
@@ -470,9 +474,9 @@ class MegatronLearner(MegatronScorer):
             self._clear()
             with self._held_back(), self._observers.unseen():
                 add(self._pack([micro_batch]))
-            buffers = [buffer for chunk in self._chunks_of_all for buffer in chunk.buffers]
+            buffers = [buffer for chunk in self._all_chunks for buffer in chunk.buffers]
             if self._dims.ep == 1:
-                buffers += [buffer for chunk in self._chunks_of_all for buffer in chunk.expert_parallel_buffers]
+                buffers += [buffer for chunk in self._all_chunks for buffer in chunk.expert_parallel_buffers]
             if not all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers):
                 found.append(number)
         data_rank, rank, node = parallel_state.get_data_parallel_rank(), dist.get_rank(), socket.gethostname()
@@ -483,7 +487,7 @@ class MegatronLearner(MegatronScorer):
 
         State that has left the GPU's memory is written from the host's.
         """
-        return self.start_save(folder, apart=False).durable().files
+        return self.start_save(folder, apart=False).finalize().files
 
     def start_save(self, folder: Path, *, apart: bool = True, beside: ExtraState | None = None) -> ShardSave:
         """Saves as `save`, but with ``apart`` returns once the shards are copied in the host's memory: a thread writes
@@ -493,20 +497,20 @@ class MegatronLearner(MegatronScorer):
             for hooks in self._hooks:
                 hooks.saving(folder)
         staged = self._staged if apart else None
-        chunks, optimizer = self._chunks_of_all, self._optimizer_of_all
-        values, more = self._parked.on_host, None
+        chunks, optimizer = self._all_chunks, self._chained_optimizer
+        values, more = self._parked.host_copy, None
         if beside is not None:
-            values, more = lambda tensor: self._parked.on_host(beside.values(tensor)), beside.state(self._models)
+            values, more = lambda tensor: self._parked.host_copy(beside.values(tensor)), beside.state(self._models)
         return saving.save_shards(folder, chunks, optimizer, self._planned, values, staged, more)
 
     def load(self, folder: Path, beside: ExtraState | None = None) -> None:
         """Loads the shards that ``save`` wrote, and those of ``beside`` into it. Raises CheckpointError, on the first
         rank also for adapters of another model."""
-        self.unpark()
+        self.onload()
         for hooks in self._hooks:
             hooks.loading(folder)
         more = None if beside is None else beside.state(self._models)
-        read = loading.load(folder, self._chunks_of_all, self._optimizer_of_all, more)
+        read = loading.load(folder, self._all_chunks, self._chained_optimizer, more)
         if beside is not None:
-            beside.take(self._models, read, folder)
+            beside.load(self._models, read, folder)
         self._changed()

@@ -98,7 +98,7 @@ class Relay:
             if rank in ranks:
                 self._group, self._ranks = group, ranks
 
-    def passed_on(self, share: Share | None, layers: OwnLayers) -> Share:
+    def receive(self, share: Share | None, layers: OwnLayers) -> Share:
         """Returns the first rank's ``share``; others have None. ``layers`` are this rank's. Collective among them."""
         if self._group is None:
             assert share is not None

@@ -107,7 +107,7 @@ class GroupedAttention(LayerAttention):
         if self._norms is not None:
             norms = self._norms.index_select(0, self._norm_of_head)
             qk = rms_norm(qk, norms + 1 if self._shape.zero_centered else norms, self._eps)
-        qk = self._rotary.turned(qk, *angles)
+        qk = self._rotary.rotate(qk, *angles)
         mixed = context.attend(layer, qk[:, :queries], qk[:, queries:], value, self._sinks)
         out = linear(mixed if gate is None else mixed * gate, self._output).add_(residual)
         return out if self._output_bias is None else out.add_(self._output_bias)
@@ -146,7 +146,7 @@ class LatentLayer(LayerAttention):
         latent, shared = self._times("kv_a_proj_with_mqa", x).split([m.kv_rank, m.rope_dim], -1)
         up = self._times("kv_b_proj", rms_norm(latent, self._tensors["kv_a_layernorm.weight"], self._eps))
         key, value = up.view(num, heads, -1).split([m.nope_dim, m.value_dim], -1)
-        turned = self._rotary.turned(as_halves(torch.cat((turning, shared[:, None]), 1)), *angles)
+        turned = self._rotary.rotate(as_halves(torch.cat((turning, shared[:, None]), 1)), *angles)
         query = torch.cat((still, turned[:, :heads]), -1)
         key = torch.cat((key, turned[:, heads:].expand(-1, heads, -1)), -1)
         mixed = context.attend(layer, self._wide(query), self._wide(key), self._wide(value), None)

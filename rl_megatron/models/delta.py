@@ -64,7 +64,7 @@ class _Parts(NamedTuple):
     """The results of every chunk that do not depend on the state before it."""
 
     values: Tensor  # [n, K, R, C, dv] values to write if that state is 0
-    known: Tensor  # [n, K, R, C, dk] reads the part of them that the state knows already
+    state_reads: Tensor  # [n, K, R, C, dk] reads the part of them that the state knows already
     reads: Tensor  # [n, K, R, C, dk] queries, decayed from that state on
     mixes: Tensor  # [n, K, R, C, C] weights with which queries read the chunk's own values
     writes: Tensor  # [n, K, R, C, dk] keys, decayed to the chunk's end
@@ -93,7 +93,7 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> _Parts:
     end = total[..., -1:]
     return _Parts(
         values=values,
-        known=known,
+        state_reads=known,
         reads=q[:, :, None] * from_start,
         mixes=(q @ k.mT)[:, :, None] * between,
         writes=keys * (end - total).exp()[..., None],
@@ -103,9 +103,11 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> _Parts:
 
 def _scan(parts: _Parts, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the state before each chunk [n, K, R, dk, dv], its writes [n, K, R, C, dv], and the last states."""
-    columns = (parts.values, parts.known, parts.writes, parts.keeps)
+    columns = (parts.values, parts.state_reads, parts.writes, parts.keeps)
     steps = zip(*(part.split(list(counts)) for part in columns), strict=True)
-    state = parts.values.new_zeros(*parts.known.shape[:3], parts.known.shape[-1], parts.values.shape[-1])[: counts[0]]
+    state = parts.values.new_zeros(*parts.state_reads.shape[:3], parts.state_reads.shape[-1], parts.values.shape[-1])[
+        : counts[0]
+    ]
     before, new = [], []
     for values, known, writes, keeps in steps:
         state = state[: len(values)]
@@ -185,7 +187,7 @@ class DeltaStates:
             torch.zeros(layers, rows, *size, dtype=torch.float32, device=device),
         )
 
-    def of(self, rows: Tensor) -> DeltaStates:
+    def select(self, rows: Tensor) -> DeltaStates:
         """Returns copies of ``rows``' states."""
         return DeltaStates(self.taps.index_select(1, rows), self.states.index_select(1, rows))
 

@@ -42,9 +42,9 @@ class PrefixCache:
     columns: Tensor
     remembered: DeltaStates
 
-    def of(self, sequences: Tensor) -> PrefixCache:
+    def select(self, sequences: Tensor) -> PrefixCache:
         """Returns copies of those of ``sequences``."""
-        return PrefixCache(self.columns.index_select(1, sequences), self.remembered.of(sequences))
+        return PrefixCache(self.columns.index_select(1, sequences), self.remembered.select(sequences))
 
 
 class KVCache(Context):
@@ -128,7 +128,7 @@ class KVCache(Context):
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies rows ``source`` over rows ``target`` (indices; no row is in both)."""
         self._bias[target] = self._bias[source]
-        self._remembered.write(target, self._remembered.of(source))
+        self._remembered.write(target, self._remembered.select(source))
         keys, values = self._keys[:, self._live_blocks], self._values[..., self._first : self._last, :]
         keys[:, :, target] = keys[:, :, source]
         values[:, target] = values[:, source]

@@ -119,7 +119,7 @@ class DecoderModel:
         [N, E] of ``noise`` for a layer's number is added to its router's logits.
         """
         x = self.embedding.index_select(0, tokens)
-        angles, first = self._rotary.at(positions), self.shape.moe_layers.start
+        angles, first = self._rotary.cos_sin(positions), self.shape.moe_layers.start
         for index, layer in enumerate(self.layers):
             x = layer.attention(index, x, layer.input_norm(x), angles, context)
             normed = layer.mlp_norm(x)

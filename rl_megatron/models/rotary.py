@@ -86,11 +86,11 @@ class RotaryTables:
         swapped = torch.cat((columns[half:turning], columns[:half], columns[turning:]))
         self._swapped = None if turning == width else swapped
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines of ``positions`` [N], each [N, heads * width]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
-    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x`` [N, heads, width] at the positions of ``cos`` and ``sin``, rotated."""
         # rotate_half: the halves swap places; the minus sign of the first half is in the table of sines.
         other = x.roll(self._width // 2, -1) if self._swapped is None else x.index_select(-1, self._swapped)

@@ -164,10 +164,11 @@ class ModelShape:
     With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each; draft
     layers of such a model have them so with ``stacked_drafts``.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
-    ``draft_layers`` after the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437). With ``drafts`` the
-    model has them too, each like the decoder's last layer, otherwise they are left out. Tensors with names that begin
-    with one of ``beside``, of draft layers without rows or of a tower for images, are never read. A model that
-    ``scores`` has one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
+    ``draft_layers`` after the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437). With
+    ``num_draft_layers`` the model has them too, each like the decoder's last layer, otherwise they are left out.
+    Tensors with names that begin with one of ``other_prefixes``, of draft layers without rows or of a tower for images,
+    are never read. A model that ``has_score_head`` has one output in place of the vocabulary's: transformers'
+    ``…ForSequenceClassification`` with one label.
 
     ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a custom family,
     as ``package.module:name``, so that every process that gets the shape can import it.
@@ -211,9 +212,9 @@ class ModelShape:
     shared_gate: bool = False
     zero_centered: bool = False
     draft_layers: int = 0
-    beside: tuple[str, ...] = ()
-    drafts: bool = False
-    scores: bool = False
+    other_prefixes: tuple[str, ...] = ()
+    num_draft_layers: bool = False
+    has_score_head: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -243,7 +244,7 @@ class ModelShape:
     @property
     def drafted(self) -> range:
         """The numbers of the model's draft layers, which follow those of the decoder's."""
-        return range(self.num_layers, self.num_layers + (self.draft_layers if self.drafts else 0))
+        return range(self.num_layers, self.num_layers + (self.draft_layers if self.num_draft_layers else 0))
 
     @property
     def uniform(self) -> bool:
@@ -276,7 +277,7 @@ class ModelShape:
     @property
     def outputs(self) -> int:
         """Number of values that the output layer has of a token: its logits, or its score."""
-        return 1 if self.scores else self.vocab_size
+        return 1 if self.has_score_head else self.vocab_size
 
     @property
     def _attention_columns(self) -> int:

@@ -23,7 +23,7 @@ class Route:
     """
 
     transport: str
-    over: str  # links from learner ranks to engines or writers of a file; "": none
+    link: str  # links from learner ranks to engines or writers of a file; "": none
     file: str | None = None
     shared: bool = False
 
@@ -34,7 +34,7 @@ class Route:
 
     def describe(self) -> str:
         """Returns the links that bytes cross, in order, for a line."""
-        return " and then through ".join(filter(None, (self.over, self.file)))
+        return " and then through ".join(filter(None, (self.link, self.file)))
 
 
 def route_of(config: RunConfig) -> Route:
@@ -45,19 +45,19 @@ def route_of(config: RunConfig) -> Route:
         file, shared = _served_file(config)
         alone = config.learner.dims.world_size == 1
         over = "" if alone else _over(config, learner_apart)
-        return Route(transport="file", over=over, file=file, shared=shared)
+        return Route(transport="file", link=over, file=file, shared=shared)
     if served and kind.direct:
         nodes = engine_nodes(config)
         together = any(node in range(config.slurm.nodes) for node in nodes)
         over = _over(config, learner_apart or any(nodes), together)
         last = ", to the learner rank beside each of the servers' ranks" if kind.last_hop else ""
-        return Route(transport=kind.name, over=over + last)
+        return Route(transport=kind.name, link=over + last)
     if served:
         file, shared = _served_file(config)
         alone = len(file_writer_ranks(config)[0]) == config.learner.dims.world_size  # they hold all that they write
         over = "" if alone else _over(config, learner_apart)
-        return Route(transport=kind.name, over=over, file=file, shared=shared)
-    return Route(transport=kind.name, over=_over(config, learner_apart))
+        return Route(transport=kind.name, link=over, file=file, shared=shared)
+    return Route(transport=kind.name, link=_over(config, learner_apart))
 
 
 def engine_nodes(config: RunConfig) -> list[int]:

@@ -19,8 +19,8 @@ class ServerPlacement:
     node: str
     gpus: tuple[int, ...]
     server: int = 0
-    part: int = 0  # index of this node within the server
-    shared: bool = False  # ranks may use its GPUs too
+    node_index: int = 0  # index of this node within the server
+    shares_gpus: bool = False  # ranks may use its GPUs too
 
 
 def describe_placements(seats: Sequence[ServerPlacement]) -> str:
@@ -35,9 +35,8 @@ def place_servers(
 ) -> tuple[ServerPlacement, ...]:
     """Places servers, spread evenly over the nodes in order. A server on several nodes has neighboring ones.
 
-    If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if there
-    are too few GPUs or nodes, or a tensor-parallel group would span nodes although ``nodes`` does not say so.
-    """
+    If servers share GPUs with the learner (``shares_gpus``), several servers may share a GPU. Raises ConfigError if
+    there are too few GPUs or nodes, or a tensor-parallel group would span nodes although ``nodes`` does not say so."""
     span = section.span(gpus_per_node)
     blocks = [nodes[i : i + span] for i in range(0, len(nodes) - span + 1, span)]
     count, own = section.count, section.ranks // span
@@ -58,8 +57,8 @@ def place_servers(
             node=node,
             gpus=tuple(range(firsts[i], firsts[i] + own)) if gpus_per_node else (),
             server=i,
-            part=part,
-            shared=shared and gpus_per_node > 0,
+            node_index=part,
+            shares_gpus=shared and gpus_per_node > 0,
         )
         for i in range(count)
         for part, node in enumerate(blocks[i // each])
@@ -189,6 +188,6 @@ def _in_turn(servers: int, own: int, gpus: int, *, first: int = 0, shared: bool 
     """Gives each server the next ``own`` GPUs, from the ``first`` on, in rotation."""
     starts = (first + i * own for i in range(servers))
     return tuple(
-        ServerPlacement(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i, shared=shared)
+        ServerPlacement(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i, shares_gpus=shared)
         for i, start in enumerate(starts)
     )

@@ -32,7 +32,7 @@ class EvalRequest:
     params: SamplingParams
     purpose: str = "evaluation"
     samples: int = 1
-    tell: Tell | None = None
+    on_progress: Tell | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,9 @@ class PolicySampler(GroupSource):
     rollout: RolloutSection
     stop_token_ids: tuple[int, ...]
     seed: int
-    poison: dict[str, str] = field(default_factory=dict)  # "<set>: <prompt id>" -> problem of a poison held-out prompt
+    dropped_prompts: dict[str, str] = field(
+        default_factory=dict
+    )  # "<set>: <prompt id>" -> problem of a poison held-out prompt
 
     def params(
         self,
@@ -69,24 +71,24 @@ class PolicySampler(GroupSource):
             router_noise=router_noise,
         )
 
-    def over(self, engine: RolloutEngine) -> Self:
+    def with_engine(self, engine: RolloutEngine) -> Self:
         """Returns a copy that samples from ``engine``."""
         return replace(self, engine=engine)
 
     @abstractmethod
-    async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
+    async def sample_eval(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples not to train on: log-probs may be of another distribution.
 
         Poison prompts are not requested again. Raises the errors of `groups`, and EngineError if more than 1 % of the
         prompts, and more than one, are poison.
         """
 
-    async def closed(self) -> None:
+    async def wait_closed(self) -> None:
         """Waits until resources of failed samples are released. Runs and evaluations call it at their end."""
 
-    def askable(self, asked: EvalRequest) -> list[int]:
+    def healthy_prompts(self, asked: EvalRequest) -> list[int]:
         """Returns the places of the prompts that are not known as poison."""
-        known = self.poison
+        known = self.dropped_prompts
         return [i for i, prompt in enumerate(asked.prompts) if f"{asked.purpose}: {prompt.id}" not in known]
 
     def among_poison(
@@ -97,8 +99,10 @@ class PolicySampler(GroupSource):
         found = dict(zip(places, answered, strict=True))
         for place, one in found.items():
             if one.reason == "poison":
-                self.poison[f"{purpose}: {prompts[place].id}"] = one.problem
-        poison = [said for prompt in prompts if (said := self.poison.get(f"{purpose}: {prompt.id}")) is not None]
+                self.dropped_prompts[f"{purpose}: {prompts[place].id}"] = one.problem
+        poison = [
+            said for prompt in prompts if (said := self.dropped_prompts.get(f"{purpose}: {prompt.id}")) is not None
+        ]
         if len(poison) > max(1, POISON_SHARE * len(prompts)):
             raise EngineError(
                 f"{len(poison)} of {len(prompts)} held-out prompts ended servers or were refused, so an accuracy "
@@ -122,14 +126,14 @@ class LowPriorityEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """Generates with the engine, once fewer requests are in flight."""
         async with self._free:
-            return await self._engine.generate(replace(request, birth=LOWEST_PRIORITY))
+            return await self._engine.generate(replace(request, start_version=LOWEST_PRIORITY))
 
     @override
-    def so_far(self, request_id: str) -> Completion | None:
+    def partial_completion(self, request_id: str) -> Completion | None:
         """Returns the engine's partial completion."""
-        return self._engine.so_far(request_id)
+        return self._engine.partial_completion(request_id)
 
     @override
-    async def interrupt(self) -> None:
+    async def collect_partials(self) -> None:
         """Interrupts the engine."""
-        await self._engine.interrupt()
+        await self._engine.collect_partials()

@@ -42,7 +42,7 @@ async def traced_generate(
     with _IN_FLIGHT.during("generate", request=request.id) as span:
         completions = tuple(await engine.generate(request))
         span.say(**_said(completions))
-    stop, begun = request.params.stop, request.begun is not None
+    stop, begun = request.params.stop, request.partial is not None
     joined = [begun or one.continued or len(one.spans) > 1 for one in completions] if stop else []
     if any(joined):
         return await asyncio.to_thread(
@@ -94,12 +94,14 @@ class RolloutSampler(PolicySampler):
     reward_function: RewardFunction
     decode: Callable[[Sequence[int]], str]
     reward: RewardSection
-    own_rewards: Mapping[str, RewardSection] = field(default_factory=dict)  # source -> its section, if not ``reward``
+    source_rewards: Mapping[str, RewardSection] = field(
+        default_factory=dict
+    )  # source -> its section, if not ``reward``
     greedy_baseline: bool = False  # each group also gets a greedy completion
     columns: tuple[str, ...] = ()  # columns to request with completions that are trained on
     hooks: tuple[SamplerHooks, ...] = ()  # the hooks of features
     demonstrate: Callable[[Prompt], Completion] | None = None  # returns a group's demonstration, which is not sampled
-    apart: bool = False  # send every completion of a group as its own request
+    one_request_each: bool = False  # send every completion of a group as its own request
     sampled: dict[str, Completion] = field(default_factory=dict)  # request id -> completion of an unscored group
 
     @override
@@ -124,7 +126,7 @@ class RolloutSampler(PolicySampler):
             async with task_group() as tasks:
                 running = [tasks.create_task(self._with_demonstration(one, self.demonstrate)) for one in answered]
             answered = [task.result() for task in running]
-        return [one if one.group is None else await self._in_steps(one, one.group) for one in answered]
+        return [one if one.group is None else await self._split_steps(one, one.group) for one in answered]
 
     async def _with_demonstration(
         self, sampled: GroupResult, demonstrate: Callable[[Prompt], Completion]
@@ -139,34 +141,35 @@ class RolloutSampler(PolicySampler):
             return replace(sampled, group=None, reason=shown.reason, demonstrated=shown.scored, left_out_tokens=tokens)
         return replace(sampled, group=replace(sampled.group, demonstration=shown.group), demonstrated=shown.scored)
 
-    async def _in_steps(self, answered: GroupResult, group: RolloutGroup) -> GroupResult:
+    async def _split_steps(self, answered: GroupResult, group: RolloutGroup) -> GroupResult:
         """Returns the result with the turns that the reward distinguished."""
         if not any(one.steps for one in answered.scored):
             return answered
         return replace(answered, group=await asyncio.to_thread(split_into_steps, group, answered.scored, self.decode))
 
     @override
-    async def interrupt(self) -> None:
+    async def collect_partials(self) -> None:
         """Makes the engine report the tokens that its running requests have sampled."""
-        await self.engine.interrupt()
+        await self.engine.collect_partials()
 
     @override
-    def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
+    def partial_completion(self, drawn: Draw) -> tuple[Completion | None, ...]:
         """Returns the partial completions, or an empty tuple, for example if a group is one request."""
         names = [_part(f"{drawn.name()}: {drawn.prompt.id}", i) for i in range(self.rollout.group_size)]
         before = drawn.begun or (None,) * len(names)
         known = [
-            self.sampled.get(name) or self.engine.so_far(name) or one for name, one in zip(names, before, strict=True)
+            self.sampled.get(name) or self.engine.partial_completion(name) or one
+            for name, one in zip(names, before, strict=True)
         ]
         return tuple(known) if any(one is not None for one in known) else ()
 
     @override
-    async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
+    async def sample_eval(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples like `PolicySampler.held_out`, and scores the completions."""
-        places, names = self.askable(asked), list(_distinct_purposes(asked.purpose, asked.prompts))
+        places, names = self.healthy_prompts(asked), list(_distinct_purposes(asked.purpose, asked.prompts))
         named = [(asked.prompts[place], names[place]) for place in places]
         answered = await self._run(
-            named, asked.samples, asked.params, ahead=True, exact_logprobs=False, tell=asked.tell
+            named, asked.samples, asked.params, ahead=True, exact_logprobs=False, tell=asked.on_progress
         )
         return self.among_poison(asked, places, answered)
 
@@ -192,7 +195,7 @@ class RolloutSampler(PolicySampler):
                     self._request(prompt, name, count, params),
                     columns=columns,
                     exact_logprobs=exact_logprobs,
-                    ahead=ahead,
+                    skips_queue=ahead,
                     max_seconds=max_seconds,
                 )
                 running.append(tasks.create_task(self._group(prompt, request, begun)))
@@ -223,7 +226,7 @@ class RolloutSampler(PolicySampler):
     async def _sampled(
         self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
     ) -> GroupResult:
-        if begun is None or not (self.apart or (self.rollout.served and begun[request.id])):
+        if begun is None or not (self.one_request_each or (self.rollout.served and begun[request.id])):
             return await self._scored(prompt, await self._generated(request), request)
         before = begun[request.id] or (None,) * request.num_completions
         parts = [_single_request(request, i, one) for i, one in enumerate(before)]
@@ -242,7 +245,7 @@ class RolloutSampler(PolicySampler):
 
     async def _generated(self, request: GenerationRequest) -> tuple[Completion, ...]:
         def keep(completion: Completion) -> None:
-            if request.group is not None:
+            if request.prefix_group is not None:
                 self.sampled[request.id] = completion
 
         generate = partial(traced_generate, self.engine, decode=self.decode)
@@ -255,7 +258,7 @@ class RolloutSampler(PolicySampler):
         self, prompt: Prompt, completions: tuple[Completion, ...], request: GenerationRequest | None
     ) -> GroupResult:
         """Scores completions. ``request`` is theirs, or None for a demonstration."""
-        section = self.own_rewards.get(prompt.source, self.reward)
+        section = self.source_rewards.get(prompt.source, self.reward)
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         with _SCORING.during("reward", prompt=prompt.id):
             scored = await score(self.reward_function, prompt, completions, texts, limit=section.timeout_seconds)
@@ -292,8 +295,8 @@ def _single_request(request: GenerationRequest, place: int, begun: Completion | 
         id=_part(request.id, place),
         num_completions=1,
         params=replace(request.params, seed=text_seed(f"{request.params.seed} {place}")),
-        begun=begun,
-        group=request.id,
+        partial=begun,
+        prefix_group=request.id,
     )
 
 
@@ -325,17 +328,17 @@ def _distinct_purposes(purpose: str, prompts: Sequence[Prompt]) -> Iterator[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSampler(PolicySampler):
-    """Samples each source's prompts with the source's own sampler, or the ``usual`` one. Several prompts in one call
+    """Samples each source's prompts with the source's own sampler, or the ``default`` one. Several prompts in one call
     are sampled source by source, because an engine in the learner's processes samples one batch at a time. In a run
     with servers each prompt has its own call."""
 
-    usual: PolicySampler
-    own: Mapping[str, PolicySampler]  # samplers of sources that have their own, by source
+    default: PolicySampler
+    source_samplers: Mapping[str, PolicySampler]  # samplers of sources that have their own, by source
 
     @override
-    def over(self, engine: RolloutEngine) -> Self:
-        own = {name: sampler.over(engine) for name, sampler in self.own.items()}
-        return replace(self, engine=engine, usual=self.usual.over(engine), own=own)
+    def with_engine(self, engine: RolloutEngine) -> Self:
+        own = {name: sampler.with_engine(engine) for name, sampler in self.source_samplers.items()}
+        return replace(self, engine=engine, default=self.default.with_engine(engine), source_samplers=own)
 
     @override
     async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
@@ -346,30 +349,30 @@ class SourceSampler(PolicySampler):
         return [found[place] for place in range(len(drawn))]
 
     @override
-    async def interrupt(self) -> None:
-        for sampler in (self.usual, *self.own.values()):
-            await sampler.interrupt()
+    async def collect_partials(self) -> None:
+        for sampler in (self.default, *self.source_samplers.values()):
+            await sampler.collect_partials()
 
     @override
-    def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
-        return self._of(drawn.prompt).so_far(drawn)
+    def partial_completion(self, drawn: Draw) -> tuple[Completion | None, ...]:
+        return self._of(drawn.prompt).partial_completion(drawn)
 
     @override
-    async def held_out(self, asked: EvalRequest) -> list[GroupResult]:
+    async def sample_eval(self, asked: EvalRequest) -> list[GroupResult]:
         """Samples like `PolicySampler.held_out`. The limit of poison applies to each source's prompts."""
         found = dict[int, GroupResult]()
         for sampler, places in self._parts(asked.prompts):
-            part = await sampler.held_out(replace(asked, prompts=[asked.prompts[place] for place in places]))
+            part = await sampler.sample_eval(replace(asked, prompts=[asked.prompts[place] for place in places]))
             found |= dict(zip(places, part, strict=True))
         return [found[place] for place in range(len(asked.prompts))]
 
     @override
-    async def closed(self) -> None:
-        for sampler in (self.usual, *self.own.values()):
-            await sampler.closed()
+    async def wait_closed(self) -> None:
+        for sampler in (self.default, *self.source_samplers.values()):
+            await sampler.wait_closed()
 
     def _of(self, prompt: Prompt) -> PolicySampler:
-        return self.own.get(prompt.source, self.usual)
+        return self.source_samplers.get(prompt.source, self.default)
 
     def _parts(self, prompts: Sequence[Prompt]) -> list[tuple[PolicySampler, list[int]]]:
         """Returns each sampler with the places of its prompts. The first prompt's sampler is first."""

@@ -112,7 +112,7 @@ class PendingPrompt:
     answered: GroupResult | None = None  # None until its group is scored
 
     @property
-    def kept(self) -> bool:
+    def is_trainable(self) -> bool:
         """True if its group can be trained on."""
         return self.answered is not None and self.answered.group is not None
 
@@ -131,7 +131,7 @@ class RolloutBatch:
     reward_sum: float = 0.0  # sum over these completions
     num_tokens: int = 0  # sampled, including those of dropped groups and trajectories
     reward_errors: int = 0  # completions with a reward that raised, timed out or was not finite
-    late_rewards: int = 0  # completions with a reward that timed out
+    timed_out_rewards: int = 0  # completions with a reward that timed out
     dropped_groups: int = 0  # groups dropped for another reason than no gradient
     filtered_groups: int = 0  # groups dropped because they give no gradient
     part_sums: Mapping[str, float] = field(default_factory=dict)  # name -> sum of a weighted reward's part, unweighted
@@ -139,7 +139,7 @@ class RolloutBatch:
     places: tuple[PendingPrompt, ...] = ()  # drawn prompts of all these groups, also dropped ones
 
     @classmethod
-    def of(cls, answered: Sequence[GroupResult]) -> RolloutBatch:
+    def from_results(cls, answered: Sequence[GroupResult]) -> RolloutBatch:
         """Makes a batch of these results. Its groups are in their order."""
         rewards = [reward for one in answered for reward in one.rewards]
         scored = [scored for one in answered for scored in (*one.scored, *one.greedy, *one.demonstrated)]
@@ -152,7 +152,7 @@ class RolloutBatch:
             reward_sum=math.fsum(rewards),
             num_tokens=sum(map(sampled_tokens, groups)) + sum(one.left_out_tokens for one in answered),
             reward_errors=sum(one.error is not None for one in scored),
-            late_rewards=sum(one.late for one in scored),
+            timed_out_rewards=sum(one.late for one in scored),
             dropped_groups=len(answered) - len(groups) - filtered,
             filtered_groups=filtered,
             part_sums={name: math.fsum(one[name] for one in parts if name in one) for name in names},
@@ -177,11 +177,11 @@ class GroupSource(Protocol):
         """Returns a group of each prompt, in order. All are requested together and continue the tokens ``begun``."""
         ...
 
-    async def interrupt(self) -> None:
-        """Makes `so_far` include every token sampled up to now. Sampling continues."""
+    async def collect_partials(self) -> None:
+        """Makes `partial_completion` include every token sampled up to now. Sampling continues."""
         ...
 
-    def so_far(self, drawn: Draw) -> tuple[Completion | None, ...]:
+    def partial_completion(self, drawn: Draw) -> tuple[Completion | None, ...]:
         """Returns the partial completions of a group in flight, or an empty tuple."""
         ...
 
@@ -248,11 +248,11 @@ class RolloutStream:
         """Begins a group as the rule allows. Its task draws, sends, and admits the next. In the learner's processes it
         begins one batch, if no other is being sampled."""
         ended = self._closed or self._failure is not None
-        if self._may_send and not (ended or self._begins) and (self._unsent or self._room > 0):
+        if self._can_send and not (ended or self._begins) and (self._unsent or self._room > 0):
             self._begins = True
             task = asyncio.get_running_loop().create_task(self._sample(1 if self._apart else self._size))
             self._tasks.add(task)
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._on_finished)
 
     async def take(self, step: int) -> RolloutBatch:
         """Returns the batch of ``step``, which follows the last pushed version. It is smaller if groups were dropped.
@@ -261,21 +261,23 @@ class RolloutStream:
         """
         assert step == self.version + 1 <= self._until, (step, self.version, self._until)
         chosen = await self._next(step)
-        while not (kept := [one for one in chosen if one.kept]) and self._may_open(self._size):
+        while not (kept := [one for one in chosen if one.is_trainable]) and self._can_refill(self._size):
             self._left_out += chosen
-            self._open(self._size)
+            self._refill_place(self._size)
             chosen = await self._next(step)
-        dropped = [*(one for one in chosen if not one.kept), *self._left_out]
+        dropped = [*(one for one in chosen if not one.is_trainable), *self._left_out]
         self._left_out = []
         lines = await asyncio.to_thread(ledger_lines, step, places := (*kept, *dropped))
-        batch = await asyncio.to_thread(RolloutBatch.of, [one.answered for one in places if one.answered is not None])
+        batch = await asyncio.to_thread(
+            RolloutBatch.from_results, [one.answered for one in places if one.answered is not None]
+        )
         self._ledger.end(kept, dropped, lines)
         self._ledger.check(self._drawn)
         await asyncio.to_thread(self._ledger.write, lines)
         self._adapt()
         return replace(batch, places=places)
 
-    async def settled(self) -> None:
+    async def wait_until_pushable(self) -> None:
         """Waits until weights may be pushed: an engine in the learner's processes must have sampled all drawn prompts.
 
         Raises like ``take``.
@@ -284,7 +286,7 @@ class RolloutStream:
             await self._change()
         self._check()
 
-    def pushed(self, version: int) -> None:
+    def on_push(self, version: int) -> None:
         """Admits as the new version allows. With k = 0, or in the learner's processes, the next ``take`` does."""
         self.version = version
         self._met = self._ledger.row()["ledger/in_flight"]
@@ -304,13 +306,14 @@ class RolloutStream:
         self._idle = 0.0
         return row
 
-    async def interrupt(self) -> None:
+    async def collect_partials(self) -> None:
         """Makes ``state`` include every token of the completions that are being sampled."""
         if self._tasks:
-            await self._source.interrupt()
+            await self._source.collect_partials()
 
     def state(self) -> StreamState:
-        """Returns the state for ``restore``, with the tokens that `interrupt` found. Must be called between steps."""
+        """Returns the state for ``restore``, with the tokens that `collect_partials` found. Must be called between
+        steps."""
         return StreamState(
             version=self.version,
             drawn=self._drawn,
@@ -319,13 +322,13 @@ class RolloutStream:
             ahead=self._ahead,
             calm=self._calm,
             batch=tuple(self._batch.elements()),
-            places=tuple(map(self._with_tokens, self._places.values())),
+            places=tuple(map(self._with_partial_tokens, self._places.values())),
             left_out=tuple(self._left_out),
             ledger=self._ledger.state(),
             poison=tuple(self._poison),
         )
 
-    def start_over(self) -> None:
+    def restart(self) -> None:
         """Starts at the first prompt and removes the ledger of a run that was killed before its first checkpoint."""
         self._ledger.restore(LedgerState(), -1, ())
 
@@ -352,10 +355,10 @@ class RolloutStream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _with_tokens(self, place: PendingPrompt) -> PendingPrompt:
+    def _with_partial_tokens(self, place: PendingPrompt) -> PendingPrompt:
         if place.answered is not None:
             return place
-        begun = self._source.so_far(place.drawn)
+        begun = self._source.partial_completion(place.drawn)
         return replace(place, drawn=replace(place.drawn, begun=begun))
 
     def _sendable(self, most: int) -> list[PendingPrompt]:
@@ -369,13 +372,13 @@ class RolloutStream:
         return min(self.version + self._ahead + 1, self._until) * self._size + self._opened - self._drawn
 
     @property
-    def _may_send(self) -> bool:
+    def _can_send(self) -> bool:
         """True if ``rollout.max_in_flight`` allows one more group (a task). A batch is sampled without another."""
         most = self._section.max_in_flight
         return (most is None or len(self._tasks) < most // self._section.group_size) if self._apart else not self._tasks
 
     def _draw(self) -> PendingPrompt:
-        (prompt,) = self._prompts.take(1)
+        (prompt,) = self._prompts.next_prompts(1)
         ordinal, self._drawn = self._drawn, self._drawn + 1
         if ordinal % self._size == 0:
             self._batch.clear()
@@ -402,7 +405,7 @@ class RolloutStream:
         for place, answered in zip(places, answers, strict=True):
             self._answer(place, answered)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         try:
             if not task.cancelled():
@@ -425,14 +428,14 @@ class RolloutStream:
             tokens = answered.left_out_tokens + sampled_tokens(group)
             answered = replace(answered, group=None, reason=self._untaught, left_out_tokens=tokens)
         if answered.reason == "poison":
-            self._prompts.leave_out(place.drawn.prompt)
+            self._prompts.exclude(place.drawn.prompt)
             self._count_poison(place.drawn, answered.problem)
         place = replace(place, answered=answered)
-        self._ledger.move([place.drawn.ordinal], "buffered" if place.kept else "left_out")
-        if not place.kept and section.dynamic_sampling == "refill" and self._credit:
+        self._ledger.move([place.drawn.ordinal], "buffered" if place.is_trainable else "left_out")
+        if not place.is_trainable and section.dynamic_sampling == "refill" and self._credit:
             self._left_out.append(place)
             self._remove(place)
-            self._open(1)
+            self._refill_place(1)
         else:
             self._places[place.drawn.ordinal] = place
             insort(self._ready, place.key)
@@ -451,7 +454,7 @@ class RolloutStream:
     async def _next(self, step: int) -> list[PendingPrompt]:
         """Takes G places out of the stream, once a step may."""
         self.admit()
-        while not self._may_give(step):
+        while not self._can_give(step):
             await self._change()
         self._check()
         chosen, self._ready = self._ready[: self._size], self._ready[self._size :]
@@ -460,7 +463,7 @@ class RolloutStream:
             self._remove(place)
         return places
 
-    def _may_give(self, step: int) -> bool:
+    def _can_give(self, step: int) -> bool:
         """True if G groups are finished, and taking those due first leaves a place for each other by its due step.
         Without staleness a step waits for all sampling, because none may be in flight at a push.
         """
@@ -495,11 +498,11 @@ class RolloutStream:
         if not self._dues[place.due]:
             del self._dues[place.due]
 
-    def _open(self, places: int) -> None:
+    def _refill_place(self, places: int) -> None:
         self._opened += places
         self._credit -= places
 
-    def _may_open(self, places: int) -> bool:
+    def _can_refill(self, places: int) -> bool:
         return self._section.dynamic_sampling != "off" and self._credit >= places
 
     @property

@@ -208,10 +208,10 @@ class PendingCheckpoint:
         self._hurry = asyncio.Event()
         self._thread: asyncio.Task[None] | None = None
         self._saved = asyncio.create_task(self._complete())
-        self._saved.add_done_callback(self._seen)
+        self._saved.add_done_callback(self._retrieve_error)
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """True while it is being written; a second Ctrl-C cancels that, like every task."""
         return not self._saved.done() and not self._saved.cancelling()
 
@@ -228,7 +228,7 @@ class PendingCheckpoint:
         self._hurry.set()
         return await asyncio.shield(self._saved)
 
-    async def settled(self) -> None:
+    async def wait(self) -> None:
         """Stops waiting for ranks, and waits until no thread works on the folder. Raises nothing of the save's."""
         self._saved.cancel()
         await asyncio.wait({self._saved, self._thread or self._saved})
@@ -248,7 +248,7 @@ class PendingCheckpoint:
             raise
 
     async def _published(self) -> SavedShards:
-        written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
+        written = await asyncio.gather(*(saving.finalize() for saving in self._savings.values()))
         named = zip(self._savings, written, strict=True)
         files = {f"{name}/{file}": digest for name, one in named for file, digest in one.files.items()}
         self._thread = asyncio.create_task(asyncio.to_thread(self._publish, files))
@@ -259,14 +259,14 @@ class PendingCheckpoint:
     async def _until_written(self) -> None:
         """Polls ranks, which answer between their passes, each after a quarter of the time that it writes already."""
         began = timeline.now()
-        while not self._hurry.is_set() and not all([await saving.written() for saving in self._savings.values()]):
+        while not self._hurry.is_set() and not all([await saving.is_written() for saving in self._savings.values()]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(_FIRST_LOOK, (timeline.now() - began) / 4e9)):
                     await self._hurry.wait()
         for saving in self._savings.values():
-            await saving.written(wait=True)
+            await saving.is_written(wait=True)
 
-    def _seen(self, task: asyncio.Task[SavedShards]) -> None:
+    def _retrieve_error(self, task: asyncio.Task[SavedShards]) -> None:
         """Records the ended save, and takes its error: of a run that failed before, asyncio would warn of it."""
         timeline.keep(timeline.SAVES, self.folder.name, self._began, timeline.now())
         if not task.cancelled():

@@ -115,15 +115,17 @@ def _summed(
     """
     total, largest = torch.zeros(2, len(ids), dtype=torch.float64)
     for part in _parts_of(groups):
-        above = part.weights * row_advantages(part.values, ids[part.of], lengths[part.of], section, mean=mean, std=std)
-        total[part.of] += above
-        largest[part.of] = largest[part.of].maximum(above.abs())
+        above = part.weights * row_advantages(
+            part.values, ids[part.trajectories], lengths[part.trajectories], section, mean=mean, std=std
+        )
+        total[part.trajectories] += above
+        largest[part.trajectories] = largest[part.trajectories].maximum(above.abs())
     return torch.where(total.abs() > ROUNDING * largest, total, 0.0), largest
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    of: Tensor  # [k] int64, the trajectories
+    trajectories: Tensor  # [k] int64, the trajectories
     values: Tensor  # [k] float32
     weights: Tensor  # [k] float64
 
@@ -198,7 +200,7 @@ def groups_with_gradient(
     if section.credit == "turn":
         turns = rewarded_turns(groups, judged, section)
         alike = dense(turns.baseline_of)
-        some = _teaching(turns.compared, alike, turns.lengths, section)[alike]
+        some = _teaching(turns.values, alike, turns.lengths, section)[alike]
         teach = segment_sum(some.int(), ids[turns.trajectory_of], len(groups)) > 0
         if section.turn_weight is not None:
             teach |= _teaching(judged, ids, sampled_counts(groups), section)
@@ -230,12 +232,12 @@ def _teaching(rewards: Tensor, ids: Tensor, lengths: Tensor, section: AlgorithmS
 class RewardedTurns:
     """The turns of all trajectories, in the order in which they were sampled, and what of each is compared."""
 
-    compared: Tensor  # [n] float32, rewards or returns
+    values: Tensor  # [n] float32, rewards or returns
     lengths: Tensor  # [n] tokens
-    in_rows: Tensor  # [n] their places here, in the order of rows
+    row_order: Tensor  # [n] their places here, in the order of rows
     trajectory_of: Tensor  # [n]
     baseline_of: Tensor  # [n] those with an equal number are compared
-    each: Tensor  # [K] turns of each trajectory
+    turns_per_trajectory: Tensor  # [K] turns of each trajectory
 
 
 def rewarded_turns(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> RewardedTurns:
@@ -260,12 +262,12 @@ def rewarded_turns(groups: Sequence[RolloutGroup], judged: Tensor, section: Algo
     if section.turn_compared == "returns":
         rewards = discounted_sum(rewards, each, torch.tensor([section.gamma_turn], dtype=torch.float64))
     return RewardedTurns(
-        compared=rewards.float(),
+        values=rewards.float(),
         lengths=torch.tensor([len(turn.logprobs) for turn in turns]),
-        in_rows=torch.from_numpy(np.lexsort((np.array(numbers), trajectory_of.numpy())).argsort()),
+        row_order=torch.from_numpy(np.lexsort((np.array(numbers), trajectory_of.numpy())).argsort()),
         trajectory_of=trajectory_of,
         baseline_of=_BASELINES[section.turn_baseline](groups, each),
-        each=each,
+        turns_per_trajectory=each,
     )
 
 
@@ -404,9 +406,9 @@ def _of_sequences(values: Tensor, samples: Samples) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Credit:
-    of_completions: Tensor  # [K] rewards minus their baseline
-    of_tokens: Tensor  # [N] the reward of each token by itself
-    goes_on: Tensor  # [K] bool, whether to bootstrap from ``next_values``
+    completion_credit: Tensor  # [K] rewards minus their baseline
+    token_credit: Tensor  # [N] the reward of each token by itself
+    bootstraps: Tensor  # [K] bool, whether to bootstrap from ``next_values``
     next_values: Tensor | None  # [S]
     logit_norms: Tensor | None  # [N]
     group_of: Tensor  # [K]
@@ -417,11 +419,11 @@ class _Credit:
                 f"algorithm.credit={section.credit} goes from token to token, but here trajectories have several rows: "
                 "the context of a later turn does not extend the row before it. Set credit=completion or turn"
             )
-        return last_token_rewards(self.of_completions, samples.mask, samples.cu_seqlens) + self.of_tokens
+        return last_token_rewards(self.completion_credit, samples.mask, samples.cu_seqlens) + self.token_credit
 
 
 def _by_completion(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    everywhere = np.repeat(_of_sequences(credit.of_completions, samples).numpy(), samples.cu_seqlens.diff().numpy())
+    everywhere = np.repeat(_of_sequences(credit.completion_credit, samples).numpy(), samples.cu_seqlens.diff().numpy())
     return replace(samples, advantages=torch.from_numpy(everywhere).mul_(samples.mask))
 
 
@@ -454,7 +456,7 @@ def _generalized(samples: Samples, credit: _Credit, section: AlgorithmSection) -
             samples.mask,
             samples.cu_seqlens,
             next_values=after,
-            truncated=credit.goes_on,
+            truncated=credit.bootstraps,
             gamma=section.gamma,
             lam=lam,
         )
@@ -470,14 +472,14 @@ def _generalized(samples: Samples, credit: _Credit, section: AlgorithmSection) -
 def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
     """Gives the tokens of a turn, which are masked in one turn after another, its advantage, added to the ``whole``
     completion's [K] under ``turn_weight``."""
-    of_turns = row_advantages(turns.compared, turns.baseline_of, turns.lengths, section)
+    of_turns = row_advantages(turns.values, turns.baseline_of, turns.lengths, section)
     if section.turn_compared == "rewards":
-        of_turns = turn_advantages(of_turns, turns.each, gamma=section.gamma_turn)
+        of_turns = turn_advantages(of_turns, turns.turns_per_trajectory, gamma=section.gamma_turn)
     if whole is not None:
         assert section.turn_weight is not None
         of_turns = whole[turns.trajectory_of] + section.turn_weight * of_turns
     advantages = torch.zeros_like(samples.advantages)
-    advantages[samples.mask] = torch.repeat_interleave(of_turns[turns.in_rows], turns.lengths[turns.in_rows])
+    advantages[samples.mask] = torch.repeat_interleave(of_turns[turns.row_order], turns.lengths[turns.row_order])
     return replace(samples, advantages=advantages)
 
 

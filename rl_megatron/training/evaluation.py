@@ -25,7 +25,9 @@ class Evaluator:
     """Measures ``sets`` with the weights that were pushed last, one after the other. The first gives eval/accuracy."""
 
     sampler: PolicySampler
-    own: Mapping[str, PolicySampler] = field(default_factory=dict)  # set's name -> its own sampler, if it has one
+    own_samplers: Mapping[str, PolicySampler] = field(
+        default_factory=dict
+    )  # set's name -> its own sampler, if it has one
     sets: Sequence[EvalSet]
     section: EvalSection
     last_step: int  # all sets without steps of their own are due after it
@@ -40,7 +42,7 @@ class Evaluator:
         row: Row = {}
         own = sampled = 0
         for one in self.sets[:1] if step is None else self._due(step):
-            measured = await measure(self.own.get(one.name or "", self.sampler), one, self.section)
+            measured = await measure(self.own_samplers.get(one.name or "", self.sampler), one, self.section)
             own += measured.versions.get(pushed, 0) if pushed is not None else 0
             sampled += sum(measured.versions.values())
             if one is self.sets[0]:
@@ -52,10 +54,10 @@ class Evaluator:
             row["eval/current_version_fraction"] = own / sampled
         return row
 
-    async def closed(self) -> None:
+    async def wait_closed(self) -> None:
         """Waits for what its samplers still release, of training's groups too where these are from ``sampler``."""
-        for one in (self.sampler, *self.own.values()):
-            await one.closed()
+        for one in (self.sampler, *self.own_samplers.values()):
+            await one.wait_closed()
 
     def _due(self, step: int) -> list[EvalSet]:
         last = step == self.last_step
@@ -71,16 +73,16 @@ class BackgroundEvaluator:
 
     evaluation: Evaluator
     recorder: Recorder
-    at_once: int | None = None  # the most requests that servers have at a time; None: all
+    max_requests: int | None = None  # the most requests that servers have at a time; None: all
     step: int = 0  # step of the last evaluation that began
     _measures: Evaluator = field(init=False)
     _running: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         given = self.evaluation
-        engine = LowPriorityEngine(given.sampler.engine, self.at_once)
-        own = {name: sampler.over(engine) for name, sampler in given.own.items()}
-        self._measures = replace(given, sampler=given.sampler.over(engine), own=own)
+        engine = LowPriorityEngine(given.sampler.engine, self.max_requests)
+        own = {name: sampler.with_engine(engine) for name, sampler in given.own_samplers.items()}
+        self._measures = replace(given, sampler=given.sampler.with_engine(engine), own_samplers=own)
 
     def begin(self, step: int) -> None:
         """Evaluates the weights that were just pushed after ``step``, unless an earlier evaluation is still running.

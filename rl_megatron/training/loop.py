@@ -27,7 +27,7 @@ class Intervals:
     """
 
     steps: int
-    rows: int  # steps between rows of metrics
+    metrics: int  # steps between rows of metrics
     evaluations: int
     checkpoints: int | None  # None: only when a stop is requested
     sets_due: Callable[[int], bool] | None = None  # true if a set of problems with steps of its own is due after a step
@@ -59,11 +59,11 @@ class Job(Protocol):
         """Returns metrics of the present weights on held-out data. A stop cancels it."""
         ...
 
-    def enough(self, row: Row) -> bool:
+    def should_stop(self, row: Row) -> bool:
         """True if the job ends early, with the step of this row."""
         ...
 
-    async def before_save(self, stop: asyncio.Event) -> None:
+    async def flush(self, stop: asyncio.Event) -> None:
         """Makes ``state`` include all pending work. Called right before it. Waits for no evaluation once ``stop`` is
         set."""
         ...
@@ -103,11 +103,11 @@ class Loop:
     stop: asyncio.Event
     profiled: Callable[[int], AbstractAsyncContextManager[None]] = _not_profiled  # while a step's work is done
     async_save: bool = True  # steps continue while a checkpoint is written
-    done: int = 0  # steps
-    saved: int | None = None  # the step of the newest checkpoint, which may be in hand; None before the first
-    in_hand: PendingCheckpoint | None = None
-    put_off: Row | None = None  # the row of step ``done``, where a stop put off its evaluation
-    resumed: Path | None = None  # the checkpoint
+    steps_done: int = 0  # steps
+    last_saved: int | None = None  # the step of the newest checkpoint, which may be in hand; None before the first
+    pending_save: PendingCheckpoint | None = None
+    postponed_row: Row | None = None  # the row of step ``steps_done``, where a stop put off its evaluation
+    resumed_from: Path | None = None  # the checkpoint
 
     async def run(self) -> bool:
         """Makes all steps. Returns False if a stop ended the job early; a checkpoint is then written.
@@ -117,40 +117,42 @@ class Loop:
         try:
             return await self._run()
         except (Exception, asyncio.CancelledError) as error:
-            await self._keep_in_hand(error)
+            await self._complete_pending_save(error)
             raise
         finally:
-            if self.in_hand is not None:
-                await self.in_hand.settled()
+            if self.pending_save is not None:
+                await self.pending_save.wait()
             await self.job.close()
 
     async def _run(self) -> bool:
         ended = await self._start()
         watch = Stopwatch()
         while not ended and not self.stop.is_set():
-            self.done += 1
-            async with self.profiled(self.done):
-                row = await self.job.step(self.done, watch)
-            self._look_at_save(watch)
+            self.steps_done += 1
+            async with self.profiled(self.steps_done):
+                row = await self.job.step(self.steps_done, watch)
+            self._poll_save(watch)
             measured: Row | None = {}
-            if self._due(self.pace.evaluations) or (self.pace.sets_due is not None and self.pace.sets_due(self.done)):
+            if self._due(self.pace.evaluations) or (
+                self.pace.sets_due is not None and self.pace.sets_due(self.steps_done)
+            ):
                 measured = await self._evaluated(watch)
                 row |= measured or {}
-            if self._due(self.pace.rows):
+            if self._due(self.pace.metrics):
                 # before the checkpoint: a resume keeps rows up to its step
                 written, watch = await self.recorder.write(row | watch.row()), Stopwatch()
-                self.put_off = written if measured is None else None
+                self.postponed_row = written if measured is None else None
             if self.pace.checkpoints is not None and self._due(self.pace.checkpoints):
                 await self.save(watch, row.get("eval/accuracy"))
-            ended = self.done >= self.pace.steps or self.job.enough(row)
-        if not ended and self.saved != self.done:
+            ended = self.steps_done >= self.pace.steps or self.job.should_stop(row)
+        if not ended and self.last_saved != self.steps_done:
             await self.save(watch)
         await self._finish_save(watch)
         return ended
 
     async def _start(self) -> bool:
         """Returns whether no step is left."""
-        fresh, watch, enough = self.saved is None, Stopwatch(), False
+        fresh, watch, enough = self.last_saved is None, Stopwatch(), False
         await asyncio.to_thread(self.checkpoints.claimed)  # the job may write the model that it starts from
         if fresh and self.job.first_step_is_saved:  # else a stop would lose weights that no checkpoint holds
             row = await self.job.start(fresh=True)
@@ -158,17 +160,17 @@ class Loop:
                 measured = await self._evaluated(watch)
                 row |= measured or {}
                 written = await self.recorder.write(row)
-                self.put_off = written if measured is None else None
+                self.postponed_row = written if measured is None else None
             await self.save(watch, (row or {}).get("eval/accuracy"))
             await self._finish_save(watch)  # else a failure of the first steps would lose them, too
         elif fresh:
             enough = await wait_or_stop(self.stop, self._first_row(watch))
-            self.saved = self.done
+            self.last_saved = self.steps_done
         else:
-            enough = await wait_or_stop(self.stop, self._make_up())
+            enough = await wait_or_stop(self.stop, self._run_postponed_eval())
         if self.stop.is_set():
             raise StopRequested(f"stopped before the first step ({self.job.name})")
-        return enough or self.done >= self.pace.steps
+        return enough or self.steps_done >= self.pace.steps
 
     async def _first_row(self, watch: Stopwatch) -> bool:
         """Returns whether the job has what it is for before its first step."""
@@ -177,12 +179,12 @@ class Loop:
             return False
         row |= await self.job.evaluate(watch)
         await self.recorder.write(row)
-        return self.job.enough(row)
+        return self.job.should_stop(row)
 
-    async def _make_up(self) -> bool:
+    async def _run_postponed_eval(self) -> bool:
         """Begins a resume, with the evaluation that the stop put off. Returns whether the job ends with that step."""
         await self.job.start(fresh=False)
-        row, self.put_off = self.put_off, None
+        row, self.postponed_row = self.postponed_row, None
         if row is None:
             return False
         watch = Stopwatch()
@@ -191,13 +193,13 @@ class Loop:
             row |= (times := watch.row()) | {"seconds/step": before + times["seconds/step"]}
         await self.recorder.write(row, again=True)  # written without it before, as this resume may be stopped, too
         accuracy = row.get("eval/accuracy")
-        if isinstance(accuracy, float) and self.resumed is not None and self.pace.checkpoints is not None:
-            await asyncio.to_thread(self.checkpoints.note_accuracy, self.resumed, accuracy)
-        return self.job.enough(row)
+        if isinstance(accuracy, float) and self.resumed_from is not None and self.pace.checkpoints is not None:
+            await asyncio.to_thread(self.checkpoints.note_accuracy, self.resumed_from, accuracy)
+        return self.job.should_stop(row)
 
     async def _evaluated(self, watch: Stopwatch) -> Row | None:
         """Returns figures of the present weights; None if a stop puts them off, never for the last step."""
-        if self.done == self.pace.steps:
+        if self.steps_done == self.pace.steps:
             return await self.job.evaluate(watch)
         if self.stop.is_set():
             return None
@@ -207,7 +209,7 @@ class Loop:
             return None
 
     def _due(self, every: int) -> bool:
-        return self.done == self.pace.steps or (every > 0 and self.done % every == 0)
+        return self.steps_done == self.pace.steps or (every > 0 and self.steps_done % every == 0)
 
     async def save(self, watch: Stopwatch, accuracy: JsonValue = None) -> None:
         """Begins a checkpoint of the present state, after the one in hand; without ``async_save`` also finishes it.
@@ -216,12 +218,12 @@ class Loop:
         """
         await self._finish_save(watch)
         with watch("checkpoint"):
-            await self.job.before_save(self.stop)
+            await self.job.flush(self.stop)
             known, state = accuracy if isinstance(accuracy, float) else None, self.job.state()
-            if self.put_off is not None:
-                state = replace(state, row=self.put_off)
-            self.in_hand = await self.checkpoints.save(state, self.job.learners(), known)
-        self.saved = self.done
+            if self.postponed_row is not None:
+                state = replace(state, row=self.postponed_row)
+            self.pending_save = await self.checkpoints.save(state, self.job.learners(), known)
+        self.last_saved = self.steps_done
         if not self.async_save:
             await self._finish_save(watch)
 
@@ -230,28 +232,28 @@ class Loop:
         await asyncio.to_thread(self.checkpoints.claimed)
         await weights.export(folder)
 
-    def _look_at_save(self, watch: Stopwatch) -> None:
+    def _poll_save(self, watch: Stopwatch) -> None:
         """Notes the checkpoint in hand if it has its name. Raises what its ranks or threads raised."""
-        if self.in_hand is not None and (saved := self.in_hand.saved) is not None:
-            self._note(watch, saved)
+        if self.pending_save is not None and (saved := self.pending_save.saved) is not None:
+            self._record_save(watch, saved)
 
     async def _finish_save(self, watch: Stopwatch) -> None:
-        if self.in_hand is not None:
+        if self.pending_save is not None:
             with watch("checkpoint"):
-                saved = await self.in_hand.finish()
-            self._note(watch, saved)
+                saved = await self.pending_save.finish()
+            self._record_save(watch, saved)
 
-    def _note(self, watch: Stopwatch, saved: SavedShards) -> None:
+    def _record_save(self, watch: Stopwatch, saved: SavedShards) -> None:
         watch.note("checkpoint/bytes", saved.num_bytes)
         watch.note("checkpoint/write_seconds", saved.write_seconds)
-        watch.note("checkpoint/step", self.saved or 0)
-        self.in_hand = None
+        watch.note("checkpoint/step", self.last_saved or 0)
+        self.pending_save = None
 
-    async def _keep_in_hand(self, error: BaseException) -> None:
+    async def _complete_pending_save(self, error: BaseException) -> None:
         """Finishes the checkpoint in hand, although ``error`` ends the run, unless a rank that writes it failed."""
-        if self.in_hand is None or isinstance(error, WorkerFailure):
+        if self.pending_save is None or isinstance(error, WorkerFailure):
             return
-        if self.in_hand.goes_on:
+        if self.pending_save.is_running:
             what = type(error).__name__
             logger.info("the run fails (%s: %s); its checkpoint in hand is finished first", what, error)
         try:
@@ -261,11 +263,11 @@ class Loop:
                 first, what = f"{type(error).__name__}: {error}", type(second).__name__
                 ours = not isinstance(second, (RLMegatronError, OSError))
                 said = "the run fails (%s); besides, %s is not finished: %s: %s"
-                logger.error(said, first, self.in_hand.folder, what, second, exc_info=ours)
+                logger.error(said, first, self.pending_save.folder, what, second, exc_info=ours)
 
     async def restore(self, checkpoint: Checkpoint, done: int) -> None:
-        """Continues after step ``done``, from its checkpoint."""
+        """Continues after step ``steps_done``, from its checkpoint."""
         await checkpoint.load(self.job.learners())
         await self.job.restore(checkpoint.state)
-        self.done = self.saved = done
-        self.put_off, self.resumed = checkpoint.state.row, checkpoint.folder
+        self.steps_done = self.last_saved = done
+        self.postponed_row, self.resumed_from = checkpoint.state.row, checkpoint.folder

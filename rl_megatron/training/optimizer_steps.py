@@ -28,21 +28,21 @@ _SHOWN = 8  # names in a message
 class CompletedStep:
     """An optimizer step that was made: ``loss``, its metrics, and the step's result."""
 
-    of_loss: Mapping[str, Metric[float]]
-    step: StepResult
+    loss_metrics: Mapping[str, Metric[float]]
+    result: StepResult
 
     @property
     def loss(self) -> float:
         """The loss of the batch."""
-        return self.of_loss["loss"].value
+        return self.loss_metrics["loss"].value
 
 
 def policy_row(steps: Sequence[CompletedStep]) -> Row:
     """Returns metrics over the policy's optimizer steps: loss, gradient norm, and those of loss and observers."""
     if not steps:
         return {}
-    row = _merged([made.of_loss for made in steps]) | {"grad_norm": _grad_norm(steps)}
-    row |= _merged([made.step.metrics for made in steps])
+    row = _merged([made.loss_metrics for made in steps]) | {"grad_norm": _grad_norm(steps)}
+    row |= _merged([made.result.observer_metrics for made in steps])
     if "sampled/share" in row:
         row = _of_either(row)
     if "ratio/share" in row:
@@ -68,12 +68,12 @@ def critic_row(steps: Sequence[CompletedStep]) -> Row:
     """Returns metrics over the critic's optimizer steps, without observers, as these would overwrite the policy's."""
     if not steps:
         return {}
-    row = _merged([made.of_loss for made in steps])
+    row = _merged([made.loss_metrics for made in steps])
     return {"critic/loss": row.pop("loss"), "critic/grad_norm": _grad_norm(steps), **row}
 
 
 def _grad_norm(steps: Sequence[CompletedStep]) -> float:
-    return math.fsum(made.step.grad_norm for made in steps) / len(steps)
+    return math.fsum(made.result.grad_norm for made in steps) / len(steps)
 
 
 def _merged(steps: Sequence[Mapping[str, Metric[float]]]) -> Row:
@@ -81,11 +81,11 @@ def _merged(steps: Sequence[Mapping[str, Metric[float]]]) -> Row:
     found: dict[str, list[Metric[float]]] = {}
     for step in steps:
         for name, metric in step.items():
-            if metric.weight or metric.over != "mean":
+            if metric.weight or metric.reduction != "mean":
                 found.setdefault(name, []).append(metric)
     row: Row = {}
     for name, parts in found.items():
-        row[name] = _OVER[parts[0].over](parts)
+        row[name] = _OVER[parts[0].reduction](parts)
     return row
 
 
@@ -117,7 +117,7 @@ class OptimizerSteps:
     strange batch costs a step. It changes no bit of weights or of the optimizer's state."""
 
     name: str
-    in_a_row: int = 0
+    skipped_in_a_row: int = 0
 
     async def step(
         self, learner: Learner, batch: Batch, loss: Loss, learning_rate: float, prompts: Iterable[Prompt]
@@ -146,7 +146,7 @@ class OptimizerSteps:
             kl = said["kl/old_policy"].value
             assert isinstance(kl, float)
             if kl > most_kl:
-                await learner.drop()
+                await learner.zero_grad()
                 return KLLimitReached(kl)
         return self._judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
 
@@ -159,16 +159,19 @@ class OptimizerSteps:
     ) -> CompletedStep | None:
         """Returns, logs and raises for `step` by the ``result`` of a step on all ``micro_batches`` [D][M]."""
         if isinstance(result, StepResult):
-            self.in_a_row = 0
+            self.skipped_in_a_row = 0
             return CompletedStep(of_loss, result)
-        self.in_a_row += 1
+        self.skipped_in_a_row += 1
         told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, micro_batches, prompts)}"
-        if self.in_a_row > _MOST:
+        if self.skipped_in_a_row > _MOST:
             raise RLMegatronError(
-                f"{told}. The weights did not change, but {self.in_a_row} optimizer steps in a row failed like this: "
+                f"{told}. The weights did not change, but {self.skipped_in_a_row} optimizer steps in a row failed "
+                "like this: "
                 "fix these prompts and rewards, or lower the learning rate, then resume from the last checkpoint"
             )
-        logger.warning("%s. This optimizer step is skipped, %d of at most %d in a row", told, self.in_a_row, _MOST)
+        logger.warning(
+            "%s. This optimizer step is skipped, %d of at most %d in a row", told, self.skipped_in_a_row, _MOST
+        )
         return None
 
 

@@ -79,7 +79,7 @@ class RankTasks:
     async def __aenter__(self) -> Self:
         return self
 
-    def begin(self, phase: str, question: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start(self, phase: str, question: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts ``question`` after the questions already begun."""
         task = asyncio.create_task(question, name=phase)
         self._tasks.append(task)
@@ -139,15 +139,15 @@ class Packers:
         ranks: RankOf | None = packer.ranks(samples, most=most, seed=seed) if is_trained else None
         return packer.pack(samples, ranks=ranks, with_room=with_room)
 
-    def apart(self, samples: Samples, role: str, longest: int) -> Batch:
+    def pack_untrained(self, samples: Samples, role: str, longest: int) -> Batch:
         """Packs all sequences of samples that are not trained on; a server may read longer ones than a micro-batch."""
         packer = self.others.get(role, self.own)
         return replace(packer, max_tokens=max(packer.max_tokens, longest)).pack(samples)
 
-    def again(self, role: str, batch: Batch) -> Batch:
+    def repack(self, role: str, batch: Batch) -> Batch:
         """Returns the batch for the ranks of ``role``, packed again if they have a layout of their own."""
         other = self.others.get(role)
-        return batch if other is None else other.again(batch)
+        return batch if other is None else other.repack(batch)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class _Request:
     judge: Judge | None = None
     phases: list[str] = field(default_factory=list)
     passes: list[ForwardPass] = field(default_factory=list)
-    told_by: list[str] = field(default_factory=list)
+    scorer: list[str] = field(default_factory=list)
     batch: Batch | None = None
 
     @property
@@ -186,7 +186,7 @@ async def score_batch(
 ) -> ScoredSamples:
     """Returns the samples with the scores that the algorithm needs alone; the reference's are those of ``judges``."""
     requests = _requests(config, roles, samples, judges)
-    with_room = any(one.last_tokens for request in requests for one in request.passes)
+    with_room = any(one.appends_last_targets for request in requests for one in request.passes)
     longer, is_last = await to_thread(append_last_targets, samples) if with_room else (samples, None)
     packed: dict[str, Batch] = {}
     found: dict[tuple[str, Want], Tensor] = {}
@@ -194,25 +194,25 @@ async def score_batch(
     async with RankTasks(watch) as at_once:
         running = []
         for request in requests:
-            role, judge = request.told_by[0], request.judge
+            role, judge = request.scorer[0], request.judge
             part, read = (None, None) if judge is None else (judge.part, judge.read)
             apart = role in packers.others or (part is not None and len(part) < samples.num_sequences)
             layout = role if apart or read is not None else ""
             if layout not in packed:
                 pack = partial(packers.packed, samples, step, role, with_room=with_room, part=part)
                 if judge is not None and read is not None:
-                    pack = partial(packers.apart, read, role, judge.longest)
+                    pack = partial(packers.pack_untrained, read, role, judge.longest)
                 packed[layout] = await to_thread(pack)
             request.batch = packed[layout]
-            running.append(at_once.begin(request.phases[0], _asked(roles, request)))
+            running.append(at_once.start(request.phases[0], _asked(roles, request)))
         for request, task in zip(requests, running, strict=True):
             assert request.batch is not None
             answers = await at_once.end_shared(task, request.seconds)
-            for one, role, said in zip(request.passes, request.told_by, answers, strict=True):
+            for one, role, said in zip(request.passes, request.scorer, answers, strict=True):
                 for what, scores in said.scores.items():
-                    packed_from = request.read or (longer if one.last_tokens else samples)
+                    packed_from = request.read or (longer if one.appends_last_targets else samples)
                     column = await to_thread(unpack, request.batch, scores, packed_from)
-                    if one.last_tokens and is_last is not None:
+                    if one.appends_last_targets and is_last is not None:
                         next_values = column[is_last] if what == "values" else next_values
                         column = column[~is_last]
                     found[role, what] = column
@@ -224,14 +224,14 @@ def _requests(config: RunConfig, roles: RunComponents, samples: Samples, judges:
     those for other sequences: ranks keep what they hold of the step's until they are trained."""
     found: list[_Request] = []
     for phase, judge, one in _passes(config, roles, samples, judges):
-        ranks = next((group for group in roles.together if one.role in group.roles), None)
+        ranks = next((group for group in roles.shared_ranks if one.role in group.roles), None)
         together = (other for other in found if ranks is not None and other.ranks is ranks and other.read is None)
         request = next(together, None)
         if request is None:
             found.append(request := _Request(ranks=ranks, judge=judge))
         request.phases.append(phase)
         request.passes.append(one)
-        request.told_by.append(one.role if judge is None else judge.role)
+        request.scorer.append(one.role if judge is None else judge.role)
     return found
 
 
@@ -244,20 +244,26 @@ def _passes(
     alone = section.is_own_critic and bool(samples.extra)  # the last targets have no extra columns
     both = section.is_own_critic and not alone
     of_reference: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
-    asked = [(one, ForwardPass(role=one.model, want=of_reference)) for one in (() if judges is None else judges.asked)]
+    asked = [
+        (one, ForwardPass(role=one.model, outputs=of_reference)) for one in (() if judges is None else judges.asked)
+    ]
     yield from (("reference", judge, one) for judge, one in asked if judge.read is not None)
     if wanted or both:
         want = wanted | _VALUES if both else wanted
         yield (
             "logprobs" if wanted else "values",
             None,
-            ForwardPass(role="policy", want=want, replays=True, last_tokens=both),
+            ForwardPass(role="policy", outputs=want, replays_routes=True, appends_last_targets=both),
         )
     yield from (("reference", judge, one) for judge, one in asked if judge.read is None)
     if judges is None and "reference" in roles.models:
-        yield "reference", None, ForwardPass(role="reference", want=of_reference)
+        yield "reference", None, ForwardPass(role="reference", outputs=of_reference)
     if alone or "critic" in roles.models:
-        yield "values", None, ForwardPass(role="policy" if alone else "critic", want=_VALUES, last_tokens=True)
+        yield (
+            "values",
+            None,
+            ForwardPass(role="policy" if alone else "critic", outputs=_VALUES, appends_last_targets=True),
+        )
 
 
 async def _asked(roles: RunComponents, request: _Request) -> Sequence[PassResult]:
@@ -265,8 +271,8 @@ async def _asked(roles: RunComponents, request: _Request) -> Sequence[PassResult
     if request.ranks is not None:
         return await request.ranks.score(request.batch, request.passes)
     (one,), began = request.passes, time.perf_counter()
-    batch = for_pass(request.batch, replays=one.replays, last_tokens=one.last_tokens)
-    scores = await roles.models[one.role].score(batch, one.want)
+    batch = for_pass(request.batch, replays=one.replays_routes, last_tokens=one.appends_last_targets)
+    scores = await roles.models[one.role].score(batch, one.outputs)
     return [PassResult(scores=scores, seconds=time.perf_counter() - began)]
 
 
@@ -314,7 +320,7 @@ class RankedScores:
         async with queued_slot(self.turn):
             batch = await to_thread(self.packer.pack, samples)
             said = await self.model.score(batch, frozenset({"values"}))
-            await self.model.forget()
+            await self.model.free_step()
         values = await to_thread(unpack, batch, said["values"], samples)
         return [float(value) for value in values[samples.mask]]
 

@@ -199,7 +199,7 @@ class PolicyUpdate:
         """Trains on a rollout batch. Returns its metrics. Makes no optimizer step if no token is left to train on:
         there is no group, no completion beats another, or all are left out."""
         row = await self._row(groups, step, watch)
-        await self.forget()
+        await self.free_step()
         return row
 
     async def _row(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
@@ -224,17 +224,17 @@ class PolicyUpdate:
         await to_thread(describe_kl, samples, section, row)
         return row
 
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         """Frees the step's batch on ranks. Reward models hold none, and may be at work on later ones."""
-        for model in (*self.roles.learners.values(), *self.roles.frozen.values()):
-            await model.forget()
+        for model in (*self.roles.learners.values(), *self.roles.frozen_models.values()):
+            await model.free_step()
 
     async def _scored(
         self, groups: Sequence[RolloutGroup], rewards: ShapedRewards, step: int, watch: Stopwatch
     ) -> tuple[ScoredSamples, Samples, AlgorithmState]:
         """Returns all scores of the groups, the samples to train on, and the algorithm's next state."""
         section = self.config.algorithm
-        sampled = await to_thread(self._samples_of, groups)
+        sampled = await to_thread(self._build_samples, groups)
         judges = await to_thread(self._judges, sampled, groups)
         said = await score_batch(self.config, self.roles, self.packers, sampled, step, watch, judges)
 
@@ -245,7 +245,7 @@ class PolicyUpdate:
             samples, state = assign_credit(
                 found.samples,
                 groups,
-                self._with_tracked(rewards, groups),
+                self._add_tracked_values(rewards, groups),
                 section,
                 success_reward=self.config.eval.success_reward,
                 next_values=found.next_values,
@@ -256,7 +256,7 @@ class PolicyUpdate:
 
         return await to_thread(add_credit)
 
-    def _with_tracked(self, rewards: ShapedRewards, groups: Sequence[RolloutGroup]) -> ShapedRewards:
+    def _add_tracked_values(self, rewards: ShapedRewards, groups: Sequence[RolloutGroup]) -> ShapedRewards:
         if self.tracked is None:
             return rewards
         return replace(rewards, tracked=torch.tensor([self.tracked(group.prompt.id) for group in groups]))
@@ -271,7 +271,7 @@ class PolicyUpdate:
             row |= hooks.described(found)
         return row
 
-    def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
+    def _build_samples(self, groups: Sequence[RolloutGroup]) -> Samples:
         """Returns samples of the groups, with the columns that models read. Raises DataError if a row lacks one that
         engines must return."""
         section, asked = self.config.algorithm, self.config.asked_columns
@@ -411,12 +411,12 @@ class PolicyUpdate:
                 trained = valued = None
                 if goes_on:
                     near = partial(self.policy_steps.step_near, most_kl=section.old_kl_limit)
-                    trained = at_once.begin("train", near(roles.policy, batch, loss, rate, prompts))
+                    trained = at_once.start("train", near(roles.policy, batch, loss, rate, prompts))
                 if critic is not None:
-                    learned = await to_thread(self.packers.again, "critic", batch)
+                    learned = await to_thread(self.packers.repack, "critic", batch)
                     learned = for_pass(learned, replays=False, last_tokens=False)
                     asked = self.critic_steps.step(critic, learned, value_loss, critic_rate, prompts)
-                    valued = at_once.begin("critic", asked)
+                    valued = at_once.start("critic", asked)
                 if trained is not None:
                     made = await at_once.end(trained)
                     self._count_work(batch, row, watch)
@@ -426,7 +426,7 @@ class PolicyUpdate:
                     elif made is None or limits is None:
                         policy_steps.append(made)
                     else:
-                        policy_steps.append(replace(made, of_loss={**made.of_loss, **limits.metrics}))
+                        policy_steps.append(replace(made, loss_metrics={**made.loss_metrics, **limits.metrics}))
                 if valued is not None:
                     critic_steps.append(await at_once.end(valued))
         return policy_steps, critic_steps

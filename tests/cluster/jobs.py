@@ -69,7 +69,7 @@ class Cluster:
 
     def start(self, *, nodes: int) -> None:
         """Start the daemons unless another test process has."""
-        with self.alone("start"):
+        with self.independent_answers("start"):
             if not self.folder.exists():
                 (self.work / "my_rewards.py").write_text(REWARDS)
                 command = [SCRIPTS / "start.sh", self.folder, str(nodes), REPO, self.work]
@@ -80,7 +80,7 @@ class Cluster:
             subprocess.run([SCRIPTS / "stop.sh", self.folder], check=True, timeout=LIMIT)
 
     @contextlib.contextmanager
-    def alone(self, what: str) -> Iterator[None]:
+    def independent_answers(self, what: str) -> Iterator[None]:
         """Let one test process in at a time: at ``what``, as at a partition whose nodes several tests need."""
         self.work.mkdir(exist_ok=True)
         with (self.work / f"{what}.lock").open("w") as file:
@@ -118,7 +118,7 @@ class Cluster:
 
     def local(self) -> Record:
         """The records of the same run on this machine, without Slurm; made once."""
-        with self.alone("local"):
+        with self.independent_answers("local"):
             run = self.work / "runs" / "local"
             if not run.exists():
                 self.program("train", *TINY, "run.name=local")

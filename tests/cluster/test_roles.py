@@ -239,7 +239,7 @@ def local(cluster: Cluster, recipe: str) -> Path:
     """The recipe's run on this machine, without Slurm; made once. What was fine-tuned is the teacher or the judge."""
     for other in BEFORE.get(recipe, ()):
         local(cluster, other)
-    with cluster.alone(f"local {recipe}"):
+    with cluster.independent_answers(f"local {recipe}"):
         run = cluster.work / "runs" / f"local-{recipe}"
         if not run.exists():
             teacher = cluster.work / "runs" / "local-sft" / LAST

@@ -64,12 +64,12 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     policy.save(folder / "saved")  # makes the optimizer's state, which a first step would make
     for _ in range(STEPS):
         if learner.offload.while_sampling:
-            policy.park(pushed=True)
+            policy.offload(pushed=True)
         before = Counter(WAITS)  # by line
         made = train_step(policy, row, GRPO, 1e-3, **counts)
         seen["waits"] = dict(Counter(WAITS) - before)
         if isinstance(made, CompletedStep):
-            seen["steps"].append((made.loss, made.step.grad_norm))
+            seen["steps"].append((made.loss, made.result.grad_norm))
     before = Counter(WAITS)
     seen["sums"] = box_checksums((tensor, tuple(tensor.shape), ()) for tensor in policy.tensors.values())
     seen["waits for sums"] = (Counter(WAITS) - before).total()

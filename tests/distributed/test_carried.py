@@ -176,7 +176,7 @@ def groups() -> list[int]:
 
 def flip_one(transport: Any) -> str:
     """Have a bit flip in a parcel that is handed on, after it arrived; the tensor to which it belongs."""
-    parcel = next(s.receive for s in transport.steps if s.receive is not None and not s.receive.leaving)
+    parcel = next(s.receive for s in transport.steps if s.receive is not None and not s.receive.is_outgoing)
     arrived = transport.arrived
 
     def flipping(one: Any, version: int) -> None:
@@ -200,12 +200,12 @@ def engine(rank: int, job: Job) -> dict[str, Any]:
 
     shapes = HF.local_shapes(0)
     held = record(load, shapes, params, dict.fromkeys(shapes, torch.float32))
-    receiver = Receiver(job.rendezvous, LEARNERS + rank, {one: one.of(params[one.param]) for one in held})
+    receiver = Receiver(job.rendezvous, LEARNERS + rank, {one: one.local_slice(params[one.param]) for one in held})
     out: dict[str, Any] = {"reports": [], "bytes": [], "groups": groups(), "lost": ""}
     for version in job.versions:
         expected, beside, asleep = tensors_of(version), BackgroundChecksums(), OffloadedTensors(SLAB)
-        asleep.leave("weights", params.values(), kept=False)
-        asleep.back()  # elsewhere, with whatever was there
+        asleep.offload("weights", params.values(), kept=False)
+        asleep.onload()  # elsewhere, with whatever was there
         for param in params.values() if job.device == "cuda" else ():
             param.fill_(torch.nan)
 
@@ -474,7 +474,7 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous, lora: Sequence[str]) -
         params = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
         params |= {name: param.float() for name, param in params.items() if name.endswith(WIDER)}
         held = record(lambda tensors: [params[name].copy_(tensor) for name, tensor in tensors], shapes, params, dtypes)
-        receiver = Receiver(rendezvous, 1, {one: one.of(params[one.param]) for one in held})
+        receiver = Receiver(rendezvous, 1, {one: one.local_slice(params[one.param]) for one in held})
         beside = BackgroundChecksums()
 
         def whole(one: ParameterBox) -> None:

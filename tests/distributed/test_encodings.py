@@ -179,7 +179,7 @@ def straight(rank: int, package: Path, rendezvous: Rendezvous) -> None:
         torch.save(reports, package / "sent.pt")
         return
     places = record(lambda tensors: [held[name].copy_(tensor) for name, tensor in tensors], SHAPES, held, dtypes)
-    receiver, reports = Receiver(rendezvous, 1, {one: one.of(held[one.param]) for one in places}), []
+    receiver, reports = Receiver(rendezvous, 1, {one: one.local_slice(held[one.param]) for one in places}), []
     for version in VERSIONS:
         receiver.receive(version, lambda one: None)
         check(held, version)

@@ -213,7 +213,7 @@ def cut(version: int, rank: int) -> dict[str, Tensor]:
 def engine(rank: int, job: Job) -> list[Any]:
     mine = Engine(rank)
     held = mine.record()
-    receiver = Receiver(job.rendezvous, 2 + rank, {one: one.of(mine.params[one.param]) for one in held})
+    receiver = Receiver(job.rendezvous, 2 + rank, {one: one.local_slice(mine.params[one.param]) for one in held})
     out = []
     for version in VERSIONS:
         expected, beside, told = Engine(rank), BackgroundChecksums(), []
@@ -225,8 +225,10 @@ def engine(rank: int, job: Job) -> list[Any]:
             beside: BackgroundChecksums = beside,
             told: list[ParameterBox] = told,
         ) -> None:
-            assert torch.equal(one.of(mine.params[one.param]).cpu(), one.of(expected.params[one.param]))
-            beside.held([one], mine.params)
+            assert torch.equal(
+                one.local_slice(mine.params[one.param]).cpu(), one.local_slice(expected.params[one.param])
+            )
+            beside.checksum_boxes([one], mine.params)
             beside.sent(one, mine.params[one.param])
             told.append(one)
 
@@ -285,7 +287,7 @@ def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, apart: 
         sealed = seal_from_reports([said[0][i], said[1][i]], HF.local_shapes(0))
         found = compare(sealed, HF.local_shapes(0), engines, frozenset())
         assert not found.differing
-        assert not found.unseen
+        assert not found.unchecked
         rows, read = [*engines[0].rows], [*engines[0].read]
         rows[5], read[7] = (*rows[5][:3], 1), (*read[7][:2], 1)
         for wrong, name in ((replace(engines[0], rows=rows), rows[5][1]), (replace(engines[0], read=read), read[7][0])):
@@ -300,13 +302,13 @@ def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_
     member.rendezvous = replace(rendezvous, size=2, seconds=0.2)
     for _ in range(2):  # a rank that comes again is not taken for another
         with pytest.raises(SyncError, match=r"rank 0 waited 0\.2 s for ranks \[1\]"):
-            member.meet("version 1")
+            member.barrier("version 1")
     member.rendezvous = replace(rendezvous, size=2)
     cancel = partial(keeper.cancel, rendezvous, "version 2", "http://engine: status 400")
     threading.Timer(0.2, cancel).start()
     with pytest.raises(SyncError, match="version 2 was cancelled: http://engine: status 400"):
-        member.meet("version 2")
-    assert keeper.absent(member.rendezvous, "version 2") == [1]
+        member.barrier("version 2")
+    assert keeper.missing_ranks(member.rendezvous, "version 2") == [1]
     member.close()
     rendezvous = keeper.rendezvous(2, learners=1, backend="gloo")
     keeper.cancel(rendezvous, JOINING, "a server died")
@@ -328,7 +330,7 @@ def test_a_rank_that_waits_does_not_ask_for_each_of_the_others_at_each_look(monk
     seen = SimpleNamespace(set=store.set, add=store.add, check=check, list_keys=store.list_keys)
     monkeypatch.setattr(member, "_store", seen)
     with pytest.raises(SyncError, match=r"rank 0 waited 0\.2 s for ranks \[1, 2,"):
-        member.meet("version 1")
+        member.barrier("version 1")
     assert set(asked) == {1}
 
 
@@ -415,7 +417,7 @@ def beside(rank: int, rendezvous: Rendezvous, device: str) -> None:
     places = record(
         lambda tensors: [held[name].copy_(tensor) for name, tensor in tensors], HF.local_shapes(0), held, DTYPES
     )
-    receiver = Receiver(rendezvous, 1, {one: one.of(held[one.param]) for one in places})
+    receiver = Receiver(rendezvous, 1, {one: one.local_slice(held[one.param]) for one in places})
     for version in VERSIONS:
         receiver.receive(version, lambda one: None)
         assert all(torch.equal(held[name].cpu(), tensor) for name, tensor in tensors_of(version).items())

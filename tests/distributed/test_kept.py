@@ -107,7 +107,7 @@ def samples(seed: int) -> Samples:
 def rank_of(elements: Elements, **changes: Any) -> Rank:
     """A rank of one stage with these parameters, all of them trained."""
     others = {"tokens": 0, "layers": (), "inputs": (), "longest": 0, "largest": 0, **changes}
-    return Rank(stage=0, parameters=elements, trained=elements, matrices=elements, **others)
+    return Rank(stage=0, parameters=elements, trained_parameters=elements, matrices=elements, **others)
 
 
 class Saved:
@@ -297,7 +297,7 @@ SHAPE = replace(TINY_MOE, hidden_size=128, head_dim=32, expert_width=64, vocab_s
 
 
 def shape_of(layout: str) -> ModelShape:
-    return replace(SHAPE, scores=True, tie_embeddings=False) if "scores" in layout else SHAPE
+    return replace(SHAPE, has_score_head=True, tie_embeddings=False) if "scores" in layout else SHAPE
 
 
 def learner_of(layout: str) -> LearnerSection:

@@ -322,7 +322,7 @@ STEPS = 3
 def made(folder: Path, learner: LearnerSection, device: torch.device) -> MegatronLearner:
     from rl_megatron.learner.megatron import make_policy
 
-    shape = replace(read_shape(folder), drafts=learner.draft.train)
+    shape = replace(read_shape(folder), num_draft_layers=learner.draft.train)
     policy = make_policy(shape, learner, device, temperature=0.7)
     read_boxes(HFFolder(folder), hf_layout(shape), megatron_layout(shape, learner.dims), 0, dict(policy.tensors))
     policy.adopt()
@@ -340,8 +340,8 @@ def drafts_main(rank: int, root: Path) -> None:
             one, other = (step(policy, [two_sequences()], CrossEntropy(), 3e-3) for policy in (without, beside))
             assert isinstance(one, CompletedStep)
             assert isinstance(other, CompletedStep)
-            assert (one.loss, one.step.grad_norm) == (other.loss, other.step.grad_norm)
-            losses.append(other.of_loss["draft/loss"].value)
+            assert (one.loss, one.result.grad_norm) == (other.loss, other.result.grad_norm)
+            losses.append(other.loss_metrics["draft/loss"].value)
         assert losses == sorted(losses, reverse=True), "the draft layer does not learn"
         assert [n for n, tensor in without.tensors.items() if not torch.equal(tensor, beside.tensors[n])] == []
 

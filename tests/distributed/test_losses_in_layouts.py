@@ -123,7 +123,7 @@ def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
 
 def numbers_of(result: CompletedStep) -> dict[str, object]:
     """The metrics of a step's loss by name."""
-    return {name: metric.value for name, metric in result.of_loss.items()}
+    return {name: metric.value for name, metric in result.loss_metrics.items()}
 
 
 def of(config: RunConfig, kl_coefficient: float = 0.0) -> Loss:
@@ -156,11 +156,11 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
         megatron.adopt()
 
     def step(megatron: MegatronLearner, loss: Loss, unit: int, samples: Samples, rate: float) -> list[Any] | None:
-        batch = Packer(dims=learner.dims, max_tokens=max_tokens, unit=unit).pack(samples)
+        batch = Packer(dims=learner.dims, max_tokens=max_tokens, rows_per_unit=unit).pack(samples)
         counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
         result = train_step(megatron, batch.micro_batches[dp], loss, rate, **counts)
         assert not isinstance(result, SkippedStep)
-        return None if result is None else [result.loss, result.step.grad_norm, numbers_of(result)]
+        return None if result is None else [result.loss, result.result.grad_norm, numbers_of(result)]
 
     policy = make_policy(shape, learner, device, temperature=0.7, top_k=TOP)
     fill(policy)

@@ -75,15 +75,15 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
     setup = Setup(config=config, model_folder=model, run_folder=folder, rendezvous=f"file://{folder}/rendezvous")
     worker = LearnerRank(setup, rank, None)
     for _ in range(2):  # the first push of a run comes before both, and leaves the GPUs
-        worker.release()
-        worker.start_from("reference", model)
-        worker.start_from("critic", model)
-    worker.release()
+        worker.release_memory()
+        worker.load_weights("reference", model)
+        worker.load_weights("critic", model)
+    worker.release_memory()
     for role in ("policy", "critic") if resumed else ():
         worker.load(role, root / "optimizer" / role)
     seen = {}
     for version in (SAVED,) if resumed else range(1, STEPS + 1):
-        worker.release()
+        worker.release_memory()
         worker.stage(version)
         worker.commit(version)
         said = {"sampling": alive(), "pinned": pieces(), "pushed": worker.checksums()}
@@ -92,10 +92,10 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
             said["saved"] = saved(worker, folder)
         seen[version] = said | step(worker, config, rank, interrupted=version == STEPS)
         if version == SAVED:  # what has left the GPU since then is written over what had left before
-            worker.release()
+            worker.release_memory()
             go.set()
             for role in ("policy", "critic"):
-                worker.durable(role)
+                worker.finalize(role)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     worker.close()
 
@@ -121,7 +121,7 @@ def step(worker: LearnerRank, config: RunConfig, rank: int, *, interrupted: bool
     row, counts = batch.micro_batches[dims.dp_rank(rank)], (batch.num_tokens, batch.num_sequences)
     share = share_of(row, dims, rank, to_score=True)
     asked: dict[str, frozenset[Want]] = {"reference": frozenset({"logprobs"}), "critic": frozenset({"values"})}
-    answers = worker.score([ForwardPass(role=role, want=want) for role, want in asked.items()], share)
+    answers = worker.score([ForwardPass(role=role, outputs=want) for role, want in asked.items()], share)
     reference, values = (scores for scores, _ in answers)
     said: dict[str, Any] = {"reference": [x.tolist() for x in reference["logprobs"]]}
     said["values"] = [x.tolist() for x in values["values"]]
@@ -129,10 +129,10 @@ def step(worker: LearnerRank, config: RunConfig, rank: int, *, interrupted: bool
     for role, loss in (("policy", GRPO), ("critic", ValueLoss(clip=0.2))):
         found = worker.backward(role, share_of(scored, dims, rank, to_score=False), loss, *counts)
         if interrupted:
-            worker.release()
+            worker.release_memory()
             said["interrupted"] = alive()
         said[role] = found["loss"].value, worker.step(role, 1e-3).grad_norm
-    worker.lead(0.5)
+    worker.update_reference(0.5)
     return said | {"training": alive()}
 
 
@@ -302,9 +302,9 @@ def parked(device: torch.device, moments: str, folder: Path) -> list[tuple[float
     """Steps of a run that goes on from a checkpoint of one whose optimizer left the GPU before each step."""
     policy = started(device, learner(moments, leaves="optimizer"))
     for _ in range(MOMENT_STEPS):
-        policy.park(pushed=True)
+        policy.offload(pushed=True)
         one_step(policy, without_one)
-    policy.park(pushed=True)
+    policy.offload(pushed=True)
     folder.mkdir()
     policy.save(folder)
     policy = made(device, learner(moments))

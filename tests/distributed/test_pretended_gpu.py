@@ -58,8 +58,8 @@ class Watched(PinnedPool):
         leaving = sum(end - start for _, extents in self._leaving for start, end in extents)
         return self.num_bytes - self._room - leaving
 
-    def take(self, num_bytes: int, stream: Any) -> list[Extent]:
-        extents = super().take(num_bytes, stream)
+    def allocate(self, num_bytes: int, stream: Any) -> list[Extent]:
+        extents = super().allocate(num_bytes, stream)
         self.most = max(self.most, self.taken)
         return extents
 
@@ -183,7 +183,7 @@ def offloaded_main(rank: int, folder: Path, name: str) -> None:
         written.mkdir(exist_ok=True)
         saving = policy.start_save(written)
         seen[str(share)] = {"steps": before + steps(policy, 1), "bytes": held(policy)}
-        saving.durable()
+        saving.finalize()
     resumed = []
     for was, share in run.resumed:
         policy = make_policy(run.shape, offloading(share, run.pp), device, temperature=1.0)

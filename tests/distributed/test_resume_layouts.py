@@ -90,7 +90,7 @@ def steps(megatron: MegatronLearner, learner: LearnerSection, rank: int, loss: L
         result = train_step(megatron, batch.micro_batches[learner.dims.dp_rank(rank)], loss, 1e-3, **counts)
         assert not isinstance(result, SkippedStep)
         if isinstance(result, CompletedStep):
-            found.append((result.loss, result.step.grad_norm))
+            found.append((result.loss, result.result.grad_norm))
     return found
 
 
@@ -124,7 +124,7 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
             with held_back():  # written after the steps behind it, as it was before them
                 saving = megatron.start_save(folder / f"{relay}-{number}")
                 seen["then"] = steps(megatron, learner, rank, loss)
-            saving.durable()
+            saving.finalize()
         by_hand = [Path(call.args[1]).name for call in saved.call_args_list if isinstance(call.args[1], Path)]
         assert by_hand == (["common.pt"] if plan is not None and rank == 0 else [])
         assert megatron._planned.plan is plan

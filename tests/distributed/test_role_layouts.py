@@ -153,7 +153,7 @@ def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> No
         async with LocalLauncher(model, tmp_path).start(config) as roles:
             await step(roles)
             await replayed(roles, packer, samples)
-            await roles.policy.forget()
+            await roles.policy.free_step()
             assert isinstance(roles.policy, LearnerGroup)
             sent = roles.policy._calls._sent
             batch = packer.pack(samples)
@@ -191,13 +191,13 @@ def learned(
 
     async def step(roles: RunComponents) -> tuple[ScoredSamples, ScoredSamples, list[float]]:
         for role in ("critic", "reference"):
-            await roles.models[role].start_from(model)
+            await roles.models[role].load_weights(model)
         update = PolicyUpdate(config=config, roles=roles, attention_cost=0.0)
         before = await score_batch(config, roles, update.packers, samples, 1, Stopwatch())
         trained = replace(samples, old_values=before.samples.old_values, ref_logprobs=before.samples.ref_logprobs)
         batches, own_columns = update._minibatches(trained, None, 1)
         _, of_critic = await update._steps(batches, own_columns, 1, Stopwatch(), [], {})
-        norms = [made.step.grad_norm for made in of_critic if made is not None]
+        norms = [made.result.grad_norm for made in of_critic if made is not None]
         return before, await score_batch(config, roles, update.packers, samples, 2, Stopwatch()), norms
 
     folder.mkdir()
@@ -249,16 +249,16 @@ def followed(folder: Path, model: Path, samples: Samples, shards: Path, *keys: s
         if goes_on:
             await roles.policy.load(shards, {})
         else:
-            await roles.models["reference"].start_from(model)
+            await roles.models["reference"].load_weights(model)
         for number in range(SAVED + 1 if goes_on else 1, STEPS + 1):
             batch = make_packer(config.learner, attention_cost=0.0).pack(samples)
             await roles.policy.backward(batch, CrossEntropy())
             await roles.policy.step(0.02)
-            await roles.policy.lead(RATE)
-            await roles.weights.push(number)
-            await roles.weights.export(folder / f"of_step_{number}")
+            await roles.policy.update_reference(RATE)
+            await roles.weight_sync.push(number)
+            await roles.weight_sync.export(folder / f"of_step_{number}")
             if number == SAVED and not goes_on:
-                await (await roles.policy.save(shards)).durable()
+                await (await roles.policy.save(shards)).finalize()
         packers = Packers(config=config, attention_cost=0.0)
         found = await score_batch(config, roles, packers, samples, 1, Stopwatch())
         assert found.samples.ref_logprobs is not None
@@ -383,7 +383,7 @@ async def step(roles: RunComponents, number: int, g: torch.Generator) -> None:
     batch = Packer(dims=ParallelDims(), max_tokens=4096).pack(samples)
     await roles.policy.backward(batch, CrossEntropy())
     await roles.policy.step(1e-4)
-    await roles.weights.push(number)
+    await roles.weight_sync.push(number)
 
 
 async def test_it_stays_flat(tmp_path: Path) -> None:

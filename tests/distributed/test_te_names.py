@@ -125,7 +125,7 @@ def fp8_main(rank: int, root: Path) -> None:
         modules = [module for module in policy._models[0].modules() if hasattr(module, "_fp8_workspaces")]
         for module in modules:
             module._fp8_workspaces["weight"] = torch.zeros(2, dtype=torch.uint8, device=device)
-        policy.park(pushed=True)
+        policy.offload(pushed=True)
         left = [len(modules) > 8, sum(len(module._fp8_workspaces) for module in modules)]
         over = len(packed.input_ids) % learner.float8_rows
         seen[recipe] = [type(made).__name__, made.fp8_format.name, over, kept, left]

@@ -494,7 +494,7 @@ class Ranks:
 
     def ready(self) -> None:
         """Wait for the ranks that were started: under load that takes longer than they wait for each other."""
-        self.each("serves")
+        self.call_all("serves")
 
     def connect(self, kind: str, learner: str = "tp2 ep2", engine: str = "tp2") -> None:
         self.ready()
@@ -502,9 +502,9 @@ class Ranks:
         at: str | Rendezvous = str(self._folder / f"rendezvous{self._joined}")
         if kind == "last hop":
             at = self._keeper.rendezvous(WORLD, learners=LEARNERS, backend="gloo")
-        self.each("connect", at, kind, learner, engine)
+        self.call_all("connect", at, kind, learner, engine)
 
-    def ask(self, ranks: range | list[int], name: str, *arguments: Any) -> dict[int, Any]:
+    def call(self, ranks: range | list[int], name: str, *arguments: Any) -> dict[int, Any]:
         """Answers by rank; "killed" for a killed rank."""
         for rank in ranks:
             self.connections[rank].send((name, arguments))
@@ -518,14 +518,14 @@ class Ranks:
                 out[rank] = ("killed", -self.processes[rank].exitcode)
         return out
 
-    def each(self, name: str, *arguments: Any) -> list[Any]:
-        return list(self.ask(range(WORLD), name, *arguments).values())
+    def call_all(self, name: str, *arguments: Any) -> list[Any]:
+        return list(self.call(range(WORLD), name, *arguments).values())
 
     def push(self, version: int) -> list[tuple[str, str]]:
         """Run both phases: commit everywhere if staged everywhere."""
-        answers = self.each("stage", version)
+        answers = self.call_all("stage", version)
         if all(how == "staged" for how, _ in answers):
-            self.each("commit", version)
+            self.call_all("commit", version)
         return answers
 
     def end(self) -> None:
@@ -546,8 +546,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def check_served(ranks: Ranks, version: int, seed: int, changes: int | None = None) -> None:
-    assert ranks.each("serves")[LEARNERS:] == [version] * ENGINES
-    assert ranks.each("holds", seed, changes) == [""] * WORLD
+    assert ranks.call_all("serves")[LEARNERS:] == [version] * ENGINES
+    assert ranks.call_all("holds", seed, changes) == [""] * WORLD
 
 
 def maps_of(pid: int) -> list[str]:
@@ -560,10 +560,10 @@ def test_four_learner_ranks_fill_two_engine_ranks_to_the_bit(ranks: Ranks, kind:
         for engine in REPLICAS:
             ranks.connect(kind, learner, engine)
             for version in (1, 2):
-                ranks.each("train", version, None)
+                ranks.call_all("train", version, None)
                 assert {how for how, _ in ranks.push(version)} == {"staged"}
                 check_served(ranks, version, version)
-            planned, received, wire = zip(*ranks.each("bytes"), strict=True)
+            planned, received, wire = zip(*ranks.call_all("bytes"), strict=True)
             assert sum(received[LEARNERS:]) == planned[0]
             assert kind != "gloo" or sum(wire) == planned[0]
 
@@ -571,11 +571,11 @@ def test_four_learner_ranks_fill_two_engine_ranks_to_the_bit(ranks: Ranks, kind:
 @pytest.mark.parametrize("kind", ["gloo", "delta"])
 def test_a_corrupted_byte_is_found_named_never_served_and_repaired(ranks: Ranks, kind: str) -> None:
     ranks.connect(kind)
-    ranks.each("train", 1, None)
+    ranks.call_all("train", 1, None)
     ranks.push(1)
     check_served(ranks, 1, 1)
-    ranks.each("train", 2, None)
-    ranks.ask([LEARNERS], "flip", 3)
+    ranks.call_all("train", 2, None)
+    ranks.call([LEARNERS], "flip", 3)
     answers = ranks.push(2)
     assert [how for how, _ in answers] == ["staged"] * 4 + ["CorruptionError", "staged"]
     message = answers[LEARNERS][1]
@@ -583,7 +583,7 @@ def test_a_corrupted_byte_is_found_named_never_served_and_repaired(ranks: Ranks,
     assert f"on rank {LEARNERS} is not" in message
     assert BOX.search(message)
     assert any(f"as rank {sender} sent it" in message for sender in range(LEARNERS))
-    assert ranks.each("serves")[LEARNERS:] == [None, None]
+    assert ranks.call_all("serves")[LEARNERS:] == [None, None]
     assert {how for how, _ in ranks.push(2)} == {"staged"}
     check_served(ranks, 2, 2)
 
@@ -592,11 +592,11 @@ def test_delta_sends_what_changed_and_nothing_of_what_did_not(ranks: Ranks) -> N
     ranks.connect("delta")
     moved = []
     for version, changes in ((1, 0), (2, 2), (3, 2)):
-        ranks.each("train", 2, changes)
+        ranks.call_all("train", 2, changes)
         assert {how for how, _ in ranks.push(version)} == {"staged"}
-        moved.append(sum(received for _, received, _ in ranks.each("bytes")))
+        moved.append(sum(received for _, received, _ in ranks.call_all("bytes")))
         check_served(ranks, version, 2, changes)
-    whole = ranks.each("bytes")[0][0]
+    whole = ranks.call_all("bytes")[0][0]
     assert moved[0] == whole
     assert moved[2] < moved[1] < whole
 
@@ -604,21 +604,21 @@ def test_delta_sends_what_changed_and_nothing_of_what_did_not(ranks: Ranks) -> N
 @pytest.mark.parametrize(("kind", "lost", "end"), [("gloo", 1, "pack"), ("last hop", WORLD - 1, "unpack")])
 def test_a_killed_process_is_named_and_the_next_sync_repairs(ranks: Ranks, kind: str, lost: int, end: str) -> None:
     ranks.connect(kind)
-    ranks.each("train", 1, None)
+    ranks.call_all("train", 1, None)
     ranks.push(1)
     check_served(ranks, 1, 1)
-    ranks.each("train", 2, None)
-    ranks.ask([lost], "die", 5, end)
+    ranks.call_all("train", 2, None)
+    ranks.call([lost], "die", 5, end)
     answers = ranks.push(2)
     assert answers[lost] == ("killed", signal.SIGKILL)
     told = [message for how, message in answers if how == "SyncError"]
     assert told
     assert any(f"rank {lost}" in message and "waited for" in message and BOX.search(message) for message in told)
     alive = [rank for rank in ENGINE_RANKS if rank != lost]
-    assert set(ranks.ask(alive, "serves").values()) == {None}
+    assert set(ranks.call(alive, "serves").values()) == {None}
     ranks.start(lost)
     ranks.connect(kind)
-    ranks.each("train", 2, None)
+    ranks.call_all("train", 2, None)
     assert {how for how, _ in ranks.push(2)} == {"staged"}
     check_served(ranks, 2, 2)
 

@@ -24,8 +24,8 @@ class Transformers:
     def __init__(self, shape: object) -> None:
         """Of any sizes."""
 
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
-        said = await server.sampled("/judge", {"text": list(text), "top": top}, json.loads)
+    async def score_top(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
+        said = await server.post_sampling("/judge", {"text": list(text), "top": top}, json.loads)
         return TopLogprobs(
             logprobs=np.array(said["logprobs"], np.float32),
             top_ids=np.array(said["ids"], np.int32),

@@ -62,10 +62,10 @@ class Odd:
         self.question, self.least = question, least
 
     async def start(self, task, seed):
-        return Observation(said=task.text)
+        return Observation(content=task.text)
 
     async def step(self, reply):
-        return EnvironmentStep(observation=Observation(said=self.question))
+        return EnvironmentStep(observation=Observation(content=self.question))
 
     async def score(self, transcript):
         return float(self.least + sum(transcript.replies[0].text.encode()) % 2)
@@ -169,14 +169,14 @@ async def test_a_bit_that_flips_between_learner_and_file_is_not_sealed(tmp_path:
     wanted = {n: checksum(t, tuple(t.shape)) for n, t in load_file(model / "model.safetensors").items()}
     path = mirror_path(config, tmp_path)
     async with LocalLauncher(model, tmp_path).start(config) as roles:
-        assert isinstance(roles.weights, WeightGroup)
-        await roles.weights.push(1)
+        assert isinstance(roles.weight_sync, WeightGroup)
+        await roles.weight_sync.push(1)
         assert {name: checksum(t, tuple(t.shape)) for name, t in read(path, 1).items()} == wanted
         with path.open("r+b") as file:
             file.seek(path.stat().st_size - 1)
             (byte,) = file.read(1)
             file.seek(path.stat().st_size - 1)
             file.write(bytes([byte ^ 1]))
-        assert seal_from_reports(await roles.weights.sums(), shapes(path)) == wanted
+        assert seal_from_reports(await roles.weight_sync.sums(), shapes(path)) == wanted
         found = {name: checksum(t, tuple(t.shape)) for name, t in read(path, 1).items()}
         assert len([name for name in wanted if found[name] != wanted[name]]) == 1

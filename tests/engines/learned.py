@@ -157,7 +157,7 @@ class Ranks:
             answers.append(end.recv())
         return answers
 
-    async def each(self, name: str, *arguments: Any) -> list[Any]:
+    async def call_all(self, name: str, *arguments: Any) -> list[Any]:
         """Each rank's answer, as a WorkerGroup gives it."""
         return await asyncio.to_thread(self.call, name, *arguments)
 

@@ -65,7 +65,7 @@ class AdapterFolder(FolderSync):
     base: Path
     writer: AdapterFolders
     lost: str = ""  # a matrix that is written as 0
-    written: int = 0
+    is_written: int = 0
 
     def drawn(self, version: int) -> Mapping[str, Tensor]:
         """The adapters of a version, as after training: no B is 0."""
@@ -74,7 +74,7 @@ class AdapterFolder(FolderSync):
         return {name: source.read(name, tuple((0, n) for n in size)).mul_(3) for name, size in sizes.items()}
 
     async def push_beside(self, version: int, *given: Any) -> WeightUpdate:
-        self.written = version
+        self.is_written = version
         for name, tensor in self.drawn(version).items():
             self.writer.tensors[name].copy_(tensor * (name != self.lost))
         self.writer.announce(*given)
@@ -104,7 +104,7 @@ class AdapterFolder(FolderSync):
 
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
-        self.folder = self.merged(self.written)
+        self.folder = self.merged(self.is_written)
         return await super().score(batch, want)
 
 
@@ -170,7 +170,7 @@ def test_requests_end_on_the_version_that_they_began_with(engine: str, tmp_path:
             assert update.num_bytes == size
         assert bench.engine.weights.paused_seconds == 0
         assert [one.version for one in weights.servers.held] == [second, second + 1, second + 2]
-        check(bench.generate(replace(request(new=12), begun=begun))[0][0], learner, second)
+        check(bench.generate(replace(request(new=12), partial=begun))[0][0], learner, second)
         check(bench.generate(request(new=12))[0][0], learner, second + 2)
 
         process_of(bench, 0).kill()

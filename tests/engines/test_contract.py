@@ -43,7 +43,7 @@ def test_a_server_judges_a_text_as_a_teacher(server: ServedBench, models: tuple[
     text = [(5 * i * i + 3) % 256 for i in range(90)]
     (at,) = server.engine.servers
     for top in (0, 1, 7):
-        said = server.run(server.engine.adapter.judge(at, text, top))
+        said = server.run(server.engine.adapter.score_top(at, text, top))
         wanted = logits_of(models[0], text)[:-1].log_softmax(-1)
         own = wanted.gather(1, torch.tensor(text[1:])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(said.logprobs), own, atol=1e-4, rtol=0)

@@ -114,7 +114,7 @@ def test_a_server_that_is_not_started_again_is_done_without(
         first, second = server.engine.servers
         children = psutil.Process().children(recursive=True)
         (victim,) = [p for p in children if p.ppid() != os.getpid() and first.url.rsplit(":")[-1] in words_of(p)]
-        asked = [replace(request([n, *range(30, 50)], new=400), id=f"{n}", group=f"{n % 2}") for n in range(8)]
+        asked = [replace(request([n, *range(30, 50)], new=400), id=f"{n}", prefix_group=f"{n % 2}") for n in range(8)]
 
         async def killed() -> tuple[int, list[Completion]]:
             running = [asyncio.create_task(server.engine.generate(one)) for one in asked]

@@ -107,7 +107,7 @@ def test_plants_are_named(looked_at: ServedBench, models: tuple[Path, Path], mon
     assert guilty(found) == [], found
     assert found["dtype or kernels"].verdict == "noise"
 
-    sampled = Server.sampled
+    sampled = Server.post_sampling
 
     async def penalizing(self: Server, path: str, body: Any, form: Any) -> Any:
         if isinstance(body, dict) and "sampling_params" in body:
@@ -117,7 +117,7 @@ def test_plants_are_named(looked_at: ServedBench, models: tuple[Path, Path], mon
         return await sampled(self, path, body, form)
 
     with monkeypatch.context() as planted:
-        planted.setattr(Server, "sampled", penalizing)
+        planted.setattr(Server, "post_sampling", penalizing)
         found = diagnose(server, learner)
     assert guilty(found) == ["sampling parameters"], found
     name = {"vllm": "repetition_penalty", "sglang": "sampled_repetition_penalty"}[server.name]

@@ -43,8 +43,8 @@ async def interrupted(
     """What is known of requests that were interrupted: again, where one of them had not begun and none is over."""
     while True:
         await server.sampling(*running)
-        await engine.interrupt()
-        known = [engine.so_far(each.id) for each in asked]
+        await engine.collect_partials()
+        known = [engine.partial_completion(each.id) for each in asked]
         if None not in known or any(task.done() for task in running):
             return known
 
@@ -71,7 +71,7 @@ async def over_a_push(
     server.sync.folder = models[1]
     await weights.push(2)
     answers = [completions[0] for completions in await asyncio.gather(*running)]
-    assert [engine.so_far(each.id) for each in asked] == [None] * 8
+    assert [engine.partial_completion(each.id) for each in asked] == [None] * 8
     return list(zip(asked, answers, known, strict=True))
 
 
@@ -156,7 +156,7 @@ def test_a_request_goes_on_from_columns_of_a_checkpoint(server: ServedBench, mod
     assert (first.finish_reason, len(first.token_ids)) == ("length", 10)
     first = replace(first, finish_reason="abort")  # as a save finds a completion under way; one that ended stays ended
     server.push(models[1], 2)
-    whole = server.generate(replace(asked, begun=first))[0][0]
+    whole = server.generate(replace(asked, partial=first))[0][0]
     assert whole.spans == ((0, 1), (10, 2))
     assert (whole.finish_reason, len(whole.token_ids)) == ("length", 24)
     assert whole.token_ids[:10].tolist() == first.token_ids.tolist()

@@ -100,9 +100,9 @@ def policy_main(
     seen["inputs"] = sum(float(tensor.double().abs().sum()) for tensor in policy.tensors.values())
     seen["steps"] = []
     for _ in range(steps):
-        policy.park(pushed=True)
+        policy.offload(pushed=True)
         made = train_step(policy, row, LOSS, RATE, **counts)
-        seen["steps"].append((made.loss, made.step.grad_norm))
+        seen["steps"].append((made.loss, made.result.grad_norm))
     end(folder, seen)
 
 
@@ -119,7 +119,7 @@ def critic_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     assert said is not None
     seen: dict[str, Any] = {"values": [x.tolist() for x in said["values"]]}
     made = [train_step(critic, row, ValueLoss(), RATE, **counts) for _ in range(2)]
-    end(folder, {**seen, "steps": [(one.loss, one.step.grad_norm) for one in made]})
+    end(folder, {**seen, "steps": [(one.loss, one.result.grad_norm) for one in made]})
 
 
 def resumed_main(rank: int, folder: Path, keys: Mapping[str, Any], saved: Path, again: bool) -> None:
@@ -137,7 +137,7 @@ def resumed_main(rank: int, folder: Path, keys: Mapping[str, Any], saved: Path, 
         saved.mkdir()
         policy.save(saved)
     made = [train_step(policy, row, LOSS, RATE, **counts) for _ in range(2)]
-    end(folder, {"steps": [(one.loss, one.step.grad_norm) for one in made]})
+    end(folder, {"steps": [(one.loss, one.result.grad_norm) for one in made]})
 
 
 def usual(found: Tensor, wanted: Tensor) -> float:

@@ -68,7 +68,7 @@ class Series:
 
 DONE = "done.jsonl"
 EACH_STEP = {
-    "rl_megatron.rollout.stream:RolloutStream": ("take", "settled", "pushed", "interrupt", "state"),
+    "rl_megatron.rollout.stream:RolloutStream": ("take", "wait_until_pushable", "on_push", "collect_partials", "state"),
     "rl_megatron.rollout.stream:Ledger": ("end", "write", "check", "state"),
     "rl_megatron.engines.weights:ReplicaWeights": ("load", "commit"),
     "rl_megatron.training.checkpoints:CheckpointStore": ("save", "_make_room", "_publish"),

@@ -226,7 +226,7 @@ def refused(model: str, layout: str, features: frozenset[str]) -> bool:
         megatron_layout(shape, learner.dims, stages=learner.stages)
     except (ValidationError, ConfigError):
         return True
-    return next(problems(learner, replace(shape, drafts=learner.draft.train)), None) is not None
+    return next(problems(learner, replace(shape, num_draft_layers=learner.draft.train)), None) is not None
 
 
 def pairs_of(model: str, layout: str, features: Collection[str]) -> set[frozenset[str]]:

@@ -110,9 +110,9 @@ class Drawn(RandomWeights):
 def layouts_of(folder: Path, learner: LearnerSection, features: Sequence[str] = ()) -> tuple[Layout, Layout]:
     """The model's, over ranks and as files have it, with its draft layer if that is trained. A critic's are those of a
     classifier."""
-    shape = replace(read_shape(folder), drafts=learner.draft.train)
+    shape = replace(read_shape(folder), num_draft_layers=learner.draft.train)
     if "critic" in features:
-        shape = replace(shape, scores=True, tie_embeddings=False)
+        shape = replace(shape, has_score_head=True, tie_embeddings=False)
     return megatron_layout(shape, learner.dims, stages=learner.stages), hf_layout(shape)
 
 
@@ -143,7 +143,7 @@ class Ready:
 
     def score(self, row: Sequence[Samples]) -> Any:
         """Log-probs or values."""
-        return self.policy.score(row, frozenset({"logprobs", "values"}) & self.policy._head.says)
+        return self.policy.score(row, frozenset({"logprobs", "values"}) & self.policy._head.outputs)
 
 
 def made(cell: Cell, folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> Ready:
@@ -175,7 +175,7 @@ def made(cell: Cell, folder: Path, learner: LearnerSection, rank: int, device: t
         read_boxes(Drawn(folder, of_files.local_shapes(0), 3), of_files, of_ranks, rank, policy.adapters)
     policy.adopt()
     if learner.offload.leaving:
-        for name in ("score", "backward", "step", "drop", "save"):
+        for name in ("score", "backward", "step", "zero_grad", "save"):
             setattr(policy, name, partial(parked, policy, getattr(policy, name)))
     batch = packed(make_samples(read_shape(folder), features), learner)
     number = learner.dims.dp_rank(rank)
@@ -206,8 +206,8 @@ def pretend_gpu() -> None:
 
 def parked(policy: MegatronLearner, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Calls it as servers that sampled before would let it: nothing is in a GPU's memory."""
-    policy.park(pushed=False)
-    buffers = [b for chunk in policy._chunks_of_all for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    policy.offload(pushed=False)
+    buffers = [b for chunk in policy._all_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     assert not any(t.untyped_storage().nbytes() for b in buffers for t in (b.param_data, b.grad_data) if t is not None)
     return call(*given, **named)
 
@@ -222,7 +222,7 @@ def values_of(policy: MegatronLearner) -> dict[str, Tensor]:
 
 def held(policy: MegatronLearner) -> dict[str, Tensor]:
     """A copy of what it has."""
-    policy.unpark()
+    policy.onload()
     policy.gather()
     every = (policy.tensors, policy.adapters, values_of(policy))
     return {name: tensor.clone() for tensors in every for name, tensor in tensors.items()}
@@ -237,8 +237,8 @@ def of_step(result: Any) -> dict[str, Any] | None:
     assert not isinstance(result, SkippedStep), result
     if result is None:
         return None
-    said = {name: metric.value for name, metric in {**result.of_loss, **result.step.metrics}.items()}
-    return {"norm": result.step.grad_norm, **said}
+    said = {name: metric.value for name, metric in {**result.loss_metrics, **result.result.observer_metrics}.items()}
+    return {"norm": result.result.grad_norm, **said}
 
 
 def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
         assert differing(policy, before) == [], "a converted checkpoint holds other weights than the tables give"
     routes = {"routes"} if read_shape(folder).num_experts and not row[0].extra else set()
     seen: dict[str, Any] = {"dp": learner.dims.dp_rank(rank)}
-    seen["scores"] = policy.score(row, ASKED & policy._head.says | routes)
+    seen["scores"] = policy.score(row, ASKED & policy._head.outputs | routes)
     seen["culprits"] = skipped(one)
     assert differing(policy, before) == [], "a skipped step moved weights"
     if learner.padding.sizes:
@@ -376,16 +376,16 @@ def in_parts(one: Ready) -> Any:
         one.backward(row)
         with pytest.raises(RLMegatronError, match="a step takes one backward pass"):
             one.backward(row)
-        policy.drop()
+        policy.zero_grad()
     half = len(row) // 2 if one.learner.vpp == 1 and not overlaps else 0
     if half == 0:
         return one.step()
     one.backward(row[half:])
-    policy.drop()
+    policy.zero_grad()
     first = one.backward(row[:half])
     one.score(row[:half])
     result = one.step(row[half:])
     if first is None:
         return result
-    loss = replace(result.of_loss["loss"], value=result.of_loss["loss"].value + first["loss"].value)
-    return replace(result, of_loss={"loss": loss})
+    loss = replace(result.loss_metrics["loss"], value=result.loss_metrics["loss"].value + first["loss"].value)
+    return replace(result, loss_metrics={"loss": loss})

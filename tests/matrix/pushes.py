@@ -209,14 +209,14 @@ def received(rank: int, cell: Push, rendezvous: Rendezvous) -> dict[str, Any]:
 
     shapes = {name: tuple(tensor.shape) for name, tensor in blank.items()}
     held = record(load, shapes, params, {name: tensor.dtype for name, tensor in blank.items()})
-    receiver = Receiver(rendezvous, LEARNERS + rank, {one: one.of(params[one.param]) for one in held})
+    receiver = Receiver(rendezvous, LEARNERS + rank, {one: one.local_slice(params[one.param]) for one in held})
     out: dict[str, Any] = {"reports": []}
     for version in VERSIONS:
         beside = BackgroundChecksums()
 
         def arrived(one: ParameterBox, beside: BackgroundChecksums = beside) -> None:
             beside.sent(one, params[one.param])
-            beside.held([one], params)
+            beside.checksum_boxes([one], params)
 
         num_bytes = receiver.receive(version, arrived).num_bytes
         assert num_bytes == sum(tensor.nbytes for tensor in params.values())

@@ -151,8 +151,8 @@ def test_it_steps_and_resumes_as_transformers_and_torch(
 ) -> None:
     (folder, model), saved = models(cell.model), tmp_path / "saved"
     saved.mkdir()
-    first = worlds.ask(cell.learner.dims.world_size, probes.steps, cell, folder, tmp_path)
-    second = worlds.ask(cell.resumed.dims.world_size, probes.resumed, cell, folder, tmp_path)
+    first = worlds.call(cell.learner.dims.world_size, probes.steps, cell, folder, tmp_path)
+    second = worlds.call(cell.resumed.dims.world_size, probes.resumed, cell, folder, tmp_path)
     wanted = oracle.wanted(cell, folder, copy.deepcopy(model), tmp_path / "files", cell.learner)
     of_later = wanted
     if "balance" in cell.features:  # whose losses are of micro-batches
@@ -197,7 +197,7 @@ def test_engines_and_files_get_the_bytes_of_the_whole_tensors(cell: Push, sender
     rendezvous = keeper.rendezvous(LEARNERS + ENGINES, learners=LEARNERS, backend="gloo")
     size = LEARNERS if cell.end == "files" else LEARNERS + ENGINES
     (tmp_path / "config.json").write_text("{}")
-    said = senders.ask(size, pushes.pushed, cell, rendezvous, tmp_path)()
+    said = senders.call(size, pushes.pushed, cell, rendezvous, tmp_path)()
     learners, engines = said[:LEARNERS], said[LEARNERS:]
     if cell.encoding == "sparse":
         first, later = (sum(one["bytes"][i] for one in learners) for i in range(len(VERSIONS)))
@@ -211,7 +211,7 @@ def test_engines_and_files_get_the_bytes_of_the_whole_tensors(cell: Push, sender
                 seal_from_reports(reports, shapes), shapes, [one["reports"][i] for one in engines], frozenset()
             )
             assert not found.differing
-            assert cell.model != "qwen3_moe" or all("_scale" in name for name in found.unseen)
+            assert cell.model != "qwen3_moe" or all("_scale" in name for name in found.unchecked)
             size, name = largest_change(one.changes for one in reports) or (0.0, "")
             assert (size, name) == (pytest.approx(error[0], rel=1e-6), error[1])
         for group in WRITERS if not engines and cell.encoding != "adapters" else ():

@@ -18,7 +18,7 @@ class Worlds:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def ask(self, size: int, function: Callable[..., Any], *arguments: Any) -> Callable[[], list[Any]]:
+    def call(self, size: int, function: Callable[..., Any], *arguments: Any) -> Callable[[], list[Any]]:
         """Asks ``size`` ranks for ``function(rank, *arguments)``, after what they were asked before. What is returned
         waits for their answers, in the same order, and raises AssertionError with the traceback of the first rank that
         failed: others wait for it."""

@@ -60,7 +60,7 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
         gpu_branch.train_step(policy, row, gpu_branch.GRPO, 1e-3, **counts)
         policy.save(folder / "saved")
     made = gpu_branch.train_step(policy, row, gpu_branch.GRPO, 1e-3, **counts)
-    seen: dict[str, Any] = {"step": (made.loss, made.step.grad_norm)}
+    seen: dict[str, Any] = {"step": (made.loss, made.result.grad_norm)}
     frozen = make_frozen(shape, learner, device, temperature=0.7)
     gpu_branch.fill(frozen, learner, rank, model)
     scores = frozen.score(row, frozenset({"logprobs"}))

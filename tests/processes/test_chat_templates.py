@@ -158,7 +158,7 @@ async def test_a_turn_that_is_given_up_while_its_template_waits_leaves_its_conve
     begun, go = threading.Event(), threading.Event()
 
     class Waits(ChatTemplate):
-        def begin(self, messages: Any, tools: Any) -> Any:
+        def start(self, messages: Any, tools: Any) -> Any:
             begun.set()
             assert go.wait(20), "the event loop waits for the template"
             return super().begin(messages, tools)

@@ -82,7 +82,7 @@ def test_the_weight_of_a_mean_is_the_count_that_it_is_over(loss: PolicyLoss, cou
     x = batch([3, 5, 2], 1, scale=0.5)
     found, others = (loss(one).metrics for one in (x, replace(x, **{count: 2 * getattr(x, count)})))
     for name in found:
-        if found[name].over == "mean" and not name.startswith("loss/"):
+        if found[name].reduction == "mean" and not name.startswith("loss/"):
             totals = [one[name].value * one[name].weight for one in (found, others)]
             torch.testing.assert_close(totals[0], totals[1], msg=name)
 
@@ -113,7 +113,7 @@ def row_of(loss: Loss, *minibatches: LossInputs) -> Row:
     for x in minibatches:
         said: dict[str, Metric[float]] = {"loss": Metric(value=0.0)}
         for name, metric in loss(x).metrics.items():
-            said[name] = Metric(value=metric.value.item(), over=metric.over, weight=metric.weight)
+            said[name] = Metric(value=metric.value.item(), reduction=metric.reduction, weight=metric.weight)
         steps.append(CompletedStep(said, StepResult(grad_norm=0.0)))
     return policy_row(steps)
 

@@ -409,7 +409,7 @@ def test_padding_repeats_tokens_and_adds_empty_sequences(lengths: list[int], tp:
         assert cu[len(lengths)] == needed
         assert cu[len(lengths) + 1 :] == [total] * (most + 1 - len(lengths))
         assert share.num_segments == most + 1
-        assert torch.equal(share.attention.real, real)
+        assert torch.equal(share.attention.is_real, real)
         filled = ~real & (share.segment_ids >= len(lengths))
         assert share.input_ids[filled].tolist() == [
             n % sum(lengths) for n in share.attention.positions[filled].tolist()

@@ -152,7 +152,7 @@ def test_no_replica_sends_much_more_than_another(m: ModelShape, d: ParallelDims)
 @settings(max_examples=30, deadline=None)
 @given(shapes(), mesh(), st.integers(0, 14))
 def test_a_row_missing_from_the_source_is_named(m: ModelShape, d: ParallelDims, row: int) -> None:
-    rows = [spec for spec in HF_QWEN3_MOE if spec.exists(m, d)]
+    rows = [spec for spec in HF_QWEN3_MOE if spec.condition(m, d)]
     gone = rows[row % len(rows)]
     source = Layout(table=[spec for spec in rows if spec is not gone], shape=m)
     name = gone.name.format(layer=0, expert=0)
@@ -240,10 +240,10 @@ def check_turns(moves: Plan, engines: int) -> None:
     first_layers: dict[tuple[int, ...], set[int]] = {}
     for process in range(engines):
         moved = [t for t in moves.receives(process) if t.src_rank != process]
-        assert {turns.of(t) for t in moved if t.layer is None} <= {0}
-        found = {t.layer: turns.of(t) for t in moved if t.layer is not None}
+        assert {turns.position(t) for t in moved if t.layer is None} <= {0}
+        found = {t.layer: turns.position(t) for t in moved if t.layer is not None}
         assert all(
-            found[t.layer] == turns.of(t) and f".{t.layer}." in t.dst_param for t in moved if t.layer is not None
+            found[t.layer] == turns.position(t) and f".{t.layer}." in t.dst_param for t in moved if t.layer is not None
         )
         assert sorted(found.values()) == list(range(1, len(found) + 1))
         order, layers = sorted(found, key=lambda layer: found[layer]), tuple(sorted(found))
@@ -262,12 +262,14 @@ def test_buckets_are_bounded_and_tile_what_a_pair_moves(m: ModelShape, d: Parall
     moves = plan(Layout(table=HF_QWEN3_MOE, shape=m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d))
     transfers = list(moves.receives(d.world_size - 1))
     buckets = cut_into_buckets(transfers, dtype_of, bucket_bytes, turn_of=lambda t: 0 if t.layer is None else -t.layer)
-    places = [(bucket.turn, str(bucket.dtype), bucket.number) for bucket in buckets]
+    places = [(bucket.layer_position, str(bucket.dtype), bucket.number) for bucket in buckets]
     assert places == sorted(places)
     assert {(turn, number) for turn, _, number in places} == {
         (turn, i) for turn, count in Counter(turn for turn, _, _ in places).items() for i in range(count)
     }
-    assert all(bucket.turn in (0, -int(layer_of(p))) for bucket in buckets for p in bucket.parts if layer_of(p))
+    assert all(
+        bucket.layer_position in (0, -int(layer_of(p))) for bucket in buckets for p in bucket.parts if layer_of(p)
+    )
     assert all(bucket.num_bytes <= max(bucket_bytes, bucket.dtype.itemsize) for bucket in buckets)
     parts = [part for bucket in buckets for part in bucket.parts]
     expected = {part.dst_param: bucket.dtype for bucket in buckets for part in bucket.parts}

@@ -159,7 +159,7 @@ def test_ranks_build_what_the_controller_would_have_sent(
 
     def taken(batch: Batch, *, to_score: bool) -> list[tuple[Samples, ...]]:
         shares = sent.shares(batch, to_score=to_score)
-        return [rank.take(share, {"routes": (0, 1, 2)}) for rank, share in zip(held, shares, strict=True)]
+        return [rank.micro_batches(share, {"routes": (0, 1, 2)}) for rank, share in zip(held, shares, strict=True)]
 
     ranks = packer.ranks(sampled, most=most, seed=seed)
     batch = packer.pack(sampled, ranks=ranks)
@@ -227,12 +227,12 @@ def test_rows_that_were_not_sent_are_named() -> None:
     samples = of_size(2, 2, 8)
     batch = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).pack(samples)
     sent, held = SentRows(1), RankRows()
-    held.take(sent.shares(batch, to_score=True)[0])
+    held.micro_batches(sent.shares(batch, to_score=True)[0])
     (again,) = sent.shares(batch, to_score=True)
     held.forget()
     assert held.num_bytes == 0
     with pytest.raises(RLMegatronError, match="'input_ids' of rows 0, 1, 2, 3 of batch 1, 4 in all, which it was not"):
-        held.take(again)
+        held.micro_batches(again)
 
 
 def test_the_next_steps_rows_replace_this_ones() -> None:
@@ -240,7 +240,7 @@ def test_the_next_steps_rows_replace_this_ones() -> None:
     sizes = []
     for seed in range(3):
         samples = to_samples(rollouts([(4, [8, 8])], seed))
-        held.take(sent.shares(packer.pack(samples), to_score=True)[0])
+        held.micro_batches(sent.shares(packer.pack(samples), to_score=True)[0])
         sizes.append(held.num_bytes)
     assert sizes[0] == sizes[2] > 0
 
@@ -280,8 +280,8 @@ def test_the_order_after_a_resume_is_the_same(sizes: list[tuple[int, float]], be
         for row in range(size)
     ]
     weights = {f"s{i}": weight for i, (_, weight) in enumerate(sizes)}
-    whole = PromptStream(prompts, seed=3, weights=weights).take(before + after)
+    whole = PromptStream(prompts, seed=3, weights=weights).next_prompts(before + after)
     first, second = (PromptStream(prompts, seed=3, weights=weights) for _ in range(2))
-    first.take(before)
+    first.next_prompts(before)
     second.restore(STATE.validate_json(STATE.dump_json(first.state())))  # type: ignore[arg-type]
-    assert second.take(after) == whole[before:]
+    assert second.next_prompts(after) == whole[before:]

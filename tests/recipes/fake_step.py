@@ -62,13 +62,13 @@ class WithoutMicroBatches(MegatronLearner):
 
     def bytes_held(self) -> tuple[int, int]:
         """Bytes of the parameters, and of the buffers in which gradients are added up."""
-        chunks = self._chunks_of_all
+        chunks = self._all_chunks
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return sum(p.nbytes for chunk in chunks for p in chunk.parameters()), sum(b.grad_data.nbytes for b in buffers)
 
     def counted(self, meter: Meter, micro_batches: int, rank: int) -> DryRun:
         """What ``meter``, which has seen everything since before the learner was made, counts of one step."""
-        optimizer.create_state(self._optimizer_of_all)
+        optimizer.create_state(self._chained_optimizer)
         held, (parameters, gradients) = meter.live, self.bytes_held()
         meter.restart()
         nothing: list[Samples] = [None] * micro_batches  # type: ignore[list-item]

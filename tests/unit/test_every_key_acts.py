@@ -234,9 +234,9 @@ class Rig:
         weights, needs = ToyWeights(engine), config.algorithm
         roles: Any = RunComponents(
             learners={"policy": policy, **({"critic": value} if needs.needs_critic else {})},
-            frozen={"reference": reference} if needs.needs_reference else {},
+            frozen_models={"reference": reference} if needs.needs_reference else {},
             engine=engine,
-            weights=weights,
+            weight_sync=weights,
         )
         trainer = self._trainer(config, roles)
         try:
@@ -284,7 +284,7 @@ class Rig:
             ),
             start_folder=self.folder / "hf_start",
             recorder=self.recorder,
-            route="memory",
+            push_route="memory",
         )
 
 
@@ -353,7 +353,7 @@ def learned_labels(config: RunConfig) -> list[object]:
         return [str(error)]
     rows = [(row.id, row.token_ids.tolist(), row.margin) for (row,) in kept.units]
     steps = config.written_epochs, config.completions_per_step
-    return [rows, left_out, kept.dropped, steps, built.loss, built.most, built.reference.folder]
+    return [rows, left_out, kept.num_dropped, steps, built.loss, built.most, built.reference.folder]
 
 
 @pytest.mark.parametrize("row", ["gspo", "grpo", "cispo"])

@@ -96,7 +96,7 @@ def run(
 def _template_variables(source: Path, config: Path | None, family: str | None) -> Mapping[str, TemplateVariable]:
     """Returns ``model.template_variables`` of the run around ``source``, if that is a reward model's shards. If the run
     cannot be read, it prints a note that the chat template of ``config`` is unchanged."""
-    if config is None or not convert.converted_shape(source, config, family).scores:
+    if config is None or not convert.converted_shape(source, config, family).has_score_head:
         return {}
     own, why = source.resolve().parents[2:3], f"{source} is in no run's folder"
     if own and (file := own[0] / "config.yaml").is_file():

@@ -341,13 +341,13 @@ def _left_of_shards(source: Path, shape: ModelShape) -> Iterator[str]:
             f"{_EMBEDDING}: {count} of its {sizes[_EMBEDDING][0]} rows are not 0 and beyond vocab_size={vocab}; the "
             "new folder lacks them. If they are tokens, not padding, set vocab_size in config.json to keep them"
         )
-    if not shape.drafts and has_draft(sizes):
+    if not shape.num_draft_layers and has_draft(sizes):
         yield f"mtp: {_NO_DRAFTS}"
 
 
 def _left_of_folder(source: Path, shape: ModelShape) -> Iterator[str]:
     beside, drafts = not_the_decoders(source, shape)
-    if found := [*beside, *(() if shape.drafts else drafts)]:
+    if found := [*beside, *(() if shape.num_draft_layers else drafts)]:
         no_tower = "only the text model is trained and converted; the new folder has no tower"
         yield f"{', '.join(found)}: {no_tower if beside else _NO_DRAFTS}"
     yield from dropped_draft_matrices(source, shape)

@@ -143,7 +143,10 @@ def _alone(names: Mapping[Path, Set[str]], config: Path | None, family: str | No
     """Yields a line for each tensor that only one checkpoint has, and notes if the other has no draft layers."""
     for folder, other in permutations(names, 2):
         if found := sorted(names[folder] - names[other]):
-            shape, drafts = converted_shape(folder, config, family), converted_shape(other, config, family).drafts
+            shape, drafts = (
+                converted_shape(folder, config, family),
+                converted_shape(other, config, family).num_draft_layers,
+            )
             for name in found:
                 left = is_draft(name, shape) and not drafts
                 yield f"{name} is only in {folder}" + (f"; {other} was made without draft layers" if left else "")
@@ -227,7 +230,7 @@ def compare_logprobs(
         )
     shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
     shape = stored_shape(folder, shape) if is_megatron(folder) else shape
-    if shape.scores:
+    if shape.has_score_head:
         raise ConfigError(
             f"{folder} is a sequence classifier, which scores texts and has no log-probs; give the model that it was "
             "trained from"

@@ -44,11 +44,11 @@ class Links:
     nic: float
     nvlink: float
     per_node: int
-    elsewhere: Mapping[int, int] = field(default_factory=dict)
+    node_of: Mapping[int, int] = field(default_factory=dict)
 
     def node(self, process: int) -> int:
         """Returns the index of the process's node."""
-        return self.elsewhere.get(process, process // self.per_node)
+        return self.node_of.get(process, process // self.per_node)
 
     def within(self, a: int, b: int) -> bool:
         """True if two processes share a node."""
@@ -62,8 +62,8 @@ class Cost:
     ``bound`` is the busiest port's time if it never waits; ``expected`` includes waiting.
     """
 
-    within: int
-    across: int
+    bytes_within_nodes: int
+    bytes_across_nodes: int
     sent: Mapping[int, int]
     received: Mapping[int, int]
     bound: float
@@ -81,8 +81,8 @@ def plan_cost(moves: Plan, element_bytes: int | Callable[[str], int], links: Lin
         ports[a, True, links.within(a, b)] += moved
         ports[b, False, links.within(a, b)] += moved
     return Cost(
-        within=sum(moved for (_, sending, near), moved in ports.items() if sending and near),
-        across=sum(moved for (_, sending, near), moved in ports.items() if sending and not near),
+        bytes_within_nodes=sum(moved for (_, sending, near), moved in ports.items() if sending and near),
+        bytes_across_nodes=sum(moved for (_, sending, near), moved in ports.items() if sending and not near),
         sent=_by_process(ports, sending=True),
         received=_by_process(ports, sending=False),
         bound=max(
@@ -117,8 +117,8 @@ def broadcast_cost(src: Layout, receivers: Iterable[int], element_bytes: int, li
         for process in targets[:-1]:
             sent[process] += model
     return Cost(
-        within=sum(near.values()) + model * (len(targets) - len(entered)),
-        across=sum(far.values()) + model * len(entered),
+        bytes_within_nodes=sum(near.values()) + model * (len(targets) - len(entered)),
+        bytes_across_nodes=sum(far.values()) + model * len(entered),
         sent=sent,
         received=received,
         bound=max(gather, push),
@@ -165,7 +165,7 @@ def _held(layout: Layout, per_node: int) -> tuple[list[int], list[int], int]:
             if not layers[at.pp]:
                 continue
             stage, ep = at.pp if "{layer}" in spec.name else 0, at.ep if "{expert}" in spec.name else 0
-            for held in chunks[at.on(spec.axis)]:
+            for held in chunks[at.index_on(spec.axis)]:
                 key = held.hf, held.hf_box, stage, ep
                 elements[key] = volume(held.hf_box) * layers[at.pp] * experts
                 own[rank] += elements[key]
@@ -178,7 +178,7 @@ def _held(layout: Layout, per_node: int) -> tuple[list[int], list[int], int]:
 class Hop:
     """A part of a push: total bytes, those of the busiest sender and of the busiest receiver; seconds at ``speed``."""
 
-    where: str  # "over NVLink"
+    link: str  # "over NVLink"
     total: float
     sent: float
     received: float
@@ -188,10 +188,10 @@ class Hop:
     def describe(self) -> str:
         """Returns a line to show."""
         if not self.total:
-            return f"nothing goes {self.where}"
+            return f"nothing goes {self.link}"
         ends = {"sends": self.sent, "receives": self.received}
         busiest = " and ".join(f"one {does} up to {count / GB:,.1f} GB" for does, count in ends.items() if count)
-        return f"{self.total / GB:,.1f} GB {self.where}; {busiest}: {self.seconds:,.2f} s at {self.speed}"
+        return f"{self.total / GB:,.1f} GB {self.link}; {busiest}: {self.seconds:,.2f} s at {self.speed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ def push_cost(config: RunConfig, shape: ModelShape) -> Push:
     if served and kind.direct:
         return Push(route=route, hops=(_straight(config, shape, route),))
     if served:
-        first = [hop for hop in (_into_files(config, shape, route),) if hop.total] if route.over else []
+        first = [hop for hop in (_into_files(config, shape, route),) if hop.total] if route.link else []
         return Push(route=route, hops=(*first, *_through_file(config, served_bytes(config, shape), route)))
     return Push(route=route, hops=(_into_every_rank(config, shape, route),))
 
@@ -266,7 +266,7 @@ def _into_every_rank(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
     lacks = [max(0, whole - held.both) * each for held in elements_by_stage(layout)]
     total, across = sum(lacks) * world // layout.dims.pp, world > links.per_node
     return Hop(
-        where=f"over {route.over}",
+        link=f"over {route.link}",
         total=total,
         sent=total / world,
         received=max(lacks),
@@ -278,24 +278,24 @@ def _into_every_rank(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
 def _over_links(moves: Plan, bytes_of: Callable[[str], int], links: Links, route: Route) -> Hop:
     cost = plan_cost(moves, bytes_of, links)
     return Hop(
-        where=f"over {route.over}",
-        total=cost.within + cost.across,
+        link=f"over {route.link}",
+        total=cost.bytes_within_nodes + cost.bytes_across_nodes,
         sent=max(cost.sent.values(), default=0),
         received=max(cost.received.values(), default=0),
         seconds=cost.bound,
-        speed=_speed_of(links, across=cost.across > 0),
+        speed=_speed_of(links, across=cost.bytes_across_nodes > 0),
     )
 
 
 def _evenly(config: RunConfig, shape: ModelShape, route: Route, links: Links) -> Hop:
     """Returns the hop of `_straight` by the learner's sent bytes, if the layout of a server's ranks is not known."""
     section, first = config.rollout.server, config.learner.dims.world_size
-    processes = range(first, first + len(links.elsewhere))
+    processes = range(first, first + len(links.node_of))
     across = any(not links.within(0, process) for process in processes)
     servers = len(processes) if section.addresses is not None else section.count
     total = servers * served_bytes(config, shape)
     return Hop(
-        where=f"over {route.over}",
+        link=f"over {route.link}",
         total=total,
         sent=total / first,
         received=0,
@@ -333,17 +333,17 @@ def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = F
         speed = _storage_speed(config)
     file, total = str(route.file), size * len(writers)
     return (
-        Hop(where=f"written to {file}", total=total, sent=sent, received=0, seconds=written, speed=speed),
-        Hop(where=f"read from {file}", total=size * readers, sent=0, received=size, seconds=read, speed=speed),
+        Hop(link=f"written to {file}", total=total, sent=sent, received=0, seconds=written, speed=speed),
+        Hop(link=f"read from {file}", total=size * readers, sent=0, received=size, seconds=read, speed=speed),
     )
 
 
 def _links(config: RunConfig, elsewhere: Mapping[int, int]) -> Links:
-    """Links of learner ranks, and of processes ``elsewhere``. Processes on CPUs of one node share its memory."""
+    """Links of learner ranks, and of processes ``node_of``. Processes on CPUs of one node share its memory."""
     speeds, gpus, world = _hardware(config), config.learner.device != "cpu", config.learner.dims.world_size
     per_node = world if config.run.launcher == "local" else config.slurm.tasks_per_node(world)
     near = speeds.nvlink if gpus else speeds.node_file
-    return Links(nic=speeds.network * GB, nvlink=near * GB, per_node=per_node, elsewhere=elsewhere)
+    return Links(nic=speeds.network * GB, nvlink=near * GB, per_node=per_node, node_of=elsewhere)
 
 
 def _speed_of(links: Links, *, across: bool) -> str:
@@ -415,12 +415,12 @@ class PredictedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: ``predicted``, or the floor of a step with completions of full length; ``why`` is the reason
-    if none are predicted."""
+    """Seconds of a step: ``predicted``, or the floor of a step with completions of full length;
+    ``no_prediction_reason`` is the reason if none are predicted."""
 
     seconds: float
     predicted: PredictedStep | None = None
-    why: str = ""
+    no_prediction_reason: str = ""
 
     def lines(self) -> Iterator[str]:
         """Yields the estimate as lines of text, with units."""
@@ -433,8 +433,8 @@ class StepTime:
         if found is not None:
             yield f"a step: {found.step.seconds:,.1f} s, predicted for slurm.speeds.gpu={found.gpu}:"
             yield from found.lines()
-        elif self.why:
-            yield f"  seconds by phase are not predicted: {self.why}"
+        elif self.no_prediction_reason:
+            yield f"  seconds by phase are not predicted: {self.no_prediction_reason}"
 
     def share(self, seconds: float) -> str:
         """Returns the share of ``seconds`` in the step, in words; of a floor it is the highest possible share."""
@@ -527,7 +527,7 @@ def _step(config: RunConfig, shape: ModelShape, push: Push) -> StepTime | None:
     why = _unpredicted(config)
     found = predicted(config, shape, push) if not why else None
     seconds = floor_seconds(config, shape) if found is None else found.step.seconds
-    return StepTime(seconds=seconds, predicted=found, why=why)
+    return StepTime(seconds=seconds, predicted=found, no_prediction_reason=why)
 
 
 def _unpredicted(config: RunConfig) -> str:

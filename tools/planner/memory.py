@@ -383,8 +383,8 @@ def _of_critic(layout: Layout, rank: Rank) -> Rank:
     last = rank.stage == layout.dims.pp - 1
     held = [layout.chunks(spec)[0][0].shape for spec in layout.rows() if spec.name.startswith("output_layer.")]
     less = sum(map(prod, held)) - layout.shape.hidden_size - 1 if last else 0
-    parameters, trained = (replace(one, dense=one.dense - less) for one in (rank.parameters, rank.trained))
-    return replace(rank, parameters=parameters, trained=trained)
+    parameters, trained = (replace(one, dense=one.dense - less) for one in (rank.parameters, rank.trained_parameters))
+    return replace(rank, parameters=parameters, trained_parameters=trained)
 
 
 def _local_engine(config: RunConfig, shape: ModelShape) -> float:

@@ -290,8 +290,8 @@ def _table(title: str, direct: Cost, usual: Cost, src: Layout, placement: Mappin
 
 def _cells(cost: Cost, senders: Sequence[int], receivers: Sequence[int]) -> dict[str, str]:
     return {
-        "bytes within nodes": gigabytes(cost.within)[0],
-        "bytes across nodes": gigabytes(cost.across)[0],
+        "bytes within nodes": gigabytes(cost.bytes_within_nodes)[0],
+        "bytes across nodes": gigabytes(cost.bytes_across_nodes)[0],
         f"sent by {len(senders)} ranks, max / mean": _divisor(cost.sent, senders),
         f"received by {len(receivers)} ranks, max / mean": _divisor(cost.received, receivers),
         "bound: the busiest port": f"{cost.bound:.2f} s",

@@ -150,7 +150,14 @@ def draft_layer(shape: ModelShape) -> ModelShape:
     """Returns one draft layer and the model's output layer as a separate model. It omits the product that joins the two
     hidden states, a hundredth of the bytes that a pass of DeepSeek-V3's layer over 32 rows reads."""
     return replace(
-        shape, num_layers=1, dense_layers=0, windows=(), delta=None, delta_layers=(), draft_layers=0, drafts=False
+        shape,
+        num_layers=1,
+        dense_layers=0,
+        windows=(),
+        delta=None,
+        delta_layers=(),
+        draft_layers=0,
+        num_draft_layers=False,
     )
 
 
@@ -312,7 +319,7 @@ def learner_work(
         micro_batches=micro_batches,
         precision=learner.dtype if learner.fp8 is None else "float8",
         stages=learner.stages or (shape.num_layers // (d.pp * d.vpp),) * (d.pp * d.vpp),
-        drafts=shape.draft_layers if shape.drafts else 0,
+        drafts=shape.draft_layers if shape.num_draft_layers else 0,
         gradient_bytes=2 if learner.gradient_dtype == "bfloat16" else 4,
         dispatcher="alltoall" if learner.dispatcher == "alltoall" else "by_node",
         again=frozenset(again),
@@ -378,7 +385,7 @@ def server_shape(
     fraction = (server.memory_fraction or _USUAL_FRACTION) - KERNELS
     cache = fraction * gpu.memory * 2**30 - weights_on_gpu(server, weights)
     experts, others = _held_of(shape)
-    if shape.drafts:  # a draft layer has its own joining product, and the model's output layer
+    if shape.num_draft_layers:  # a draft layer has its own joining product, and the model's output layer
         more, beside = _held_of(draft_layer(shape))
         own = beside - shape.hidden_size * (shape.outputs - 2 * shape.hidden_size)
         experts, others = experts + len(shape.drafted) * more, others + len(shape.drafted) * own

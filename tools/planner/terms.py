@@ -40,7 +40,7 @@ def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
     leaving = max((sum(some) / len(some) for some in halves if some), default=0.0) * HELD * rank.tokens
     terms: Terms = {
         "parameters": float(rank.parameters.both * BYTES[learner.dtype]),
-        "gradients": float(rank.trained.both * BYTES[learner.gradient_dtype]),
+        "gradients": float(rank.trained_parameters.both * BYTES[learner.gradient_dtype]),
         "optimizer": optimizer * (1 - _MOMENTS * learner.offload.optimizer),  # float32 weights stay to be exchanged
         "activations": kept_bytes(learner, shape, rank) * held + leaving,
         "logits": logits_bytes(learner, shape, rank),
@@ -99,7 +99,7 @@ def logits_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> floa
     They are hidden states, logits and both gradients; with TransformerEngine's layers also the weight's gradient, as
     in published peaks (torch frees the logits before it). A float32 head has hidden states, their gradient, a float32
     block of the weight, and its gradient in float32, unless all gradients are accumulated in that."""
-    if rank.stage < learner.pp - 1 or shape.scores:
+    if rank.stage < learner.pp - 1 or shape.has_score_head:
         return 0.0
     rows, size = shape.vocab_size / learner.tp, BYTES[learner.dtype]
     chunk = rows * min(rank.tokens, LOGITS_TOKENS) * 4
@@ -117,7 +117,7 @@ def optimizer_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> t
     parameters, are sharded; Muon shards whole parameters, so a rank has at least the embedding's or output layer's.
     A step has float32 copies of gradients. TransformerEngine's Adam with moments of fewer bits reads any dtype, and
     has copies of moments instead."""
-    stepped, d, held = rank.stepped(learner), learner.dims, rank.trained
+    stepped, d, held = rank.stepped(learner), learner.dims, rank.trained_parameters
     if learner.optimizer.moments_dtype != "float32":
         copies = 2 * _MOMENT * min(stepped, max(STEPPED_AT_ONCE, rank.largest))
         return (2 * BYTES["bfloat16"] + BYTES["float32"]) * stepped, copies

@@ -45,7 +45,7 @@ class NemoGym:
         begun = await self._server.ask_object("POST", "/seed_session", dict(row))
         if "mcp" in begun:
             raise ServerFailed(f"{self._url}: its tools are called over MCP; only those that are routes can be")
-        return Observation(said=messages, tools=tools)
+        return Observation(content=messages, tools=tools)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """What each call answers, also that it failed; without a call the end. Raises ServerFailed."""
@@ -63,7 +63,7 @@ class NemoGym:
             failed += status != 200
             results.append({"role": "tool", "tool_call_id": call["id"], "content": said})
         return EnvironmentStep(
-            observation=Observation(said=results),
+            observation=Observation(content=results),
             metrics={"tool_calls": float(len(calls)), "tool_errors": float(failed)},
         )
 

@@ -65,7 +65,7 @@ class OpenEnv:
                 "without one"
             )
         tools = self._session.actions.tools if self._tool else ()
-        return Observation(said=(task.messages or task.text) if same else seen.text, tools=tools)
+        return Observation(content=(task.messages or task.text) if same else seen.text, tools=tools)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """The server's answer to the action; of a reply that is none, why. Raises ServerFailed."""
@@ -286,7 +286,7 @@ def _answering(reply: Reply, text: str) -> Observation:
     """The text as the user's message, or as the result of each call."""
     calls: Sequence[OpenAIMessage] = reply.message.get("tool_calls") or ()
     results = [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
-    return Observation(said=results or text)
+    return Observation(content=results or text)
 
 
 def _websockets() -> Any:

@@ -46,7 +46,7 @@ class ReasoningGym:
                 "row has; write the tasks again, or install the version that wrote them"
             )
         self._task = task
-        return Observation(said=task.messages or task.text)
+        return Observation(content=task.messages or task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """The package's score, from 0 to 1; of an answer on which it raises, 0."""

@@ -262,7 +262,7 @@ class RayCluster:
         learner, engines = self.shares.ranks[LEARNER], self.shares.engines
         on_learner = totals(learner) if allocation.engine_nodes else totals(learner, engines)
         call = NodeCall(
-            head=allocation.here,
+            head=allocation.this_node,
             host=self.host,
             port=free_port(""),
             token=secrets.token_hex(32),

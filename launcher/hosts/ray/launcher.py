@@ -67,7 +67,7 @@ class RayLauncher(ConnectingLauncher):
             ended=_first_end(ends),
             folder=cluster.folder,
             output=f"{files} in {cluster.folder} have their output",
-            blame=allocation.blame if allocation else lambda _: None,
+            report_lost_nodes=allocation.blame if allocation else lambda _: None,
             cause=lambda role, rank: _cause(ends[role, rank]),
         )
 

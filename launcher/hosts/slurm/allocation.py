@@ -31,14 +31,14 @@ class Allocation:
 
     id: str
     restart: int
-    here: str  # the node of this process
+    this_node: str  # the node of this process
     nodes: tuple[str, ...]  # the learner's
     engine_nodes: tuple[str, ...]  # only for engine servers
     folder: Path  # this attempt's, in the run's folder
     separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nodes only for critic and reference
 
     @classmethod
-    def this(cls, run_folder: Path, config: RunConfig) -> Allocation | None:
+    def from_environment(cls, run_folder: Path, config: RunConfig) -> Allocation | None:
         """Reads the environment; None outside a job. Raises ConfigError if it, or scontrol, names no nodes."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
@@ -49,7 +49,7 @@ class Allocation:
         return cls(
             id=job,
             restart=restart,
-            here=this_node(),
+            this_node=this_node(),
             nodes=found[LEARNER],
             engine_nodes=found.get("engines", ()),
             folder=folder,
@@ -67,7 +67,7 @@ class Allocation:
 
     def address(self) -> str:
         """Returns this node's address for other nodes; loopback if there are none. Raises errors of `address_of`."""
-        others = [node for nodes in self.by_role.values() for node in nodes if node != self.here]
+        others = [node for nodes in self.by_role.values() for node in nodes if node != self.this_node]
         if not others:
             return "127.0.0.1"
         there = self.address_of(others[0])
@@ -76,7 +76,8 @@ class Allocation:
                 probe.connect((there, 9))  # sends nothing: only finds the route
             except OSError as error:
                 raise ConfigError(
-                    f"node {self.here} of job {self.id} has no way to {others[0]} ({there}): {error}; fix its network, "
+                    f"node {self.this_node} of job {self.id} has no way to {others[0]} ({there}): {error}; fix its "
+                    "network, "
                     "or leave one of them out by slurm.exclude"
                 ) from error
             return str(probe.getsockname()[0])
@@ -95,7 +96,7 @@ class Allocation:
                     raise ConfigError(
                         f"node {node} of job {self.id} has no address here after {_NAME_SECONDS:g} s: {error}. Nodes "
                         f"reach each other over IPv4, by Slurm's names: have `getent ahostsv4 {node}` find an address "
-                        f"on {self.here}, by DNS or /etc/hosts"
+                        f"on {self.this_node}, by DNS or /etc/hosts"
                     ) from error
             time.sleep(_LOOK_SECONDS)
 
@@ -107,15 +108,15 @@ class Allocation:
 
     def learner_options(self) -> list[str]:
         """Returns options of srun that keep a step on the learner's nodes, if the job has others."""
-        return self._on(LEARNER)
+        return self._nodelist_options(LEARNER)
 
-    def _on(self, role: str) -> list[str]:
+    def _nodelist_options(self, role: str) -> list[str]:
         by_role = self.by_role
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
     def separate_command(self, command: Sequence[str], role: str) -> list[str]:
         """Returns an srun command for a role with its own nodes, with all their memory and GPUs."""
-        return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
+        return [*_OWN, command[0], *self._nodelist_options(role), "--mem=0", *command[1:]]
 
     def server_command(self, nodes: Sequence[str], cpus: int | None) -> list[str]:
         """Returns the srun command for each node, with all its memory and GPUs, alongside other steps."""

@@ -148,7 +148,7 @@ class SlurmLauncher(ConnectingLauncher):
                 ended=first_end(steps),
                 folder=folder,
                 output=f"{files} in {folder} have their output",
-                blame=allocation.blame,
+                report_lost_nodes=allocation.blame,
             )
 
     def _command(self, config: RunConfig, placement: RankPlacement) -> list[str]:

@@ -73,9 +73,9 @@ class TurnPrompt:
     token_ids: TokenIds  # [L] int32
     branch: Branch | None  # None: it extends a turn's row, or is the conversation's first
     rendered: RenderedPrompt = field(repr=False)
-    after: SampledTurn | None = field(repr=False)  # the turn with the row that it extends
+    previous_turn: SampledTurn | None = field(repr=False)  # the turn with the row that it extends
     node: Node = field(repr=False)  # the last of its messages that is in the tree
-    new: Sequence[ChatMessage] = field(repr=False)  # those after it
+    new_messages: Sequence[ChatMessage] = field(repr=False)  # those after it
 
     def __post_init__(self) -> None:
         freeze(self.token_ids)
@@ -83,23 +83,24 @@ class TurnPrompt:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SampledTurn:
-    """A turn with its place. Its row extends the row of the turn ``after``, whose tokens it does not hold again."""
+    """A turn with its place. Its row extends the row of the turn ``previous_turn``, whose tokens it does not hold
+    again."""
 
     branch: Branch | None
     rendered: RenderedPrompt  # its prompt; without its text once another row has extended the turn's
-    after: SampledTurn | None
+    previous_turn: SampledTurn | None
     completion: Completion
-    added: TokenIds  # [n] int32, tokens of its prompt and completion after the row of ``after``
+    added_tokens: TokenIds  # [n] int32, tokens of its prompt and completion after the row of ``previous_turn``
     length: int  # tokens of its row
     turn: Turn | None  # None if no token was sampled
 
     @property
     def row(self) -> TokenIds:
         """[length] int32: the prompt and the completion."""
-        parts, one = [self.added], self.after
+        parts, one = [self.added_tokens], self.previous_turn
         while one is not None:
-            parts.append(one.added)
-            one = one.after
+            parts.append(one.added_tokens)
+            one = one.previous_turn
         return np.concatenate(parts[::-1])
 
 
@@ -129,7 +130,7 @@ class Conversation:
         messages that were not sampled, if the template leaves them out."""
         given = normalize_messages(messages)
         last = _last_turn(given)
-        path = self._known(given, last, tools)
+        path = self._find_nodes(given, last, tools)
         known = (*(node.message for node in path), *given[len(path) :])
         after = path[last].sampled if 0 <= last < len(path) else None
         branch: Branch | None = ("again" if last < 0 else "edited") if self._sampled else None
@@ -137,7 +138,7 @@ class Conversation:
             ended = int(after.completion.token_ids[-1]) if after.completion.finish_reason == "stop" else None
             if self._stop_token_ids is not None and ended not in self._stop_token_ids:
                 ended = None  # a text ended it
-            found = self._template.proceed(after.rendered, known, tools, ended)
+            found = self._template.extend(after.rendered, known, tools, ended)
             if isinstance(found, str):
                 after, branch = None, found
             else:
@@ -150,9 +151,9 @@ class Conversation:
             token_ids=tokens,
             branch=branch,
             rendered=rendered,
-            after=after,
+            previous_turn=after,
             node=path[-1] if path else self._root,
-            new=given[len(path) :],
+            new_messages=given[len(path) :],
         )
 
     def cannot_show_turn(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> bool:
@@ -189,19 +190,19 @@ class Conversation:
             text=self._template.decode(completion.token_ids),
         )
         begun = 0
-        if (before := asked.after) is not None:
+        if (before := asked.previous_turn) is not None:
             begun, before.rendered = before.length, replace(before.rendered, text=None)
         sampled = SampledTurn(
             branch=asked.branch,
             rendered=asked.rendered,
-            after=asked.after,
+            previous_turn=asked.previous_turn,
             completion=completion,
-            added=np.concatenate((asked.token_ids[begun:], completion.token_ids)),
+            added_tokens=np.concatenate((asked.token_ids[begun:], completion.token_ids)),
             length=len(asked.token_ids) + len(completion.token_ids),
             turn=turn if len(turn.logprobs) else None,
         )
         node = asked.node
-        for new in asked.new:
+        for new in asked.new_messages:
             again = (child for child in node.children if child.sampled is None and same(child.message, new))
             node = next(again, None) or _child(node, new)
         _child(node, answer).sampled = sampled
@@ -224,7 +225,7 @@ class Conversation:
         used, rows = set[int](), []
         for end in sorted(self._ends(), key=lambda one: one.turn is None):
             row = [end]
-            while (before := row[0].after) is not None:
+            while (before := row[0].previous_turn) is not None:
                 row.insert(0, before)
             turns = tuple(one.turn for one in row if one.turn is not None and id(one) not in used)
             used |= {id(one) for one in row}
@@ -236,7 +237,7 @@ class Conversation:
 
     def _ends(self) -> list[SampledTurn]:
         """Returns the turns that no other turn extends."""
-        gone_on = {id(one.after) for one in self._sampled}
+        gone_on = {id(one.previous_turn) for one in self._sampled}
         return [one for one in self._sampled if id(one) not in gone_on]
 
     def _check_calls(self, messages: Sequence[ChatMessage], tools: Tools, sampled: Collection[int]) -> None:
@@ -250,7 +251,7 @@ class Conversation:
                     "read it; give the model a template that writes it, or say it in the message's content"
                 )
 
-    def _known(self, given: Sequence[ChatMessage], last: int, tools: Tools) -> list[Node]:
+    def _find_nodes(self, given: Sequence[ChatMessage], last: int, tools: Tools) -> list[Node]:
         """Returns the nodes of the known messages, up to the message ``last``.
 
         Clients add keys to messages that they send back (``name``, ``provider_specific_fields``). These make another
@@ -259,7 +260,7 @@ class Conversation:
         path = self._path(given, last, same_for_client)
         own, new = [node.message for node in path], given[len(path) :]
         sent = [merge_keys(one, other) for one, other in zip(own, given, strict=False)]
-        if sent == own or self._template.shows_alike((*own, *new), (*sent, *new), tools):
+        if sent == own or self._template.renders_equal((*own, *new), (*sent, *new), tools):
             return path
         return self._path(given, last, same)
 

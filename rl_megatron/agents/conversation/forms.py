@@ -66,7 +66,7 @@ class TrainingConversation:
                 )
         return known, turns
 
-    def scored(self) -> tuple[ChatMessage, ...]:
+    def scored_messages(self) -> tuple[ChatMessage, ...]:
         """Returns the messages in normal form, of a conversation to score as a whole. Raises UnsupportedMessages."""
         known = self.tidied()
         if known[0]["role"] == "assistant" and _weight(0, self.messages[0]):
@@ -109,7 +109,7 @@ def check_answers(prompts: Iterable[Prompt]) -> None:
 
 def check_texts(prompts: Iterable[Prompt]) -> None:
     """Raises DataError that names each pair with a conversation that `split_text_pair` cannot use."""
-    check_each(prompts, lambda prompt: [side.scored() for side in written_sides(prompt)])
+    check_each(prompts, lambda prompt: [side.scored_messages() for side in written_sides(prompt)])
 
 
 _FORMS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {

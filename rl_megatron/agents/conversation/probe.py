@@ -47,23 +47,26 @@ class TemplateReport:
     shows_tools: bool
     with_system: bool  # the scripts begin with a system's message, without which it shows none
     rows: float  # rows per trajectory, on average over the scripts; at least 1
-    begun: Mapping[str, tuple[Rewritten, ...]]  # script -> why each row after its first began
-    refused: Mapping[str, str]  # script -> the reason
+    row_reasons: Mapping[str, tuple[Rewritten, ...]]  # script -> why each row after its first began
+    refusals: Mapping[str, str]  # script -> the reason
 
     def describe(self) -> str:
         """Returns a line on its effects and costs, and one for each script that it refuses."""
         lines = [
-            f"the chat template {self.habit}: {self.rows:.2f} rows a trajectory in {len(self.begun)} conversations"
+            f"the chat template {self.habit}: {self.rows:.2f} rows a trajectory in {len(self.row_reasons)} "
+            "conversations"
         ]
         rows = [
-            f"{1 + len(why)} with {name} ({', '.join(sorted(set(why)))})" for name, why in self.begun.items() if why
+            f"{1 + len(why)} with {name} ({', '.join(sorted(set(why)))})"
+            for name, why in self.row_reasons.items()
+            if why
         ]
         lines[0] += f"; {'; '.join(rows)}" if rows else ""
         without = "" if self.shows_tools else "; it shows no tools, so that conversations with some are refused"
         if self.with_system:
             without = "; it shows tools beside a message of the system alone: conversations with tools begin with one"
         lines[0] += without
-        return "\n".join((*lines, *(f"refused: {name}: {reason}" for name, reason in self.refused.items())))
+        return "\n".join((*lines, *(f"refused: {name}: {reason}" for name, reason in self.refusals.items())))
 
 
 def probe_template(template: Template, stop_token_ids: Sequence[int]) -> TemplateReport:
@@ -87,7 +90,7 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
         habit = "drops thinking at every turn" if in_calls else "drops thinking at user turns"
     rows = sum(1 + len(of_script) for of_script in begun.values()) / max(1, len(begun))
     return TemplateReport(
-        habit=habit, shows_tools=bool(tools), with_system=len(asked) > 1, rows=rows, begun=begun, refused=refused
+        habit=habit, shows_tools=bool(tools), with_system=len(asked) > 1, rows=rows, row_reasons=begun, refusals=refused
     )
 
 
@@ -119,7 +122,7 @@ def _play(
             for call in turn.get("tool_calls", ())
         ]
         messages = normalize_messages([*messages, turn, *(results or [{"role": "user", "content": "Again?"}])])
-        tried = [template.proceed(before, messages, tools, ended) for ended in stops]
+        tried = [template.extend(before, messages, tools, ended) for ended in stops]
         going_on = [one for one in tried if not isinstance(one, str)]
         if not going_on:
             begun.append((turn, next(one for one in tried if isinstance(one, str))))

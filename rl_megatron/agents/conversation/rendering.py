@@ -117,7 +117,7 @@ class ChatRenderer:
         marked = {**function, "name": f"{name}{_SHOWN}"}
         marked = {**first, "function": marked} if "function" in first else marked
         if _SHOWN not in self._rendered(messages, [marked, *tools[1:]], opened=True):
-            where, advice = self._place_of_tools(messages, [marked, *tools[1:]])
+            where, advice = self._check_tools(messages, [marked, *tools[1:]])
             more = f" and {len(tools) - 1} more" if tools[1:] else ""
             raise UnsupportedMessages(
                 f"the model's chat template shows no tools{where}, so the model would not know of {name:.100}{more}: "
@@ -125,7 +125,7 @@ class ChatRenderer:
             )
         self._shows_tools.add(messages[0]["role"])
 
-    def _place_of_tools(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
+    def _check_tools(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
         """Returns the place where marked tools are not shown, and what to do, if a system's message decides that."""
         is_system = messages[0]["role"] in _SYSTEM
         others = messages[1:] if is_system else [{"role": _SYSTEM[0], "content": "."}, *messages]

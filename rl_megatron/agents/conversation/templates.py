@@ -42,7 +42,7 @@ class Template(Protocol):
         """Returns the whole prompt. Raises UnsupportedMessages, as for tools that it does not show."""
         ...
 
-    def proceed(
+    def extend(
         self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
     ) -> tuple[TokenIds, RenderedPrompt] | Rewritten:
         """Returns the tokens after the turn that answered ``before``; ``messages`` has it after those of ``before``.
@@ -51,7 +51,7 @@ class Template(Protocol):
         """
         ...
 
-    def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
+    def renders_equal(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
         """True if the prompts of both have the same text. Raises UnsupportedMessages."""
         ...
 
@@ -79,14 +79,14 @@ class PlainText(Template):
         )
 
     @override
-    def proceed(
+    def extend(
         self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
     ) -> tuple[TokenIds, RenderedPrompt]:
         new = _text_of(messages[len(before.messages) + 1 :], tools)
         return encode_text(self._tokenizer, new), RenderedPrompt(text=new, messages=messages, tools=tools)
 
     @override
-    def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
+    def renders_equal(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
         return _text_of(one, tools) == _text_of(other, tools)
 
     @override

@@ -121,10 +121,10 @@ class ChatTemplate(ChatRenderer, Template):
         return encode_text(self._tokenizer, text), RenderedPrompt(text=text, messages=messages, tools=tools)
 
     @override
-    def proceed(
+    def extend(
         self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
     ) -> tuple[TokenIds, RenderedPrompt] | Rewritten:
-        found = self._behind(before, messages, tools)
+        found = self._text_after_turn(before, messages, tools)
         if isinstance(found, str):
             return found
         text, has_calls, whole = found
@@ -141,7 +141,7 @@ class ChatTemplate(ChatRenderer, Template):
         return encode_text(self._tokenizer, text), RenderedPrompt(text=shown, messages=messages, tools=tools)
 
     @override
-    def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
+    def renders_equal(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
         return self.render(one, tools) == self.render(other, tools)
 
     @override
@@ -153,7 +153,7 @@ class ChatTemplate(ChatRenderer, Template):
             self._stops[token] = decode_text(self._tokenizer, np.array([token], np.int32), special=True)
         return self._stops[token]
 
-    def _behind(
+    def _text_after_turn(
         self, before: RenderedPrompt, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[str, bool, str | None] | Rewritten:
         """Returns the text after the turn's last mark, whether it has the turn's calls, and the whole without marks.
@@ -296,7 +296,7 @@ class ConversationRows:
         Raises DataError that names the prompt, as for calls or an answer's content that are not in it.
         """
         try:
-            known = conversation.scored()
+            known = conversation.scored_messages()
             self._check_parts(conversation, known)
             text, places = (
                 self._template.render(known, conversation.tools, opened=False),

@@ -64,17 +64,17 @@ class PromptPool(Sequence[Prompt]):
     dropped: int = 0
 
     @abstractmethod
-    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
+    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
         """Returns the prompt of the draw ``upcoming.number``, which this row is; None if it is too long."""
 
     def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
-        """Reads what `at` needs for this row and some that follow, and renders the row. Returns whether it is short
-        enough. May take minutes. Raises as `at`."""
+        """Reads what `prompt_of_draw` needs for this row and some that follow, and renders the row. Returns whether it
+        is short enough. May take minutes. Raises as `prompt_of_draw`."""
         return True
 
     @property
     def reads(self) -> bool:
-        """True if `at` reads or renders, unless `read_ahead` did."""
+        """True if `prompt_of_draw` reads or renders, unless `read_ahead` did."""
         return False
 
     @abstractmethod
@@ -109,7 +109,7 @@ class PromptPool(Sequence[Prompt]):
             return [self[one] for one in range(*row.indices(len(self)))]
         at = range(len(self))[row]  # IndexError, and rows from the end
         rows = NextDraw(at, lambda start, stop: np.arange(start, min(stop, len(self)), dtype=np.uint32))
-        prompt = self.at(at, rows)
+        prompt = self.prompt_of_draw(at, rows)
         if prompt is None:
             raise DataError(f"prompt {self.name_of(at)!r} has too many tokens")
         return prompt
@@ -125,7 +125,7 @@ class ListPool(PromptPool):
         return len(self._prompts)
 
     @override
-    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
+    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
         return self._prompts[row]
 
     @override
@@ -203,7 +203,7 @@ class FilePool(PromptPool):
         return isinstance(self._made[number], Prompt)
 
     @override
-    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
+    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
         self.read_ahead(row, upcoming)
         number = int(self._kept[row])
         prompt = self._made.pop(number)
@@ -262,13 +262,13 @@ class FilePool(PromptPool):
         return _Held(numbers, tuple(self._files.selected(numbers, None)), stop)
 
     def _is_long(self, place: str, why: PromptExcess) -> None:
-        if self._form.on_long == "fail":
+        if self._form.on_long_prompt == "fail":
             raise DataError(f"{place}: the prompt has {why}; raise it or set {self._form.keys[1]}=drop")
         self._too_long += 1
         if not self._too_long & (self._too_long - 1):
             logger.warning(
                 "dropped %d prompts so far that have more tokens than %s when they were drawn; the last is %s with %s",
-                *(self._too_long, f"{why.key}={why.most}", place, why.length),
+                *(self._too_long, f"{why.key}={why.limit}", place, why.length),
             )
 
 
@@ -301,9 +301,9 @@ class JoinedPool(PromptPool):
         return int(self._starts[-1])
 
     @override
-    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
+    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
         part, start = self._part(row)
-        return part.at(row - start, _inside(upcoming, start, len(part)))
+        return part.prompt_of_draw(row - start, _inside(upcoming, start, len(part)))
 
     @property
     @override
@@ -423,7 +423,7 @@ class PromptTable:
             self.visits[row] += 1
             if s.retire_above is not None and self.visits[row] >= s.min_seen and self.rates[row] >= s.retire_above:
                 self.retired[row] = step
-        self.keep_enough(left_out)
+        self.restore_retired(left_out)
 
     def track(self, seen: Iterable[tuple[str, Sequence[float]]]) -> None:
         """Adds the rewards of completions of each prompt, by its id and in the order drawn, to its value.
@@ -443,7 +443,7 @@ class PromptTable:
         """Returns the value of the prompt, from its completions of earlier steps."""
         return float(self.values[self._prompts.row_of(name)])
 
-    def keep_enough(self, left_out: Set[int]) -> None:
+    def restore_retired(self, left_out: Set[int]) -> None:
         """Draws retired prompts of a source again while less than a tenth of it is drawn, in the order in which they
         retired. Each must be seen ``min_seen`` times before it can retire again. A warning says so whenever their
         number has doubled: with a policy that solves nearly all, it happens at each step."""
@@ -531,12 +531,12 @@ class PromptStream:
             self.table = PromptTable(self._pool, rows, section, seed=seed, track_decay=track_decay)
         self._shares = Proportions(self._weights or {"": 1.0})
 
-    def take(self, n: int) -> list[Prompt]:
+    def next_prompts(self, n: int) -> list[Prompt]:
         """Returns the next ``n`` prompts, across the end of an epoch if need be."""
         return [self._next(self._shares.next()) for _ in range(n)]
 
     def read_ahead(self) -> None:
-        """Reads what the next prompts, `state` and `leave_out` need: large files, for minutes. Runs in a thread, while
+        """Reads what the next prompts, `state` and `exclude` need: large files, for minutes. Runs in a thread, while
         no other code uses the stream."""
         self.digest()
         self._pool.row_of(self._pool.name_of(0))  # may make a table of all names
@@ -547,12 +547,12 @@ class PromptStream:
 
     @property
     def reads(self) -> bool:
-        """True if `take` reads or renders rows of files, unless `make_next` did."""
+        """True if `next_prompts` reads or renders rows of files, unless `make_next` did."""
         return self._pool.reads
 
     def make_next(self, n: int) -> None:
-        """Reads and renders the prompts that `take` is to give next, for seconds if the chat template is slow. Runs in
-        a thread, while no other code takes from the stream. `take` raises the error of a bad row."""
+        """Reads and renders the prompts that `next_prompts` is to give next, for seconds if the chat template is slow.
+        Runs in a thread, while no other code takes from the stream. `next_prompts` raises the error of a bad row."""
         shares = Proportions(self._weights or {"": 1.0}, self._shares.taken)
         for name, count in Counter(shares.next() for _ in range(n)).items():
             epochs, left = self._epochs[name], count
@@ -571,7 +571,7 @@ class PromptStream:
         """Returns a checksum of each source's prompts, which `state` and `restore` compare: read once."""
         return self._digests
 
-    def leave_out(self, prompt: Prompt) -> None:
+    def exclude(self, prompt: Prompt) -> None:
         """Stops drawing ``prompt``. Raises DataError if no other of its source is left."""
         self.left_out.add(self._pool.row_of(prompt.id))
         name = prompt.source if self._weights else ""
@@ -580,7 +580,7 @@ class PromptStream:
             of = f" of source {name!r}" if name else ""
             raise DataError(f"no prompts{of} are left to train on: none of {len(rows)} can be sampled")
         if self.table is not None:
-            self.table.keep_enough(self.left_out)
+            self.table.restore_retired(self.left_out)
 
     def epochs(self, more: int = 0) -> dict[str, float]:
         """Returns the epochs of each source of a mixture that were drawn, or will be after ``more`` prompts."""
@@ -641,7 +641,7 @@ class PromptStream:
             row = epochs.next()
             tried += 1
             if row not in self.left_out and (table is None or table.draws(row, epochs.epoch)):
-                prompt = self._pool.at(row, NextDraw(epochs.drawn - 1, epochs.draws))
+                prompt = self._pool.prompt_of_draw(row, NextDraw(epochs.drawn - 1, epochs.draws))
                 if prompt is not None:
                     return prompt
                 if table is not None:
@@ -649,7 +649,7 @@ class PromptStream:
             if tried % len(epochs.rows):
                 continue
             if table is not None:  # it learns what was left out since the last step, at the cost of all rows
-                table.keep_enough(self.left_out)
+                table.restore_retired(self.left_out)
             if self.left_out.issuperset(epochs.rows.tolist()) or (table is None and tried > len(epochs.rows)):
                 raise DataError("every prompt has too many tokens; the warnings before name the key to raise")
 

@@ -313,7 +313,7 @@ class RowForm:
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
-    on_long: OnLongPrompt
+    on_long_prompt: OnLongPrompt
     keys: LimitKeys = SAMPLED
     vocab_size: int = sys.maxsize  # rows of the model's embedding
     teachers: Mapping[str, TeacherSection] = field(default_factory=dict)
@@ -324,10 +324,10 @@ class PromptExcess(NamedTuple):
 
     length: str
     key: str
-    most: int
+    limit: int
 
     def __str__(self) -> str:
-        return f"{self.length}, {self.key}={self.most}"
+        return f"{self.length}, {self.key}={self.limit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -570,7 +570,7 @@ def tokenize(problems: Sequence[Example], form: RowForm, *, chat: bool = False) 
             long.append((problem, prompt))
         else:
             prompts.append(prompt)
-    if long and (form.on_long == "fail" or not prompts):
+    if long and (form.on_long_prompt == "fail" or not prompts):
         problem, why = long[0]
         raise DataError(
             f"{problem.place}: the prompt has {why} ({len(long)} of {len(problems)} prompts are too long); raise it"
@@ -580,7 +580,7 @@ def tokenize(problems: Sequence[Example], form: RowForm, *, chat: bool = False) 
         of_key = [(problem, why) for problem, why in long if why.key == key]
         logger.warning(
             "dropped %d of %d prompts with more than %s=%d tokens; the first is %s with %s",
-            *(len(of_key), len(problems), key, of_key[0][1].most, of_key[0][0].place, of_key[0][1].length),
+            *(len(of_key), len(problems), key, of_key[0][1].limit, of_key[0][0].place, of_key[0][1].length),
         )
     return prompts
 

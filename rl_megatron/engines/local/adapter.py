@@ -112,7 +112,7 @@ class EmbeddedAdapter(Adapter):
 
     name = "local"
     module = "rl_megatron"
-    tested = PROTOCOL
+    tested_version = PROTOCOL
     renormalizes_top_p = True
 
     def __init__(self, shape: ModelShape) -> None:
@@ -120,17 +120,18 @@ class EmbeddedAdapter(Adapter):
 
     @override
     def command(self, options: StartOptions) -> StartCommand:
-        if options.extra:
+        if options.extra_options:
             raise ConfigError(
-                f"rollout.server.options={' '.join(options.extra)}: servers of rollout.engine=local have none; leave "
+                f"rollout.server.options={' '.join(options.extra_options)}: servers of rollout.engine=local have "
+                "none; leave "
                 "the key out"
             )
         return StartCommand(
             arguments=(
                 str(options.python),
-                *("-P", "-m", "rl_megatron.engines.local.server", "--model", str(options.bare_folder)),
+                *("-P", "-m", "rl_megatron.engines.local.server", "--model", str(options.config_folder)),
                 *("--host", options.host, "--port", str(options.port), "--dtype", options.dtype),
-                *("--max-length", str(options.max_length), "--slots", str(options.slots)),
+                *("--max-length", str(options.max_length), "--slots", str(options.max_num_seqs)),
                 *(("--tokenizer", str(options.model_folder)) if options.stops else ()),
             ),
             environment={},
@@ -149,7 +150,7 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        answer = await server.sampled("/generate", asked(request_id, request), SAID.validate_json)
+        answer = await server.post_sampling("/generate", asked(request_id, request), SAID.validate_json)
         try:
             return completions_of(answer)
         except ValueError as error:
@@ -187,11 +188,11 @@ class EmbeddedAdapter(Adapter):
         if straight:
             raise SyncError(f"{server.url}: servers of rollout.engine=local load files; set weights.transport=auto")
         body = {"path": str(path), "version": version, "known": self._reader.known}
-        return [await server.reported("/load", body, self._reader.read)]
+        return [await server.post_report("/load", body, self._reader.read)]
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return [await server.reported("/boxes", None, partial(decode_as, form=dict[str, Box]))]
+        return [await server.post_report("/boxes", None, partial(decode_as, form=dict[str, Box]))]
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
@@ -202,13 +203,13 @@ class EmbeddedAdapter(Adapter):
         """Does nothing: loaded weights are labeled with their version, and are served after this."""
 
     @override
-    async def release(self, server: Server) -> None:
+    async def release_memory(self, server: Server) -> None:
         """Does nothing: on CPUs servers do not release their memory."""
 
     @override
-    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+    async def resume_memory(self, server: Server, what: Literal["weights", "cache"]) -> None:
         """Does nothing, like `release`."""
 
     @override
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
-        return [await server.reported("/held", {"known": self._reader.known}, self._reader.read)]
+    async def rank_reports(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
+        return [await server.post_report("/held", {"known": self._reader.known}, self._reader.read)]

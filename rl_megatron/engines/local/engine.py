@@ -77,11 +77,11 @@ class BatchingEngine(RolloutEngine, ABC):
         return await answer
 
     @override
-    def so_far(self, request_id: str) -> Completion | None:
+    def partial_completion(self, request_id: str) -> Completion | None:
         return None
 
     @override
-    async def interrupt(self) -> None:
+    async def collect_partials(self) -> None:
         pass
 
     def _dispatch(self) -> None:
@@ -192,7 +192,7 @@ class LocalEngine:
     def check(self, request: GenerationRequest) -> None:
         """Raises EngineError for a request that cannot be served."""
         prompt, params, vocabulary = request.token_ids, request.params, self.model.shape.vocab_size
-        if request.begun is not None:
+        if request.partial is not None:
             problem = (
                 "this engine answers batch by batch and does not go on from what was begun; send it without, or set "
                 "rollout=vllm or sglang"
@@ -231,9 +231,9 @@ def decoder_of(folder: Path) -> Callable[[Sequence[int]], str]:
 
 
 def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-    if not shape.drafts:
+    if not shape.num_draft_layers:
         return {}
-    layout, without = hf_layout(shape), hf_layout(replace(shape, drafts=False))
+    layout, without = hf_layout(shape), hf_layout(replace(shape, num_draft_layers=False))
     exact = float32_in_files(layout)
     own = layout.local_shapes(0).keys() - without.local_shapes(0).keys()
     return {
@@ -397,24 +397,24 @@ class Decoding:
                 found[row] = any(one in text for one in texts)
         return torch.tensor(found, device=state.device)
 
-    def ended(self) -> list[int]:
+    def pop_finished(self) -> list[int]:
         """Returns the places of sequences that have ended since the last call."""
         ended, self._ended = self._ended, []
         return torch.cat(ended).tolist() if ended else []
 
-    def made(self) -> dict[int, int]:
+    def token_counts(self) -> dict[int, int]:
         """Returns place -> number of tokens that each decoding sequence has produced."""
         state = self._state[:, : self._active]
         places = (state[_OUT] - state[_PRODUCED]) // self._width
         return dict(zip(places.tolist(), state[_PRODUCED].tolist(), strict=True))
 
-    def cut(self, places: Collection[int]) -> None:
+    def finish_early(self, places: Collection[int]) -> None:
         """Ends running sequences at ``places`` early and keeps the tokens sampled so far."""
         if places:
             state = self._state[:, : self._active]
             ended = torch.isin((state[_OUT] - state[_PRODUCED]) // self._width, self._initial.new_tensor([*places]))
             self._retire(ended, torch.zeros_like(ended))
-            self._see_oldest()
+            self._update_oldest()
 
     def completions(self, asked: Sequence[PendingSequences], version: int) -> list[Completion]:
         """Returns the sequences' completions, in order, labeled with weight ``version``. Their places become free.
@@ -598,15 +598,15 @@ class Decoding:
             waited = slice(block.started, block.started + num)
             places, prompts = block.places[waited], block.prompts[waited]
             state = self._initial[:, places]
-            self._cache.insert(rows.start, self._clock, block.prefix.of(prompts), state[_POSITION])
+            self._cache.insert(rows.start, self._clock, block.prefix.select(prompts), state[_POSITION])
             self._state[:, rows] = state
             self._state[_OLDEST, rows] = self._clock - state[_POSITION]
             self._sampling[:, rows] = self._initial_sampling[:, places]
             self._active, block.started = rows.stop, waited.stop
             self._block = block if block.started < len(block.places) else None
-        self._see_oldest()
+        self._update_oldest()
 
-    def _see_oldest(self) -> None:
+    def _update_oldest(self) -> None:
         """Finds the oldest column that is still in use."""
         if self._active:
             self._oldest = int(self._state[_OLDEST, : self._active].min())

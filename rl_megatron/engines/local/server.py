@@ -131,7 +131,7 @@ class RunningBatch:
         values. With ``abort`` it ends the completions early."""
         if mode == "keep_cache":
             return []
-        self._decoding.cut(self._decoded.keys())
+        self._decoding.finish_early(self._decoded.keys())
         cut = self._ended()
         if mode == "abort":
             waiting, self._queue = self._queue, deque()
@@ -144,22 +144,22 @@ class RunningBatch:
     def resume(self) -> None:
         """Labels tokens sampled from now on with the engine's version."""
         assert self._engine.version is not None
-        made = self._decoding.made()
+        made = self._decoding.token_counts()
         for place, (sequence, _) in self._decoded.items():
             sequence.versions.append((made[place], self._engine.version))
 
     @torch.inference_mode()
     def abort(self, name: str) -> Ended:
         """Ends a request's completions early."""
-        self._decoding.cut([place for place, (one, _) in self._decoded.items() if one.name == name])
+        self._decoding.finish_early([place for place, (one, _) in self._decoded.items() if one.name == name])
         waiting = [one for one in self._queue if one.name == name]
         self._queue = deque(one for one in self._queue if one.name != name)
         return self._finished([*map(_aborted, self._ended()), *((one, _nothing(one)) for one in waiting)])
 
     def drop(self) -> list[str]:
         """Drops all requests. Returns their names."""
-        self._decoding.cut(self._decoded.keys())
-        self._decoding.ended()
+        self._decoding.finish_early(self._decoded.keys())
+        self._decoding.pop_finished()
         self._free += self._decoded
         names = list(self._counts)
         for held in (self._queue, self._decoded, self._done, self._counts):
@@ -193,7 +193,7 @@ class RunningBatch:
 
     def _ended(self) -> list[tuple[_Sequence, Completion]]:
         """Returns the completions of ended sequences, and frees their places."""
-        places = self._decoding.ended()
+        places = self._decoding.pop_finished()
         if not places:
             return []
         ended = [self._decoded.pop(place) for place in places]

@@ -144,9 +144,9 @@ def degrees(options: StartOptions) -> tuple[str, ...]:
         out += ["--dp-size", str(options.dp), "--enable-dp-attention"]
     if options.ep > 1:
         out += ["--ep-size", str(options.ep)]
-    if options.nodes > 1:
-        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
-        out += ["--dist-init-addr", f"{options.head}:{options.port + 1}"]  # the ports after it too
+    if options.num_nodes > 1:
+        out += ["--nnodes", str(options.num_nodes), "--node-rank", str(options.node_rank)]
+        out += ["--dist-init-addr", f"{options.head_address}:{options.port + 1}"]  # the ports after it too
     return tuple(out)
 
 
@@ -159,7 +159,7 @@ def push_safe_options(options: StartOptions, shape: ModelShape) -> tuple[str, ..
     """
     watchdog = ("--watchdog-timeout", str(max(_WATCHDOG_SECONDS, _PARTS * options.timeout_seconds)))
     written_over = options.device == "cpu" or options.quantization != "none" or shape.family == "gpt_oss"
-    if written_over or not shape.num_experts or option_value(options.extra, "--moe-a2a-backend") is not None:
+    if written_over or not shape.num_experts or option_value(options.extra_options, "--moe-a2a-backend") is not None:
         return watchdog
     return (*watchdog, "--moe-runner-backend", "triton")
 
@@ -194,7 +194,7 @@ class SGLangAdapter(ForeignEngine):
 
     name = "SGLang"
     module = "sglang"
-    tested = "0.5.21"
+    tested_version = "0.5.21"
     renormalizes_top_p = False
     variables = VARIABLES
 
@@ -205,38 +205,43 @@ class SGLangAdapter(ForeignEngine):
     @override
     def command(self, options: StartOptions) -> StartCommand:
         refuse_start(options, self._shape)
-        cached, folder = options.slots * (options.max_length + _MARGIN), str(options.model_folder)
+        cached, folder = options.max_num_seqs * (options.max_length + _MARGIN), str(options.model_folder)
         more = [word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)]
         return StartCommand(
             arguments=(
                 str(options.python),
                 *("-P", "-m", "rl_megatron.engines.sglang.server"),
                 # The model's end-of-sequence tokens would end completions, although a request does not name them.
-                *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
+                *("--model-path", str(options.config_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 # A feature that needs another loader names it, and puts the loader's files into the bare folder.
                 *(() if "--load-format" in more else ("--load-format", "dummy")),
                 *("--custom-weight-loader", _LOADER),
                 # Other nodes answer /health, always with 200, and may be on this machine.
-                *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
+                *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node_rank else 0))),
                 *("--dtype", options.dtype, *degrees(options), *push_safe_options(options, self._shape)),
-                *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
+                *(
+                    "--context-length",
+                    str(options.max_length + _MARGIN),
+                    "--max-running-requests",
+                    str(options.max_num_seqs),
+                ),
                 *("--sleep-on-idle", *(("--tokenizer-path", folder) if options.stops else ("--skip-tokenizer-init",))),
                 *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),
                 *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
                 *more,
-                *priority_options(options.extra),
-                *options.extra,
+                *priority_options(options.extra_options),
+                *options.extra_options,
             ),
             environment={
                 "HF_HUB_OFFLINE": "1",
                 # Kernels for CPUs use these in the name of the memory that a server's ranks share.
-                "MASTER_ADDR": options.head,
+                "MASTER_ADDR": options.head_address,
                 "MASTER_PORT": str(options.port),
                 # Otherwise each rank needs its own NUMA node.
                 **(
-                    {"SGLANG_CPU_OMP_THREADS_BIND": cores(options.ranks // options.nodes)}
+                    {"SGLANG_CPU_OMP_THREADS_BIND": cores(options.ranks // options.num_nodes)}
                     if options.device == "cpu"
                     else {}
                 ),
@@ -291,7 +296,7 @@ class SGLangAdapter(ForeignEngine):
             max_length=min(int(settings["context_length"] or _MARGIN) - _MARGIN, most_cached),
             problems=(*problems, *more),
             features=features,
-            priorities=bool(settings.get("enable_priority_scheduling")),
+            has_priorities=bool(settings.get("enable_priority_scheduling")),
         )
 
     @override
@@ -317,10 +322,10 @@ class SGLangAdapter(ForeignEngine):
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": "routes" in request.columns,
-            **labels(server, request.birth or 0),
+            **labels(server, request.start_version or 0),
             **version_fields(request.named),
         }
-        answers = await server.sampled("/generate", body, partial(read_sampled, counters=self._counters))
+        answers = await server.post_sampling("/generate", body, partial(read_sampled, counters=self._counters))
         first = 0
         for hooks in self.hooks:
             last = first + len(hooks.counters)
@@ -338,16 +343,16 @@ class SGLangAdapter(ForeignEngine):
     @override
     async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
         body = scoring(server, text) | version_fields(named)
-        logprobs = await server.sampled("/generate", body, read_scored)
+        logprobs = await server.post_sampling("/generate", body, read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
         return logprobs
 
     @override
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
+    async def score_top(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         body = {**scoring(server, text), "top_logprobs_num": top}
         read = partial(read_judged, length=len(text), top=top)
-        return await server.sampled("/generate", body, read, beside=True)
+        return await server.post_sampling("/generate", body, read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -438,19 +443,19 @@ class SGLangAdapter(ForeignEngine):
         )
 
     @override
-    async def release(self, server: Server) -> None:
+    async def release_memory(self, server: Server) -> None:
         """Waits until the scheduler is idle, because a busy one ends the server. It becomes idle milliseconds after it
         has reported the last token, and seconds after a client has canceled a request."""
-        await server.told(f"/flush_cache?timeout={_IDLE_SECONDS:g}", None)
+        await server.post_for_text(f"/flush_cache?timeout={_IDLE_SECONDS:g}", None)
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     @override
-    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+    async def resume_memory(self, server: Server, what: Literal["weights", "cache"]) -> None:
         tags = [{"weights": "weights", "cache": "kv_cache"}[what]]
         await server.post("/resume_memory_occupation", {"tags": tags})
 
     @override
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
+    async def rank_reports(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
         return await self._reports(server, path, {"do": "held", "private": sorted(private)})
 
     async def _reports(

@@ -57,7 +57,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         elif order["do"] == "join":
             places = [one for ones in layout_of(model, path).values() for one in ones]
             params = dict(model.named_parameters())
-            boxes = {one: one.of(params[one.param]) for one in places}
+            boxes = {one: one.local_slice(params[one.param]) for one in places}
             if model in RECEIVERS:
                 RECEIVERS.pop(model).close()
             RECEIVERS[model] = Receiver(Rendezvous(**order["place"]), order["first"] + rank, boxes)
@@ -98,7 +98,7 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> ChecksumReport
 
     def whole(one: ParameterBox) -> None:
         if without_private([one], private):
-            beside.held([one], params)
+            beside.checksum_boxes([one], params)
         else:
             beside.sent(one, params[one.param])
 
@@ -125,7 +125,7 @@ def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads
             yield name, tensor
 
     model.load_weights(tensors())
-    beside.held([one for name in found for one in places.get(name, ())], params)
+    beside.checksum_boxes([one for name in found for one in places.get(name, ())], params)
     return beside.report()
 
 

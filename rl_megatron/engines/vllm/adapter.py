@@ -133,11 +133,11 @@ def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
         out += ["--enable-expert-parallel"]
     one = options.tp * options.pp == 1  # then the engine's process is the rank's
     out += ["--distributed-executor-backend", "uni" if one else "mp"]
-    if options.nodes > 1:
-        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
-        out += ["--master-addr", options.head, "--master-port", str(options.port + 1)]
-        out += ["--data-parallel-address", options.head, "--data-parallel-rpc-port", str(options.port + 2)]
-    return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))
+    if options.num_nodes > 1:
+        out += ["--nnodes", str(options.num_nodes), "--node-rank", str(options.node_rank)]
+        out += ["--master-addr", options.head_address, "--master-port", str(options.port + 1)]
+        out += ["--data-parallel-address", options.head_address, "--data-parallel-rpc-port", str(options.port + 2)]
+    return (*out, *(("--headless",) if options.node_rank else ("--api-server-count", "1")))
 
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class VLLMAdapter(ForeignEngine):
 
     name = "vLLM"
     module = "vllm"
-    tested = "0.32.0"
+    tested_version = "0.32.0"
     renormalizes_top_p = True
     temperatures = (0.01, 2.0)  # vLLM raises lower ones to the first without an error
     variables = VARIABLES
@@ -189,7 +189,7 @@ class VLLMAdapter(ForeignEngine):
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(word for one in self.hooks for word in one.arguments(options.features.get(one.name), options.device)),
-                *options.extra,
+                *options.extra_options,
             ),
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",  # enables the weight update API
@@ -197,7 +197,7 @@ class VLLMAdapter(ForeignEngine):
                 "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, if it runs on a CPU
                 # Otherwise every server binds its threads to the same cores, and each rank needs a NUMA node.
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
-                **({"VLLM_HOST_IP": options.host} if options.nodes > 1 else {}),
+                **({"VLLM_HOST_IP": options.host} if options.num_nodes > 1 else {}),
                 **({"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else {}),
                 **variables_of(self.hooks, options),
                 "VLLM_NO_USAGE_STATS": "1",
@@ -242,7 +242,7 @@ class VLLMAdapter(ForeignEngine):
             architecture=found.get("architecture", "unknown"),
             max_length=int(model["max_model_len"]),
             problems=tuple(problems),
-            priorities=found.get("policy") == "priority",
+            has_priorities=found.get("policy") == "priority",
             features=described_by(self.hooks, found)[0],
         )
 
@@ -269,8 +269,8 @@ class VLLMAdapter(ForeignEngine):
             **version_fields(request.named),
         }
         if server.priorities:
-            body["priority"] = request.birth or 0
-        answers = await server.sampled("/inference/v1/generate", body, read_sampled)
+            body["priority"] = request.start_version or 0
+        answers = await server.post_sampling("/inference/v1/generate", body, read_sampled)
         completions = []
         for answer in answers:
             labeled = ((span.start, self.labels.version(span.version)) for span in answer.spans)
@@ -281,15 +281,15 @@ class VLLMAdapter(ForeignEngine):
     @override
     async def score(self, server: Server, text: Sequence[int], named: NamedVersion | None = None) -> list[float]:
         body = scoring(server, text, 0) | version_fields(named)
-        said = await server.sampled("/inference/v1/generate", body, read_scored)
+        said = await server.post_sampling("/inference/v1/generate", body, read_scored)
         if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
         return [found[str(token)] for token, found in zip(text[1:], said, strict=True)]
 
     @override
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
+    async def score_top(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         read = partial(read_judged, text=text, top=top)
-        return await server.sampled("/inference/v1/generate", scoring(server, text, top), read, beside=True)
+        return await server.post_sampling("/inference/v1/generate", scoring(server, text, top), read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -336,7 +336,7 @@ class VLLMAdapter(ForeignEngine):
         for model in [name for one in self.hooks for name in one.models(server)]:  # the last model gets the label
             await self._update(server, f"/start_{model}_weight_update", info, {})
         await self._update(server, "/start_weight_update", info, {"weight_version": self.labels.candidate(version)})
-        return await self.held(server, path, private)
+        return await self.rank_reports(server, path, private)
 
     async def _update(self, server: Server, start: str, info: Mapping[str, object], label: Mapping[str, str]) -> None:
         await self._rpc(server, "rl_megatron_end_update")  # ends a killed run's update, or no other can begin
@@ -363,15 +363,15 @@ class VLLMAdapter(ForeignEngine):
         await server.post("/update_weight_version", {"new_version": self.labels.verified(version)})
 
     @override
-    async def release(self, server: Server) -> None:
+    async def release_memory(self, server: Server) -> None:
         await server.post("/sleep", params={"level": "2", "mode": "abort"})
 
     @override
-    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+    async def resume_memory(self, server: Server, what: Literal["weights", "cache"]) -> None:
         await server.post("/wake_up", params={"tags": {"weights": "weights", "cache": "kv_cache"}[what]})
 
     @override
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
+    async def rank_reports(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
         given = str(path), sorted(private), self._reader.known
         return await self._asked(server, self._reader.read, "rl_megatron_held", *given)
 
@@ -386,7 +386,7 @@ class VLLMAdapter(ForeignEngine):
         vLLM returns answers of only one dp replica's ranks. So each replica's first rank gathers the answers of all.
         """
         body, each = {"method": method, "args": list(given)}, partial(read_gathered, read=read)
-        return await self._together(server, lambda: server.reported("/collective_rpc", body, each))
+        return await self._together(server, lambda: server.post_report("/collective_rpc", body, each))
 
     async def _together(self, server: Server, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Calls a method in which ranks wait for each other, while none samples.
@@ -405,12 +405,12 @@ class VLLMAdapter(ForeignEngine):
 def _slots_of_replica(options: StartOptions) -> int:
     """Returns the number of sequences that each dp replica decodes together. Raises ConfigError if it is smaller than
     a request's number of completions: vLLM 0.32.0 then refuses the request."""
-    each = -(-options.slots // options.dp)
-    if options.completions > each:
+    each = -(-options.max_num_seqs // options.dp)
+    if options.max_completions > each:
         raise ConfigError(
-            f"rollout.slots={options.slots} with rollout.server.dp={options.dp} is {each} sequences per copy of the "
-            f"model, but a request has up to {options.completions} (rollout.group_size, samples of eval.sets), which "
-            f"vLLM does not divide; set rollout.slots={options.completions * options.dp} or more"
+            f"rollout.slots={options.max_num_seqs} with rollout.server.dp={options.dp} is {each} sequences per "
+            f"copy of the model, but a request has up to {options.max_completions} (rollout.group_size, samples of "
+            f"eval.sets), which vLLM does not divide; set rollout.slots={options.max_completions * options.dp} or more"
         )
     return each
 

@@ -49,7 +49,7 @@ class LayerWindow:
         for name, ones in there.items():
             tensor = self._tensors[name] = torch.empty_like(params[name], device=device)
             self._sizes[name] = tensor.untyped_storage().nbytes()
-            self.boxes |= {one: one.of(tensor) for one in ones}  # needs the memory
+            self.boxes |= {one: one.local_slice(tensor) for one in ones}  # needs the memory
             tensor.untyped_storage().resize_(0)
         self.begin()
 

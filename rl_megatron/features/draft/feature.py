@@ -68,7 +68,7 @@ def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
         raise ConfigError(
             f"{_TRAIN}: draft layers of model_type={shape.family!r} are unknown (docs/checkpoints.md); leave it out"
         )
-    return replace(shape, drafts=True)
+    return replace(shape, num_draft_layers=True)
 
 
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:

@@ -45,7 +45,7 @@ class NextTokens:
 
 def make_hooks(built: Built) -> DraftTrainer | None:
     """Returns the draft layer of a policy; None for a model without one, like a critic. Every rank calls it."""
-    return DraftTrainer(built) if built.shape.drafts else None
+    return DraftTrainer(built) if built.shape.num_draft_layers else None
 
 
 class DraftTrainer(LearnerHooks):

@@ -73,4 +73,4 @@ class Following(StepHooks):
     async def stepped(self, step: int, watch: Stopwatch) -> None:
         if step % self.every == 0:
             with watch("reference"):
-                await self.policy.lead(self.rate)
+                await self.policy.update_reference(self.rate)

@@ -87,7 +87,7 @@ class ThinkingBudget(SamplerHooks):
         if (place := self._place(request)) is None:
             return None
         before = replace(request, params=replace(request.params, max_new_tokens=place))
-        is_behind = request.begun is not None and len(request.begun.token_ids) > place
+        is_behind = request.partial is not None and len(request.partial.token_ids) > place
         first = await generate(request if is_behind else before)
 
         async def gone_on(number: int, sampled: Completion) -> Completion:
@@ -114,7 +114,7 @@ class ThinkingBudget(SamplerHooks):
         if the completions are not trained on."""
         most = request.params.max_new_tokens
         first, last = self.section.between(most)
-        name = request.group or request.id
+        name = request.prefix_group or request.id
         at = first + text_seed(f"interruption of {name}") % (last - first + 1)
         fits = at + len(self.token_ids) < most
         return at if fits and request.exact_logprobs else None
@@ -133,9 +133,9 @@ class ThinkingBudget(SamplerHooks):
             id=f"{request.id}, behind token {place} of {number}",
             token_ids=(*request.token_ids, *tail.tolist()),
             num_completions=1,
-            begun=None,
-            birth=completion.spans[0].version,
-            ahead=True,
+            partial=None,
+            start_version=completion.spans[0].version,
+            skips_queue=True,
             params=replace(
                 params,
                 max_new_tokens=params.max_new_tokens - len(tail),

@@ -28,15 +28,17 @@ class HeldAdapters(EngineHooks):
 
     async def load(self, server: Server, version: NamedVersion, folder: Path) -> None:
         """Loads a folder of peft. Raises as `Server`, and EngineError with the server's answer if it refuses."""
-        await server.told(f"{self.path}/load_lora_adapter", {"lora_name": version.name, "lora_path": str(folder)})
+        await server.post_for_text(
+            f"{self.path}/load_lora_adapter", {"lora_name": version.name, "lora_path": str(folder)}
+        )
 
     async def unload(self, server: Server, version: NamedVersion) -> None:
         """Unloads adapters; running requests with them continue in vLLM. Raises as `Server`."""
-        await server.told(f"{self.path}/unload_lora_adapter", {"lora_name": version.name})
+        await server.post_for_text(f"{self.path}/unload_lora_adapter", {"lora_name": version.name})
 
     @override
     def arguments(self, given: AdapterSlots | None, device: str) -> Sequence[str]:
-        return () if given is None else self.options(given.count, self.ranks(given), device)
+        return () if given is None else self.options(given.max_versions, self.ranks(given), device)
 
     @override
     def problem(self, given: AdapterSlots, device: str, dp: int) -> str:

@@ -67,7 +67,7 @@ class PushKeys(Section):
 class AdapterSlots:
     """The slots of a server for adapters of its model."""
 
-    count: int
+    max_versions: int
     """Versions that it holds at the same time."""
     lora: LoraSection
 
@@ -91,7 +91,7 @@ def places_of(config: RunConfig) -> AdapterSlots | None:
     assert isinstance(weights, PushKeys)
     if weights.push != "adapters":
         return None
-    return AdapterSlots(count=config.train.max_staleness + _SPARE, lora=lora_of(config.learner))
+    return AdapterSlots(max_versions=config.train.max_staleness + _SPARE, lora=lora_of(config.learner))
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:

@@ -76,7 +76,7 @@ def add_adapters(shape: ModelShape, learner: LearnerSection, models: Sequence[GP
             for expert in range(layout.shape.num_experts if "{expert}" in one.base.name else 1):
                 if at.pp in stages:
                     rows[one.base.name.format(layer=layer, expert=expert)] = one
-    masks = {one.base.name: _mask(one, layout, at.on(one.base.axis)) for one in rows.values()}
+    masks = {one.base.name: _mask(one, layout, at.index_on(one.base.axis)) for one in rows.values()}
     for model in models:
         Adapters(model, rows, masks, lora)
 
@@ -273,7 +273,7 @@ class _Shared(torch.autograd.Function):
 class _Kept(NamedTuple):
     """A placeholder for a merged weight, or a view of one, that autograd would keep."""
 
-    of: _Pass
+    weight: _Pass
     number: int
     size: torch.Size
     stride: tuple[int, ...]

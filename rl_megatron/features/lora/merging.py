@@ -123,7 +123,7 @@ def merge_adapters(
         tensors,
         files | own_files,
         companion=base,
-        config=config_text(base, {str(dtype)} if dtype else set(), drafts=shape.drafts),
+        config=config_text(base, {str(dtype)} if dtype else set(), drafts=shape.num_draft_layers),
         options=options_of(base, family, dtype, shard_bytes) | {"adapters": fingerprint(source)},
         shard_bytes=shard_bytes,
         on_progress=on_progress,

@@ -97,7 +97,7 @@ class AdapterSync(ServedSync):
         """``run`` is the first part of all names. ``nodes``: number of a server's nodes; each reads the folder."""
         places = places_of(config)
         assert places is not None
-        self.servers, self._weights = AdapterVersions(engine, run=run, count=places.count), engine.weights
+        self.servers, self._weights = AdapterVersions(engine, run=run, count=places.max_versions), engine.weights
         self._learner, self._delivery, self._file = learner, delivery, file
         self._trust, self._nodes = trust_of(self.servers), nodes
         self._lock = asyncio.Lock()
@@ -131,7 +131,7 @@ class AdapterSync(ServedSync):
             except AllReplicasLost as error:
                 logger.warning("%s\nit is loaded again as soon as a server is back", error)
             if self._model is not None:
-                await self._weights.served_somewhere()
+                await self._weights.is_served_anywhere()
 
     async def _attempt(self, adapters: NamedVersion, written: WeightUpdate) -> WeightUpdate:
         model, num_bytes, version = self._model, written.num_bytes, adapters.version
@@ -257,39 +257,39 @@ class AdapterVersions:
         request names."""
         self._weights.paused_seconds = 0.0
         for one in self.held[: max(0, len(self._folders) + 1 - self._count)]:
-            if self._attempts.sampling_with(one):
+            if self._attempts.is_sampling_on(one):
                 return
             del self._folders[one]
             await self._unload(one)
 
     async def _unload(self, adapters: NamedVersion) -> None:
         servers, unload = self._weights.loaded(None), self._hooks.unload
-        await self._weights.on_each(servers, f"unloading {adapters.name}", lambda r: unload(r.server, adapters))
+        await self._weights.call_each(servers, f"unloading {adapters.name}", lambda r: unload(r.server, adapters))
 
     async def load(self, adapters: NamedVersion, folder: Path, *, only: str | None = None) -> None:
         """Makes every server that holds the model, or ``only`` one, load adapters as well.
 
         Raises SyncError; AllReplicasLost if all died.
         """
-        await self._weights.on_each(
+        await self._weights.call_each(
             self._weights.loaded(only),
             f"loading {adapters.name}",
             lambda r: self._hooks.load(r.server, adapters, folder),
         )
         self._loaded = adapters
 
-    async def sample_everywhere(
+    async def sample_on_all(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> Mapping[str, list[list[Completion]]]:
         """Samples as `ReplicaWeights.sample_everywhere`, with the adapters that were loaded last."""
         asked = [replace(request, named=self._loaded) for request in requests]
-        return await self._weights.sample_everywhere(asked, only=only)
+        return await self._weights.sample_on_all(asked, only=only)
 
-    async def score_everywhere(
+    async def score_on_all(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None
     ) -> Mapping[str, list[list[float]]]:
         """Scores as `ReplicaWeights.score_everywhere`, with the adapters that were loaded last."""
-        return await self._weights.score_everywhere(texts, only=only, named=self._loaded)
+        return await self._weights.score_on_all(texts, only=only, named=self._loaded)
 
     def serve(self, adapters: NamedVersion, folder: Path, *, only: str | None = None) -> None:
         """Makes new requests use these loaded adapters; with ``only``, also on that server."""

@@ -161,8 +161,10 @@ def _adapted(spec: ParamSpec, shape: ModelShape, rank: int, named: Callable[[str
     a, b = (replace(spec, name=named(spec.name, which), padded=False) for which in "AB")
     if by_rows:
         a = replace(a, bands=whole("A", lambda _: rank), axis=None, unit=one)
-        b = replace(b, bands=cut("B"), others=of_rank)
+        b = replace(b, bands=cut("B"), other_axes=of_rank)
     else:
-        a = replace(a, bands=cut("A"), others=of_rank)
-        b = replace(b, bands=whole("B", lambda m: spec.others(m)[0]), others=of_rank, dim=0, axis=None, unit=one)
+        a = replace(a, bands=cut("A"), other_axes=of_rank)
+        b = replace(
+            b, bands=whole("B", lambda m: spec.other_axes(m)[0]), other_axes=of_rank, dim=0, axis=None, unit=one
+        )
     return AdaptedRow(base=spec, a=a, b=b, parts=parts, rank=rank)

@@ -89,15 +89,15 @@ class ScaledLayout(Layout):
     base: Layout
     blocks: Blocks
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # pattern of a quantized weight -> its shape
-    of_weights: Mapping[str, ParamSpec] = field(default_factory=dict)  # name of the scales' row -> row of the weights
+    scale_rows: Mapping[str, ParamSpec] = field(default_factory=dict)  # name of the scales' row -> row of the weights
 
     @override
     def rows(self) -> list[ParamSpec]:
-        return [*self.base.rows(), *(replace(spec, name=name) for name, spec in self.of_weights.items())]
+        return [*self.base.rows(), *(replace(spec, name=name) for name, spec in self.scale_rows.items())]
 
     @override
     def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
-        weights = self.of_weights.get(spec.name)
+        weights = self.scale_rows.get(spec.name)
         if weights is None:
             return self.base.chunks(spec)
         return [
@@ -111,15 +111,15 @@ class ScaledLayout(Layout):
 
     @override
     def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
-        return self.base.layer_stages(self.of_weights.get(spec.name, spec))
+        return self.base.layer_stages(self.scale_rows.get(spec.name, spec))
 
     @override
     def expert_rank(self, spec: ParamSpec, expert: int) -> int:
-        return self.base.expert_rank(self.of_weights.get(spec.name, spec), expert)
+        return self.base.expert_rank(self.scale_rows.get(spec.name, spec), expert)
 
     @override
     def ranks(self, spec: ParamSpec, chunk: int, stage: int, ep: int) -> list[int]:
-        return self.base.ranks(self.of_weights.get(spec.name, spec), chunk, stage, ep)
+        return self.base.ranks(self.scale_rows.get(spec.name, spec), chunk, stage, ep)
 
     @override
     def local_shapes(self, rank: int) -> dict[str, Shape]:
@@ -129,8 +129,8 @@ class ScaledLayout(Layout):
     def held(self, rank: int) -> Iterator[tuple[Slice, str, str]]:
         """Yields the boxes of quantized weights that a rank holds, with names of the weight and of the parameter."""
         at = coordinates(self.dims, rank)
-        for spec in self.of_weights.values():
-            slices = [one for one in self.base.chunks(spec)[at.on(spec.axis)] if one.hf in self.shapes]
+        for spec in self.scale_rows.values():
+            slices = [one for one in self.base.chunks(spec)[at.index_on(spec.axis)] if one.hf in self.shapes]
             experts = range(self.shape.num_experts if "{expert}" in spec.name else 1)
             mine = [e for e in experts if "{expert}" not in spec.name or self.base.expert_rank(spec, e) == at.ep]
             for layer, stages in self.base.layer_stages(spec).items():
@@ -141,7 +141,7 @@ class ScaledLayout(Layout):
 
     def cut_weights(self) -> Iterator[tuple[str, Shape]]:
         """Yields weights with a block in several boxes, and their grids of blocks; the same on all ranks."""
-        for spec in self.of_weights.values():
+        for spec in self.scale_rows.values():
             slices = [one for chunk in self.base.chunks(spec) for one in chunk if one.hf in self.shapes]
             cut = dict.fromkeys(one.hf for one in slices if self._touched(one) != self._begun(one))
             for layer in self.base.layer_stages(spec):
@@ -185,7 +185,7 @@ def add_scale_rows(layout: Layout, hf: Layout, blocks: Blocks) -> ScaledLayout:
         base=layout,
         blocks=blocks,
         shapes=shapes,
-        of_weights=of_weights,
+        scale_rows=of_weights,
     )
 
 
@@ -289,7 +289,7 @@ def block_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         return
     scaled = add_scale_rows(ranks, hf_layout(shape), blocks)
     found: dict[str, str] = {}
-    for spec in scaled.of_weights.values():
+    for spec in scaled.scale_rows.values():
         for slices in ranks.chunks(spec):
             for i, one in enumerate(slices):
                 ends = i == len(slices) - 1 and (i == 0 or "{expert}" not in spec.name)  # may end inside a block

@@ -115,7 +115,7 @@ class Routing(LearnerHooks):
             return
         self._replayed = True
         own = local_tokens(len(routes))
-        mine, real = routes[own].to(torch.int64), micro_batch.attention.real[own]
+        mine, real = routes[own].to(torch.int64), micro_batch.attention.is_real[own]
         for number, router in self._routers[chunk]:
             router.learns, router.real = torch.is_grad_enabled(), real
             router.set_target_indices(mine[:, self._layers.index(number)])

@@ -66,7 +66,7 @@ class ServedTeacher(FrozenModel):
             server = Server(url, token=self._token, timeout_seconds=limit)
             try:
                 async with asyncio.timeout(limit):
-                    return await self.adapter.judge(server, text, top)
+                    return await self.adapter.score_top(server, text, top)
             except TimeoutError as error:
                 raise TryAgain(f"no answer within timeout_seconds={limit:g}") from error
             except Unauthorized as error:
@@ -111,15 +111,15 @@ class ServedTeacher(FrozenModel):
         return logprobs, torch.stack([ids, of_ids], 1)
 
     @override
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         """Does nothing: servers keep nothing of a batch."""
 
     @override
-    async def start_from(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path) -> None:
         raise EngineError(f"a teacher on a server has the server's weights, and cannot load those of {folder}")
 
     @override
-    async def release(self) -> None:
+    async def release_memory(self) -> None:
         """Does nothing: servers' memory is not on a rank."""
 
 

@@ -102,7 +102,7 @@ class ShardPlan:
     standing: Sequence[tuple[object, ...]]
     kept: Sequence[Tensor]  # the tensors of ``standing``, so that no other object gets their ids
 
-    def again(self, folder: Path, optimizer: MegatronOptimizer, values: Values, gathered: GatheredState) -> StartedSave:
+    def reuse(self, folder: Path, optimizer: MegatronOptimizer, values: Values, gathered: GatheredState) -> StartedSave:
         """Begins a save into ``folder``, whose ``common`` rank 0 alone has: others' may lack parts of the optimizer."""
         common = common_state(optimizer, values, gathered)  # all ranks gather it
         held = [values(tensor) for tensor in self.live]
@@ -281,7 +281,7 @@ def save_shards(
     plan = kept.agreed(chunks, optimizer, more)
     if plan is not None:
         with explained(folder):
-            begun = plan.again(folder, optimizer, values, gathered)
+            begun = plan.reuse(folder, optimizer, values, gathered)
     else:
         begun = _begin(folder, chunks, optimizer, kept, values, gathered, more)
     if staged is not None:
@@ -335,12 +335,12 @@ class ShardSave:
         self._thread.start()
 
     @property
-    def written(self) -> bool:
+    def is_written(self) -> bool:
         """True if this rank's shards are written and synced, or could not be."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns once it is `written`. Not collective; what the thread writes counts as this rank's activity."""
+        """Returns once it is `is_written`. Not collective; what the thread writes counts as this rank's activity."""
         seen = -1
         while self._thread.is_alive():
             self._thread.join(1.0)
@@ -348,7 +348,7 @@ class ShardSave:
                 seen = self._done
                 activity.part("shards are written")
 
-    def durable(self) -> SaveDigests:
+    def finalize(self) -> SaveDigests:
         """Waits until the shards of all ranks are written, and writes what says where each is. Every rank calls it.
 
         The others wait in a collective for the slowest, within its time limit: `wait` on every rank has none. Raises
@@ -386,7 +386,7 @@ class ShardSave:
                     os.fsync(file.fileno())
                 self._files |= digests(self._folder, [name], tell=activity.part if tell else _untold)
                 results.put({0: said})
-        except Exception as error:  # noqa: BLE001  a thread's, which `durable` raises
+        except Exception as error:  # noqa: BLE001  a thread's, which `finalize` raises
             self._error = _with_reason(self._folder, error)
             if results is not None:
                 results.put(self._error)
@@ -426,7 +426,7 @@ def _copy(writer: Any, gathered: GatheredState, staged: StagingPool) -> None:
     """Puts copies in place of the tensors that training changes: all but those that ``gathered`` made."""
     for path, name, items in writer.write_buckets:
         live = [d.nbytes for i, d in items if _is_live(i, d, gathered)]
-        room, at, copied = staged.take(sum(map(_aligned, live))), 0, []
+        room, at, copied = staged.allocate(sum(map(_aligned, live))), 0, []
         for item, data in items:
             held = data
             if _is_live(item, data, gathered):

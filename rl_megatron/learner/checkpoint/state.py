@@ -70,7 +70,7 @@ class GatheredState:
             ((dtype, ranges),) = by_dtype.items()
             sizes = tuple(bucket.grad_data.numel() for bucket in buffer.buckets)
             shards = {key: self._take(sum(sizes) // group.size()) for key in _KEYS}
-            whole = {key: shards[key] if group.size() == 1 else self._plain(sum(sizes)) for key in _KEYS if first}
+            whole = {key: shards[key] if group.size() == 1 else self._new_buffer(sum(sizes)) for key in _KEYS if first}
             start = 0
             for size, places in zip(sizes, ranges, strict=True):
                 for parameter, place in places["param_map"].items():
@@ -104,10 +104,10 @@ class GatheredState:
 
     def _take(self, count: int) -> Tensor:
         if self._staged is None:
-            return self._plain(count)
-        return self._noted(self._staged.take(count * _FLOAT).view(torch.float32))
+            return self._new_buffer(count)
+        return self._noted(self._staged.allocate(count * _FLOAT).view(torch.float32))
 
-    def _plain(self, count: int) -> Tensor:
+    def _new_buffer(self, count: int) -> Tensor:
         return self._noted(torch.empty(count, dtype=torch.float32))
 
     def _noted(self, tensor: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class ExtraState:
         add_prefix_for_sharding(found, f"{BESIDE}{name}.")
         return found
 
-    def take(self, models: Sequence[GPTModel], state: Mapping[str, Any], folder: Path) -> None:
+    def load(self, models: Sequence[GPTModel], state: Mapping[str, Any], folder: Path) -> None:
         """Writes the loaded values of `state` into the tensors. Raises CheckpointError if one is missing."""
         for name, held in self.tensors.items():
             found = {

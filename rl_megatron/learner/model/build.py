@@ -242,7 +242,7 @@ def restore_float32_buffers(chunks: Sequence[torch.nn.Module]) -> None:
             if isinstance(module, TopKRouter):
                 module._maintain_float32_expert_bias()
             if isinstance(module, FrozenIndexer):
-                module.keep_float32()
+                module.restore_float32()
 
 
 _ROUTES = {"routing_map", "probs", "token_probs"}

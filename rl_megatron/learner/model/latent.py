@@ -55,7 +55,7 @@ class FrozenIndexer(torch.nn.Module):
         self.k_norm = _Tensors(config, weight=(size,), bias=(size,))
         self.linear_weights_proj = _Tensors(config, weight=(heads, shape.hidden_size))
 
-    def keep_float32(self) -> None:
+    def restore_float32(self) -> None:
         """Restores float32 where published models have it."""
         self.k_norm.float()
         self.linear_weights_proj.float()

@@ -45,7 +45,7 @@ class _Piece:
     def __del__(self) -> None:
         """Gives its memory back once nothing needs it, perhaps before anything did."""
         if self.extents:
-            arena().give(self.extents, self.half.copied)
+            arena().free(self.extents, self.half.copied)
         elif self.half.loading is not None:  # its memory must not be others' while it is written
             torch.cuda.current_stream().wait_event(self.half.loading)
 
@@ -57,7 +57,7 @@ class _Half:
     before: _Half | None  # the previous half of the same pass
     pieces: list[weakref.ref[_Piece]] = field(default_factory=list)
     copied: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())
-    gone: bool = False  # no longer on the GPU
+    is_offloaded: bool = False  # no longer on the GPU
     loading: torch.cuda.Event | None = None  # happens when all of it is back
 
     @property
@@ -149,16 +149,16 @@ class Activations:
         self._out.wait_stream(computes)
         with torch.cuda.stream(self._out):
             for piece in pieces:
-                piece.extents = arena().take(piece.size, self._out)
+                piece.extents = arena().allocate(piece.size, self._out)
                 for extent, there in _cut(piece):
-                    arena().of(extent)[: len(there)].copy_(there, non_blocking=True)
+                    arena().view(extent)[: len(there)].copy_(there, non_blocking=True)
         half.copied.record(self._out)
         self._moved |= {piece.storage._cdata: weakref.ref(piece.storage) for piece in pieces if piece.storage}
         self._held.append(half)
         if len(self._held) > HELD:
             done = self._held.popleft()
             computes.wait_event(done.copied)  # later work of this stream may have the memory
-            done.gone = True
+            done.is_offloaded = True
             for piece in done.alive:
                 piece.storage = None
 
@@ -192,9 +192,9 @@ class Activations:
 
     def _load(self, half: _Half) -> None:
         """Begins to copy back the part of ``half`` that only the host's memory holds."""
-        if not half.gone:
+        if not half.is_offloaded:
             return
-        half.gone, gone = False, half.alive
+        half.is_offloaded, gone = False, half.alive
         for piece in gone:
             piece.storage = torch.empty(piece.size, dtype=torch.uint8, device=piece.device).untyped_storage()
         half.loading = torch.cuda.Event()
@@ -203,10 +203,10 @@ class Activations:
         with torch.cuda.stream(self._back):
             for piece in gone:
                 for extent, here in _cut(piece):
-                    here.copy_(arena().of(extent)[: len(here)], non_blocking=True)
+                    here.copy_(arena().view(extent)[: len(here)], non_blocking=True)
         half.loading.record(self._back)
         for piece in gone:
-            arena().give(piece.extents, half.loading)
+            arena().free(piece.extents, half.loading)
             piece.extents = ()
 
 

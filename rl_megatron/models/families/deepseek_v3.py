@@ -74,7 +74,9 @@ def read_v3(raw: dict[str, Any], path: Path) -> ModelShape:
 def read_kimi(raw: dict[str, Any], path: Path) -> ModelShape:
     """Kimi-K2.5: Kimi-K2 with a tower for images. The whole's class ties the embedding by default, the text's not."""
     _ = raw["tie_word_embeddings"]
-    return replace(read_v3(text_model(raw, path), path), draft_layers=0, beside=("vision_tower.", "mm_projector."))
+    return replace(
+        read_v3(text_model(raw, path), path), draft_layers=0, other_prefixes=("vision_tower.", "mm_projector.")
+    )
 
 
 def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:

@@ -65,7 +65,7 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
 
 def read_text_model(raw: dict[str, Any], path: Path) -> ModelShape:
     """Returns the text model of Qwen3.5-MoE for images and text."""
-    return replace(read(text_model(raw, path), path), beside=("model.visual.",))
+    return replace(read(text_model(raw, path), path), other_prefixes=("model.visual.",))
 
 
 def _kinds(raw: Mapping[str, Any], path: Path) -> list[str]:

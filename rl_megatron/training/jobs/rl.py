@@ -77,11 +77,11 @@ class RLJob:
     update: PolicyUpdate
     start_folder: Path  # the policy is exported here at the start, if a reference or a critic starts from it
     recorder: Recorder
-    route: str  # name of how pushes travel, in rows of metrics
+    push_route: str  # name of how pushes travel, in rows of metrics
     name: str = "reinforcement"
-    beside: BackgroundEvaluator | None = None  # evaluates while later steps train, with `eval.mode=background`
+    background_eval: BackgroundEvaluator | None = None  # evaluates while later steps train, with `eval.mode=background`
     number: int = 0  # number of the last step
-    places: tuple[PendingPrompt, ...] = ()  # prompts of the last batch
+    last_placements: tuple[PendingPrompt, ...] = ()  # prompts of the last batch
 
     @property
     def first_step_is_saved(self) -> bool:
@@ -96,10 +96,10 @@ class RLJob:
         """
         await asyncio.to_thread(self.prompts.read_ahead)
         if fresh:
-            await asyncio.to_thread(self.stream.start_over)
+            await asyncio.to_thread(self.stream.restart)
         loaded = await self.start_models(fresh=fresh)
         if loaded and self.config.rollout.server.colocated:
-            await self.roles.weights.push(self.number)
+            await self.roles.weight_sync.push(self.number)
         return {"step": 0, "phase": "rl"} if fresh else None
 
     async def start_models(self, *, fresh: bool) -> bool:
@@ -115,36 +115,38 @@ class RLJob:
         )
         if fresh and any(wanted):
             remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
-            await roles.weights.export(self.start_folder)
+            await roles.weight_sync.export(self.start_folder)
         if fresh and "critic" in roles.learners:
-            await roles.learners["critic"].start_from(critic.path or self.start_folder)
-        frozen = {role: folder for role, (folder, _) in frozen_folders(self.config).items() if role in roles.frozen}
+            await roles.learners["critic"].load_weights(critic.path or self.start_folder)
+        frozen = {
+            role: folder for role, (folder, _) in frozen_folders(self.config).items() if role in roles.frozen_models
+        }
         if not fresh and self.config.reference_moves:
             del frozen["reference"]  # it is in the checkpoint
         for role, folder in frozen.items():
-            await roles.frozen[role].start_from(folder or self.start_folder)
+            await roles.frozen_models[role].load_weights(folder or self.start_folder)
         return bool(frozen) or (fresh and "critic" in roles.learners)
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Takes a batch, trains on it and pushes the weights. Returns the metrics row."""
         self.number = number
-        if self.beside is not None:
-            self.beside.check()
+        if self.background_eval is not None:
+            self.background_eval.check()
         row = await self._train(watch)
         for hooks in self.update.hooks:
             await hooks.stepped(number, watch)
         if not row["tokens/train"]:
             logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
         with watch("rollout"):
-            await self.stream.settled()
+            await self.stream.wait_until_pushable()
         row |= self._update_table()  # follows all draws before a push, so that draws depend on steps alone
         with watch("weights"):
-            pushed = await self.roles.weights.push(number)
-        self.stream.pushed(number)
+            pushed = await self.roles.weight_sync.push(number)
+        self.stream.on_push(number)
         row |= self.stream.row()
         watch.count("rollout", int(row["tokens/rollout"] or 0), beside=self.config.train.max_staleness > 0)
         watch.count("train", int(row["tokens/train"] or 0))
-        row |= {"weights/bytes": pushed.num_bytes, "weights/route": self.route}
+        row |= {"weights/bytes": pushed.num_bytes, "weights/route": self.push_route}
         row["seconds/verify"] = pushed.verify_seconds
         if pushed.quantization_error is not None:
             row["weights/quantization_error"] = pushed.quantization_error
@@ -154,8 +156,11 @@ class RLJob:
     async def _train(self, watch: Stopwatch) -> Row:
         """Trains on the step's batch. Returns its metrics."""
         with watch("rollout"):
-            batch = await self.take()
-        self.places, epochs = batch.places, self.prompts.epochs()  # now: groups that end meanwhile have more drawn
+            batch = await self.next_batch()
+        self.last_placements, epochs = (
+            batch.places,
+            self.prompts.epochs(),
+        )  # now: groups that end meanwhile have more drawn
         row = await asyncio.to_thread(self._described, batch, epochs)  # it visits every token, and writes to a disk
         return row | await self.update(batch.groups, self.number, watch)
 
@@ -167,7 +172,7 @@ class RLJob:
             row |= hooks.group_row(batch.groups)
         return row
 
-    async def take(self) -> RolloutBatch:
+    async def next_batch(self) -> RolloutBatch:
         """Returns the next batch, after dynamic sampling; short or empty if too many groups would give no gradient."""
         section = self.config.rollout
         wanted = section.prompts_per_step if section.dynamic_sampling == "refill" else 1
@@ -195,10 +200,10 @@ class RLJob:
             return {}
         seen = [
             (one.drawn.prompt.id, one.answered.rewards)
-            for one in sorted(self.places, key=lambda place: place.drawn.ordinal)
+            for one in sorted(self.last_placements, key=lambda place: place.drawn.ordinal)
             if one.answered is not None
             and one.answered.rewards
-            and (one.kept or one.answered.reason in NO_GRADIENT_REASONS)
+            and (one.is_trainable or one.answered.reason in NO_GRADIENT_REASONS)
         ]
         shares = [(name, float(np.mean([reward >= right for reward in rewards]))) for name, rewards in seen]
         table.update(shares, self.number, self.prompts.left_out)
@@ -211,15 +216,15 @@ class RLJob:
         With ``eval.mode=background`` it returns figures before the first step and after the last one alone; other
         evaluations end later.
         """
-        if self.beside is not None and 0 < self.number < self.config.train.steps:
-            self.beside.begin(self.number)
+        if self.background_eval is not None and 0 < self.number < self.config.train.steps:
+            self.background_eval.begin(self.number)
             return {}
         with watch("eval"):
-            if self.beside is not None:
-                await self.beside.finish(self.number)
+            if self.background_eval is not None:
+                await self.background_eval.finish(self.number)
             return await self.evaluation.row(self.number)
 
-    def enough(self, row: Row) -> bool:
+    def should_stop(self, row: Row) -> bool:
         """Always False: the job makes all its steps."""
         return False
 
@@ -227,12 +232,12 @@ class RLJob:
         """Returns the learners with shards in a checkpoint, keyed by subfolder."""
         return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
 
-    async def before_save(self, stop: asyncio.Event) -> None:
+    async def flush(self, stop: asyncio.Event) -> None:
         """Makes ``state`` include the tokens of groups that are being sampled. Waits for an evaluation of an earlier
         step, with weights that are not in this checkpoint, unless ``stop`` is set."""
-        if self.beside is not None:
-            await self.beside.finish(self.number, stop)
-        await self.stream.interrupt()
+        if self.background_eval is not None:
+            await self.background_eval.finish(self.number, stop)
+        await self.stream.collect_partials()
 
     def state(self) -> TrainerState:
         """Returns the position in the data, what was drawn and is not trained on yet, and the algorithm's state."""
@@ -242,16 +247,16 @@ class RLJob:
             left_out=tuple(sorted(self.prompts.left_out)),
             stream=self.stream.state(),
             memory=self.update.state,
-            skipped={one.name: one.in_a_row for one in self.update.of_models},
+            skipped={one.name: one.skipped_in_a_row for one in self.update.of_models},
             table=None if self.prompts.table is None else self.prompts.table.state(),
         )
 
     async def close(self) -> None:
         """Ends the sampling of groups, and a running evaluation; waits until their environments are closed."""
-        if self.beside is not None:
-            await self.beside.close()
+        if self.background_eval is not None:
+            await self.background_eval.close()
         await self.stream.close()
-        await self.evaluation.closed()
+        await self.evaluation.wait_closed()
 
     async def restore(self, state: TrainerState) -> None:
         """Continues from ``state``, and pushes the weights."""
@@ -265,10 +270,14 @@ class RLJob:
         if state.memory is not None:
             self.update.state = state.memory
             for one in self.update.of_models:
-                one.in_a_row = state.skipped.get(one.name, 0)
-        await self.roles.weights.push(self.number)
-        if self.beside is not None and 0 < self.number < self.config.train.steps and self.evaluation.due(self.number):
-            self.beside.begin(self.number)
+                one.skipped_in_a_row = state.skipped.get(one.name, 0)
+        await self.roles.weight_sync.push(self.number)
+        if (
+            self.background_eval is not None
+            and 0 < self.number < self.config.train.steps
+            and self.evaluation.due(self.number)
+        ):
+            self.background_eval.begin(self.number)
 
 
 def rollout_row(config: RunConfig, step: int, rollouts: RolloutBatch, epochs: Mapping[str, float]) -> Row:
@@ -277,7 +286,7 @@ def rollout_row(config: RunConfig, step: int, rollouts: RolloutBatch, epochs: Ma
         "step": step,
         "phase": "rl",
         "reward/errors": rollouts.reward_errors,
-        "reward/timeouts": rollouts.late_rewards,
+        "reward/timeouts": rollouts.timed_out_rewards,
         "reward/sampled_mean": rollouts.reward_sum / max(1, rollouts.num_completions),
         **rollouts.part_means(),
         "groups/trained": len(rollouts.groups),

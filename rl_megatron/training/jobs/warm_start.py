@@ -108,27 +108,27 @@ class WarmStart:
         """Looks at what is left to learn, or pushes the weights: where a step follows, ``evaluate`` does before it."""
         if self.config.warm_start.steps:
             await asyncio.to_thread(self.prompts.read_ahead)
-            await self._look_ahead()
+            await self._prefetch_rows()
             return self._row() if fresh else None
         if fresh:
-            await self.roles.weights.push(0)
+            await self.roles.weight_sync.push(0)
         return None
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Makes an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
         c, self.number = self.config, number
-        prompts, rows = await self._drawn(number)
+        prompts, rows = await self._draw(number)
         made = await self.supervised.step(supervised_samples(rows), c.warm_start.learning_rate, prompts)
         loss = None if made is None else made.loss
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 
-    async def _look_ahead(self) -> None:
+    async def _prefetch_rows(self) -> None:
         """Makes the rows of the steps that are left, until one has no new prompt. A bad row would lose the steps before
-        it, which have no checkpoint. The first ``TOKENS_KEPT`` are kept for their steps. Raises as `_drawn`."""
+        it, which have no checkpoint. The first ``TOKENS_KEPT`` are kept for their steps. Raises as `_draw`."""
         before, left_out, seen = self.prompts.state(), tuple(self.prompts.left_out), set[str]()
         steps, tokens, note = self.config.warm_start.steps, 0, seldom(self.note)
         for number in range(self.number + 1, steps + 1):
-            prompts, rows = await self._drawn(number)
+            prompts, rows = await self._draw(number)
             tokens += sum(len(row.token_ids) for row in rows)
             if tokens <= TOKENS_KEPT:
                 self._ahead[number] = rows
@@ -138,7 +138,7 @@ class WarmStart:
             seen.update(names)
         self.prompts.restore(before, left_out)
 
-    async def _drawn(self, number: int) -> tuple[list[Prompt], list[SupervisedRow]]:
+    async def _draw(self, number: int) -> tuple[list[Prompt], list[SupervisedRow]]:
         """Returns the next prompts, and the rows of step ``number``, in a thread: the targets may be the user's code.
 
         Raises as `warm_start_rows`, and EnvironmentFailure after ``run.watchdog_seconds``.
@@ -146,7 +146,7 @@ class WarmStart:
         limit, function = self.config.watchdog_seconds, self.config.environment.function
         try:
             async with asyncio.timeout(limit) as late:
-                return await in_daemon_thread(partial(self._taken, number))
+                return await in_daemon_thread(partial(self._pop_prefetched, number))
         except TimeoutError as error:
             if not late.expired():
                 raise
@@ -156,8 +156,8 @@ class WarmStart:
                 "run.watchdog_seconds"
             ) from error
 
-    def _taken(self, number: int) -> tuple[list[Prompt], list[SupervisedRow]]:
-        prompts = self.prompts.take(self.config.warm_start.batch_size)
+    def _pop_prefetched(self, number: int) -> tuple[list[Prompt], list[SupervisedRow]]:
+        prompts = self.prompts.next_prompts(self.config.warm_start.batch_size)
         if (ahead := self._ahead.pop(number, None)) is not None:
             return prompts, ahead
         texts, ends, stops = self.targets(prompts, number), self.end_token_ids, self.stop_token_ids
@@ -168,10 +168,10 @@ class WarmStart:
 
     async def evaluate(self, watch: Stopwatch) -> Row:
         """Pushes the weights, and measures held-out accuracy."""
-        await shielded(self.roles.weights.push(0))
+        await shielded(self.roles.weight_sync.push(0))
         return await self.evaluation.row()
 
-    def enough(self, row: Row) -> bool:
+    def should_stop(self, row: Row) -> bool:
         """True if held-out accuracy has reached ``warm_start.stop_at_accuracy``."""
         return float(row.get("eval/accuracy") or 0) >= self.config.warm_start.stop_at_accuracy
 
@@ -179,13 +179,13 @@ class WarmStart:
         """Returns the policy alone, keyed by its subfolder of a checkpoint."""
         return {"learner": self.roles.policy}
 
-    async def before_save(self, stop: asyncio.Event) -> None:
+    async def flush(self, stop: asyncio.Event) -> None:
         """Does nothing: no work is under way between steps."""
 
     def state(self) -> TrainerState:
         """Returns the position in the data."""
         prompts, steps = self.prompts.state(), self.supervised.optimizer_steps
-        skipped = {steps.name: steps.in_a_row}
+        skipped = {steps.name: steps.skipped_in_a_row}
         ends, number = dict(self.end_token_ids), self.number
         return TrainerState(step=0, prompts=prompts, stream=None, ends=ends, skipped=skipped, warm_start_step=number)
 
@@ -193,13 +193,13 @@ class WarmStart:
         """Continues from ``state``, and pushes the weights."""
         self.number = state.warm_start_step or 0
         steps = self.supervised.optimizer_steps
-        steps.in_a_row = state.skipped.get(steps.name, 0)
+        steps.skipped_in_a_row = state.skipped.get(steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
         warn_if_end_changed(state.ends, self.end_token_ids)
-        await self.roles.weights.push(0)
+        await self.roles.weight_sync.push(0)
 
     async def close(self) -> None:
         """Forgets the rows of steps that an early end left out; waits until the evaluations' environments close."""
         self._ahead.clear()
-        await self.evaluation.closed()
+        await self.evaluation.wait_closed()

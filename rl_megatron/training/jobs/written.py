@@ -79,7 +79,7 @@ class DatasetObjective(Protocol):
         """Makes one optimizer step; None if skipped. Raises as `OptimizerSteps.step`, to which ``prompts`` go."""
         ...
 
-    async def held_out(self) -> Row:
+    async def eval_metrics(self) -> Row:
         """Returns the metrics of the held-out rows."""
         ...
 
@@ -89,8 +89,8 @@ class FittedRows:
     """Units with rows that fit, and how many rows were left out and cut."""
 
     units: Sequence[Unit]
-    dropped: int
-    cut: int
+    num_dropped: int
+    num_cut: int
 
     @property
     def rows(self) -> list[SupervisedRow]:
@@ -112,7 +112,7 @@ class SkippedRows:
         """Returns their number, a conversation counted once: the sequences that it would have are not known."""
         return (len(self.refused) + len(self.unlearned)) * (2 if config.kind.rows == "pairs" else 1)
 
-    def told(self, of: str, config: RunConfig) -> list[str]:
+    def describe(self, of: str, config: RunConfig) -> list[str]:
         """Returns a sentence for each reason, of the prompts that ``of`` counts."""
         told = list[str]()
         if self.refused:
@@ -178,7 +178,7 @@ def fit_rows(units: Sequence[Unit], config: RunConfig) -> FittedRows:
             cut += len(long)
         else:
             dropped += len(unit)
-    return FittedRows(units=kept, dropped=dropped, cut=cut)
+    return FittedRows(units=kept, num_dropped=dropped, num_cut=cut)
 
 
 def _most(config: RunConfig) -> int:
@@ -240,7 +240,7 @@ class DatasetJob:
         """Reads ahead, logs which of the next rows are too long, and loads other models."""
         await asyncio.to_thread(self.prompts.read_ahead)
         self._warn_of_passes()
-        await self._look_ahead()
+        await self._prefetch_rows()
         await self.objective.begin(fresh=fresh)
         return self._row() if fresh else None
 
@@ -256,7 +256,7 @@ class DatasetJob:
                 *(self.config.job, section.epochs, steps, each),
             )
 
-    async def _look_ahead(self) -> None:
+    async def _prefetch_rows(self) -> None:
         """Makes rows, a batch at a time, and keeps them for their steps. They are those of the next epoch, of the steps
         that are left, or as many as ``_LOOKED_AT`` allows, whichever is least. Logs which of them are left out or cut.
         Raises as `make_units`, as `fit_rows`, with the number of long rows in front, and for a new run that has no row
@@ -269,7 +269,7 @@ class DatasetJob:
         self._ahead.clear()
         while drawn < count and tokens < TOKENS_KEPT:
             some = min(batch, count - drawn)
-            units, others = await asyncio.wrap_future(self._maker.submit(self._looked_at, some))
+            units, others = await asyncio.wrap_future(self._maker.submit(self._prefetched, some))
             found = [row for unit in units for row in unit]
             drawn, rows, tokens = drawn + some, rows + len(found), tokens + sum(len(row.token_ids) for row in found)
             note(f"looking for rows that are too long: {drawn} of {count}")
@@ -277,10 +277,10 @@ class DatasetJob:
             long += [row for row in found if len(row.token_ids) > _most(self.config)]
         self.prompts.restore(before, left_out)
         of = f"the first {drawn} rows to train on"
-        told = without.told(of, self.config)
+        told = without.describe(of, self.config)
         if long:
             said = f"{len(long)} of the first {rows} sequences to train on are too long: "
-            told.append(self._told_long(long[0], said))
+            told.append(self._describe_long_rows(long[0], said))
         if drawn == wanted > 0 and not is_any and not self.number:
             if long:
                 longest = max(len(row.token_ids) for row in long) - int(self.config.kind.scores)
@@ -292,7 +292,7 @@ class DatasetJob:
     def _is_any_left(self, units: Sequence[Unit]) -> bool:
         return bool(units if self.config.written.on_long == "fail" else fit_rows(units, self.config).units)
 
-    def _told_long(self, row: SupervisedRow, told: str) -> str:
+    def _describe_long_rows(self, row: SupervisedRow, told: str) -> str:
         """Returns what happens to rows that are as long as ``row``. Raises as `fit_rows`, with ``told`` in front."""
         try:
             fit_rows([(row,)], self.config)
@@ -300,8 +300,8 @@ class DatasetJob:
             raise DataError(f"{told}{error}") from error
         return f"{told}{_length(row, self.config)}; {self.config.job}.on_long={self.config.written.on_long}"
 
-    def _looked_at(self, count: int) -> tuple[list[Unit], SkippedRows]:
-        made = make_units(self.prompts.take(count), self.units_of, self.config)
+    def _prefetched(self, count: int) -> tuple[list[Unit], SkippedRows]:
+        made = make_units(self.prompts.next_prompts(count), self.units_of, self.config)
         if count == self.config.written.batch_size:
             self._ahead.append(made)
         return made
@@ -314,7 +314,10 @@ class DatasetJob:
         self._next = self._draw() if number < self.config.train.steps else None
         rate = learning_rate(self.config, number)
         row: Row = {**self._row(), "learning_rate": rate, "tokens/train": 0}
-        row |= {"data/dropped": found.dropped + (self.dropped if number == 1 else 0), "data/truncated": found.cut}
+        row |= {
+            "data/dropped": found.num_dropped + (self.dropped if number == 1 else 0),
+            "data/truncated": found.num_cut,
+        }
         row["data/epoch"] = number * self.config.written.batch_size / self.size
         row |= passes
         if samples is not None:
@@ -336,10 +339,10 @@ class DatasetJob:
         return _Drawn(self.prompts.state(), self._maker.submit(self._made))
 
     def _made(self) -> tuple[FittedRows, Samples | None]:
-        prompts = self.prompts.take(self.config.written.batch_size)
+        prompts = self.prompts.next_prompts(self.config.written.batch_size)
         units, without = self._ahead.popleft() if self._ahead else make_units(prompts, self.units_of, self.config)
         found = fit_rows(units, self.config)
-        found = replace(found, dropped=found.dropped + without.sequences(self.config))
+        found = replace(found, num_dropped=found.num_dropped + without.sequences(self.config))
         return found, self.objective.samples_of(found.rows) if found.units else None
 
     def _row(self) -> Row:
@@ -348,9 +351,9 @@ class DatasetJob:
     async def evaluate(self, watch: Stopwatch) -> Row:
         """Returns the metrics of held-out rows, timed as ``eval``."""
         with watch("eval"):
-            return await self.objective.held_out()
+            return await self.objective.eval_metrics()
 
-    def enough(self, row: Row) -> bool:
+    def should_stop(self, row: Row) -> bool:
         """Always False: the job makes all its steps."""
         return False
 
@@ -358,13 +361,13 @@ class DatasetJob:
         """Returns the trained model alone, keyed by its subfolder of a checkpoint."""
         return {"learner": self.roles.policy}
 
-    async def before_save(self, stop: asyncio.Event) -> None:
+    async def flush(self, stop: asyncio.Event) -> None:
         """Does nothing: a resume draws again what is drawn ahead."""
 
     def state(self) -> TrainerState:
         """Returns the position in the data after the last step."""
         prompts = self.prompts.state() if self._next is None else self._next.before
-        skipped = {self.optimizer_steps.name: self.optimizer_steps.in_a_row}
+        skipped = {self.optimizer_steps.name: self.optimizer_steps.skipped_in_a_row}
         return TrainerState(
             step=self.number, prompts=prompts, stream=None, ends=dict(self.end_token_ids), skipped=skipped
         )
@@ -372,7 +375,7 @@ class DatasetJob:
     async def restore(self, state: TrainerState) -> None:
         """Continues from ``state``."""
         self.number = state.step
-        self.optimizer_steps.in_a_row = state.skipped.get(self.optimizer_steps.name, 0)
+        self.optimizer_steps.skipped_in_a_row = state.skipped.get(self.optimizer_steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
         warn_if_end_changed(state.ends, self.end_token_ids)
@@ -397,10 +400,13 @@ def held_out_parts(
     for start in range(0, len(prompts), section.batch_size):
         units, others = make_units(prompts[start : start + section.batch_size], units_of, config)
         found, without = fit_rows(units, config), without + others
-        kept, dropped, cut = kept + len(found.rows), dropped + found.dropped, cut + found.cut
+        kept, dropped, cut = kept + len(found.rows), dropped + found.num_dropped, cut + found.num_cut
         if found.units:
             parts.append(samples_of(found.rows))
-    told, limit = without.told(f"{len(prompts)} held-out rows", config), f"{config.job}.max_tokens={section.max_tokens}"
+    told, limit = (
+        without.describe(f"{len(prompts)} held-out rows", config),
+        f"{config.job}.max_tokens={section.max_tokens}",
+    )
     if not parts:
         long = [f"{dropped} held-out sequences have more tokens than {limit}"] if dropped else []
         raise DataError(f"none of {len(prompts)} held-out rows is left: {'; '.join(told + long)}")
@@ -426,13 +432,13 @@ class FrozenReference:
         """Gives its ranks its weights; a ``fresh`` run keeps the policy's first if they are these."""
         if fresh and self.folder is None:
             remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
-            await roles.weights.push(0)
-            await roles.weights.export(self.start_folder)
-        await roles.frozen["reference"].start_from(self.folder or self.start_folder)
+            await roles.weight_sync.push(0)
+            await roles.weight_sync.export(self.start_folder)
+        await roles.frozen_models["reference"].load_weights(self.folder or self.start_folder)
 
     async def scored(self, roles: RunComponents, samples: Samples) -> Samples:
         """Returns the samples with its log-probs."""
-        scores = await _scores(roles.frozen["reference"], self.packer, samples, "logprobs")
+        scores = await _scores(roles.frozen_models["reference"], self.packer, samples, "logprobs")
         return replace(samples, ref_logprobs=scores)
 
 
@@ -478,7 +484,7 @@ class PairObjective(DatasetObjective):
         return made
 
     @override
-    async def held_out(self) -> Row:
+    async def eval_metrics(self) -> Row:
         self._referred = self._referred or [await self._compared(part) for part in self.parts]
         found = []
         for compared in self._referred:
@@ -490,7 +496,7 @@ class PairObjective(DatasetObjective):
 
     async def _forget(self) -> None:
         for model in self.roles.models.values():
-            await model.forget()
+            await model.free_step()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -573,7 +579,7 @@ class SupervisedSteps:
         """Makes one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`."""
         batch = self.packer.pack(samples)
         made = await self.optimizer_steps.step(self.learner, batch, CrossEntropy(), learning_rate, prompts)
-        await self.learner.forget()
+        await self.learner.free_step()
         return made
 
 
@@ -598,7 +604,7 @@ class SFTObjective(DatasetObjective):
             return await self.supervised.step(samples, rate, prompts)
 
     @override
-    async def held_out(self) -> Row:
+    async def eval_metrics(self) -> Row:
         """``eval/loss``, the mean over learned tokens of -log pi(token), and ``eval/perplexity``, its exponential."""
         learner, total, tokens = self.supervised.learner, 0.0, 0
         self._batches = self._batches or [self.supervised.packer.pack(part) for part in self.parts]
@@ -607,6 +613,6 @@ class SFTObjective(DatasetObjective):
             logprobs: Tensor = unpack(batch, scores["logprobs"], part)
             total -= float(logprobs[part.mask].double().sum())
             tokens += int(part.mask.sum())
-            await learner.forget()
+            await learner.free_step()
         loss = total / tokens
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}

@@ -43,7 +43,7 @@ class PinnedPool:
         """Bytes that are pinned."""
         return len(self._slabs) * self._slab
 
-    def take(self, num_bytes: int, stream: torch.cuda.Stream) -> list[Extent]:
+    def allocate(self, num_bytes: int, stream: torch.cuda.Stream) -> list[Extent]:
         """Room for ``num_bytes``, which ``stream`` may write."""
         wanted = -(-num_bytes // ALIGNED) * ALIGNED
         while self._leaving and (self._leaving[0][0].query() or self._room < wanted):
@@ -66,11 +66,11 @@ class PinnedPool:
             wanted -= middle - start
         return taken
 
-    def give(self, extents: Sequence[Extent], after: torch.cuda.Event) -> None:
-        """Takes back what `take` gave; others may write there once ``after`` has happened."""
+    def free(self, extents: Sequence[Extent], after: torch.cuda.Event) -> None:
+        """Takes back what `allocate` gave; others may write there once ``after`` has happened."""
         self._leaving.append((after, extents))
 
-    def of(self, extent: Extent) -> Tensor:
+    def view(self, extent: Extent) -> Tensor:
         """The bytes [n] uint8 of an extent."""
         slab, first = divmod(extent[0], self._slab)
         return self._slabs[slab][first : first + extent[1] - extent[0]]
@@ -144,7 +144,9 @@ class OffloadedTensors:
         self._gone: dict[str, dict[int, _Gone]] = {}
         self._slabs: dict[str, _Slabs] = {}
 
-    def leave(self, kind: str, tensors: Iterable[Tensor], *, besides: Iterable[Tensor] = (), kept: bool = True) -> None:
+    def offload(
+        self, kind: str, tensors: Iterable[Tensor], *, besides: Iterable[Tensor] = (), kept: bool = True
+    ) -> None:
         """Frees the GPU's memory of ``tensors`` until ``back(kind)``, but for storages of ``besides``.
 
         Their values are undefined after that, unless they are ``kept``, in the host's pinned memory. Tensors stay as
@@ -172,7 +174,7 @@ class OffloadedTensors:
         for storage, _ in leaving.values():
             storage.resize_(0)
 
-    def back(self, *kinds: str) -> None:
+    def onload(self, *kinds: str) -> None:
         """Takes the GPU's memory again for what left of ``kinds``, and for every kind if none is named."""
         for kind in kinds or tuple(self._gone):
             gone = self._gone.pop(kind, {})
@@ -184,7 +186,7 @@ class OffloadedTensors:
                 torch.cuda.synchronize()  # the next to leave writes over the copies
                 self._slabs[kind].clear()
 
-    def on_host(self, tensor: Tensor) -> Tensor:
+    def host_copy(self, tensor: Tensor) -> Tensor:
         """``tensor``, or its copy in the host's memory if it has left: joined, if it is cut there."""
         key = tensor.untyped_storage()._cdata
         copy = next((gone[key].copy for gone in self._gone.values() if key in gone), None)
@@ -210,7 +212,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class StagingPool:
-    """Blocks of exactly as many bytes as were asked for, which each round of `take` gives out again.
+    """Blocks of exactly as many bytes as were asked for, which each round of `allocate` gives out again.
 
     They are pinned where there is CUDA, by registering them: torch's own pinned memory is rounded up to powers of two.
     """
@@ -229,7 +231,7 @@ class StagingPool:
         """Begins a round: all blocks are free again, and what they hold is written over."""
         self._given = 0
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """The next block [num_bytes], uint8: that of the round before, if it asked for as many bytes here.
 
         Raises RuntimeError with CUDA's error where memory cannot be pinned.

@@ -97,7 +97,7 @@ def hf_to_megatron(
         index_files(folder, sinks, notes, shape)
         written = {str(dtype)} if dtype else set()
         config = config_text(
-            source, written, drafts=shape.drafts, stacked=[key for key in STACKED if getattr(shape, key)]
+            source, written, drafts=shape.num_draft_layers, stacked=[key for key in STACKED if getattr(shape, key)]
         )
         copy_companions(source, folder)
         write_atomically(folder / "config.json", config.encode())
@@ -161,8 +161,8 @@ def megatron_to_hf(
             companion,
             {str(plain[0].dtype)},
             quantization,
-            drafts=shape.drafts,
-            scores=shape.scores and not read_shape(companion, family).scores,
+            drafts=shape.num_draft_layers,
+            scores=shape.has_score_head and not read_shape(companion, family).has_score_head,
         ),
         options=options_of(companion, family, dtype, shard_bytes),
         shard_bytes=shard_bytes,
@@ -227,13 +227,15 @@ def converted_shape(source: Path, config: Path | None = None, family: str | None
     """
     if not is_megatron(source):
         shape = read_shape(source, family)
-        return replace(shape, drafts=True) if _has_rows(shape) and not_the_decoders(source, shape)[1] else shape
+        return (
+            replace(shape, num_draft_layers=True) if _has_rows(shape) and not_the_decoders(source, shape)[1] else shape
+        )
     if config is None:
         must_have_config(source)
     shape, sizes = stored_shape(source, read_shape(config or source, family)), read_index(source)[0]
     if sizes.get("output_layer.weight", ())[:1] == (1,):
-        shape = replace(shape, scores=True, tie_embeddings=False)
-    return replace(shape, drafts=True) if _has_rows(shape) and has_draft(sizes) else shape
+        shape = replace(shape, has_score_head=True, tie_embeddings=False)
+    return replace(shape, num_draft_layers=True) if _has_rows(shape) and has_draft(sizes) else shape
 
 
 def _has_rows(shape: ModelShape) -> bool:
@@ -244,12 +246,12 @@ def _has_rows(shape: ModelShape) -> bool:
 def not_the_decoders(source: Path, shape: ModelShape) -> tuple[list[str], list[str]]:
     """Returns the prefixes outside the model, and the draft layers, with tensors in a Hugging Face folder. Raises like
     `weight_files`."""
-    if not shape.draft_layers and not shape.beside:
+    if not shape.draft_layers and not shape.other_prefixes:
         return [], []
     files, placed = weight_files(source)
     names = placed or read_header(MappedFile(source / files[0]))
-    beside = [prefix.rstrip(".") for prefix in shape.beside if any(name.startswith(prefix) for name in names)]
-    drafts = [name for name in names if is_draft(name, shape) and not name.startswith(shape.beside)]
+    beside = [prefix.rstrip(".") for prefix in shape.other_prefixes if any(name.startswith(prefix) for name in names)]
+    drafts = [name for name in names if is_draft(name, shape) and not name.startswith(shape.other_prefixes)]
     numbers = {name.split(".")[2] for name in drafts if not name.startswith("mtp.")}
     alone = ["mtp"] if any(name.startswith("mtp.") for name in drafts) else []
     return beside, [*alone, *(f"model.layers.{layer}" for layer in sorted(numbers, key=int))]

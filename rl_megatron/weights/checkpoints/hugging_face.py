@@ -52,7 +52,7 @@ def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[lis
 def own_in_drafts(source: Path, shape: ModelShape, *, whole: bool = True) -> dict[str, str]:
     """Returns draft layers' embeddings and output matrices that differ from the model's, each with the model's name.
     All are read for that, or, without ``whole``, only their first blocks. Neither a conversion nor a run keeps them."""
-    if not shape.drafts:
+    if not shape.num_draft_layers:
         return {}
     headers = read_headers(source)
     found = {name: of for name, of in draft_copies(headers.shapes, shape).items() if of in headers.shapes}

@@ -146,11 +146,11 @@ _FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor that holds a parameter, or its rows from ``first`` on."""
+    """A tensor that holds a parameter, or its rows from ``first_row`` on."""
 
     key: str
-    index: Shape  # index in the tensor's leading dims, which number layers and experts
-    first: int = 0
+    leading_index: Shape  # index in the tensor's leading dims, which number layers and experts
+    first_row: int = 0
     rows: int | None = None  # None: all
 
 
@@ -225,7 +225,7 @@ def find_tensors(
             ),
             *(
                 f"{key} {sizes[key]} is unknown; the model has no such tensor"
-                for key in _unknown(sizes, used, drafts=layout.shape.drafts)
+                for key in _unknown(sizes, used, drafts=layout.shape.num_draft_layers)
             ),
         ],
     )
@@ -235,11 +235,12 @@ def find_tensors(
 def _homes(param: str, model: ModelShape, shape: Shape, sizes: Mapping[str, Shape]) -> tuple[StoredTensor, ...]:
     for key, index in _spellings(param, model, stacked=True):
         if key in sizes:
-            return (StoredTensor(key=key, index=index),)
+            return (StoredTensor(key=key, leading_index=index),)
         if all(key + half in sizes for half in _HALVES):
             rows = shape[0] // 2
             return tuple(
-                StoredTensor(key=key + half, index=index, first=i * rows, rows=rows) for i, half in enumerate(_HALVES)
+                StoredTensor(key=key + half, leading_index=index, first_row=i * rows, rows=rows)
+                for i, half in enumerate(_HALVES)
             )
     return ()
 
@@ -250,7 +251,7 @@ def _wanted(homes: Mapping[str, tuple[StoredTensor, ...]], params: Mapping[str, 
     for param, found in homes.items():
         for home in found:
             rows, *others = params[param] or (0,)
-            stack = tuple(i + 1 for i in home.index)
+            stack = tuple(i + 1 for i in home.leading_index)
             own = (*stack, *((home.rows or rows, *others) if params[param] else ()))
             out[home.key] = tuple(map(max, out.get(home.key, own), own))
     return out
@@ -311,7 +312,7 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
     """The tensors of ``hf`` from a checkpoint of those of ``megatron``, as `megatron_copies`: each of one rank, which
     has the rows in the order of any file. Raises WeightError also where parts of one tensor have several dtypes."""
     homes, chunks = _homes_in(source, megatron)
-    depths = {home.key: len(home.index) for found in homes.values() for home in found}
+    depths = {home.key: len(home.leading_index) for found in homes.values() for home in found}
     held = [chunk for chunk in chunks if chunk.key in depths]
     files = stored_files(source, sorted({chunk.file for chunk in held}))
     at: dict[tuple[str, Shape], list[Chunk]] = {}
@@ -322,7 +323,7 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
     kinds: dict[str, set[DType]] = {}
     for piece in plan(hf, megatron).receives(0):
         for home in homes[piece.dst_param]:
-            for chunk in at.get((home.key, home.index), []):
+            for chunk in at.get((home.key, home.leading_index), []):
                 cut = intersect(piece.dst_box, _box(chunk, home))
                 if cut is not None:
                     view = partial(read_tensor, files[source / chunk.file], chunk)
@@ -361,17 +362,17 @@ def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:
 
 
 def _fragment(cut: Box, chunk: Chunk, home: StoredTensor, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Fragment:
-    depth = len(home.index)
+    depth = len(home.leading_index)
     inside = shift(cut, _box(chunk, home), whole_box(chunk.sizes[depth:]))
-    lead = tuple(i - o for i, o in zip(home.index, chunk.offsets[:depth], strict=True))
+    lead = tuple(i - o for i, o in zip(home.leading_index, chunk.offsets[:depth], strict=True))
     return Fragment(box=shift(cut, box, hf_box), source=lambda: view()[lead], src_box=inside)
 
 
 def _box(chunk: Chunk, home: StoredTensor) -> Box:
     """The chunk's box in the parameter; the tensor's leading dims number parameters."""
-    depth = len(home.index)
+    depth = len(home.leading_index)
     box = tuple((o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
-    return tuple((low + home.first, high + home.first) for low, high in box[:1]) + box[1:]
+    return tuple((low + home.first_row, high + home.first_row) for low, high in box[:1]) + box[1:]
 
 
 def write_chunks(

@@ -145,8 +145,8 @@ class WithDrafts(Mapping[str, Tensor]):
         shape = converted_shape(start, family=family)
         self._trained, self._dtype = trained, dtype
         self._drafts: dict[str, Copy] = {}
-        if shape.drafts:
-            layout, without = hf_layout(shape), hf_layout(replace(shape, drafts=False))
+        if shape.num_draft_layers:
+            layout, without = hf_layout(shape), hf_layout(replace(shape, num_draft_layers=False))
             self._exact = keeping_dtype(layout)
             names = layout.local_shapes(0).keys() - without.local_shapes(0).keys()
             found, self._files = hf_tensors(start, family=family)

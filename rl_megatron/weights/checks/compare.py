@@ -37,7 +37,7 @@ class Comparison:
     """Hugging Face tensors by name: those that differ, with the parameters that hold them; and those unseen."""
 
     differing: Mapping[str, frozenset[str]]
-    unseen: frozenset[str]
+    unchecked: frozenset[str]
 
     def private(self, reports: Sequence[ChecksumReport]) -> frozenset[str]:
         """Kinds of parameters that hold several tensors, over all layers and experts, and all of them differ."""
@@ -52,7 +52,7 @@ class Comparison:
         if named:
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
             raise CorruptionError(f"{server}: its bytes are not those {whose} in {', '.join(named[:_NAMED])}{more}")
-        return self.unseen
+        return self.unchecked
 
 
 def compare(
@@ -71,9 +71,9 @@ def compare(
     unseen, wrong = set[str](), set[str]()
     differing: dict[str, set[str]] = {}
     for name, shape in shapes.items():
-        if name in sealed and read.whole(name, shape) and not read.equals(name, sealed[name]):
+        if name in sealed and read.is_complete(name, shape) and not read.equals(name, sealed[name]):
             differing[name] = set()
-        elif name not in sealed or not held.whole(name, shape):
+        elif name not in sealed or not held.is_complete(name, shape):
             unseen.add(name)
         elif not held.equals(name, sealed[name]):
             differing[name] = set()
@@ -82,7 +82,7 @@ def compare(
         if hf in wrong:
             differing[hf].add(param)
     return Comparison(
-        differing={name: frozenset(params) for name, params in differing.items()}, unseen=frozenset(unseen)
+        differing={name: frozenset(params) for name, params in differing.items()}, unchecked=frozenset(unseen)
     )
 
 
@@ -119,7 +119,9 @@ class ServerComparisons:
         if name not in self.private and not found.differing:
             self.private[name] = private
             kinds = f", of these {', '.join(sorted(private))} in private layouts" if private else ""
-            logger.info("%s: checksums verify all but %d of %d tensors%s", name, len(found.unseen), len(shapes), kinds)
+            logger.info(
+                "%s: checksums verify all but %d of %d tensors%s", name, len(found.unchecked), len(shapes), kinds
+            )
         return found
 
 

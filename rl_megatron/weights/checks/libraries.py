@@ -48,25 +48,25 @@ class _Field:
     """Something that all members of a group must share."""
 
     name: str
-    of: Callable[[Libraries], str | None]
+    get: Callable[[Libraries], str | None]
     advice: str
 
 
 def _setting(name: str) -> _Field:
     return _Field(
         name=name,
-        of=lambda one: one.settings.get(name, DEFAULTS[name]),
+        get=lambda one: one.settings.get(name, DEFAULTS[name]),
         advice=f"set {name} to the same value in both environments",
     )
 
 
 _SAME = "install the same torch in both environments"
 FIELDS: Mapping[str, _Field] = {
-    "torch": _Field(name="torch", of=lambda one: None if one.torch is None else _release(one.torch), advice=_SAME),
-    "nccl": _Field(name="NCCL", of=lambda one: one.nccl, advice=_SAME),
+    "torch": _Field(name="torch", get=lambda one: None if one.torch is None else _release(one.torch), advice=_SAME),
+    "nccl": _Field(name="NCCL", get=lambda one: one.nccl, advice=_SAME),
     "handle": _Field(
         name="the number of fields of torch's handles of GPU memory",
-        of=lambda one: None if one.handle is None else str(one.handle),
+        get=lambda one: None if one.handle is None else str(one.handle),
         advice=_SAME,
     ),
     **{name: _setting(name) for name in DEFAULTS},
@@ -80,7 +80,7 @@ HANDLE = ("handle",)
 
 def facts(libraries: Libraries, fields: Sequence[str]) -> dict[str, str | None]:
     """The values of the ``FIELDS`` named."""
-    return {name: FIELDS[name].of(libraries) for name in fields}
+    return {name: FIELDS[name].get(libraries) for name in fields}
 
 
 def compare_facts(members: Mapping[str, Mapping[str, str | None]]) -> str:

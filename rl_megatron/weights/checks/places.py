@@ -24,20 +24,20 @@ _Parts = Sequence[tuple[str, Box]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterBox:
-    """``box`` of Hugging Face tensor ``hf`` of shape ``whole`` is stored in ``param`` at ``view``.
+    """``box`` of Hugging Face tensor ``hf`` of shape ``full_shape`` is stored in ``param`` at ``view``.
 
     ``dtype`` is the tensor's in the file. ``view`` is the size, strides and offset, in elements of the parameter's
     storage, of a view of the box's shape.
     """
 
     hf: str
-    whole: Shape
+    full_shape: Shape
     dtype: torch.dtype
     box: Box
     param: str
     view: tuple[Shape, Shape, int]
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def local_slice(self, tensor: Tensor) -> Tensor:
         """The box in the parameter."""
         size, strides, offset = self.view
         return tensor.detach().as_strided(size, strides, offset)
@@ -138,7 +138,7 @@ def _held(whole: Tensor, parts: _Parts, source: Tensor, param: str, target: Tens
         sizes, wide = (tuple(high - low for low, high in one) for one in (cut, place))
         own = shift(cut, place, whole_box(wide))
         view = sizes, tuple(strides), int(target.storage_offset()) + ahead
-        yield ParameterBox(hf=hf, whole=wide, dtype=whole.dtype, box=own, param=param, view=view)
+        yield ParameterBox(hf=hf, full_shape=wide, dtype=whole.dtype, box=own, param=param, view=view)
 
 
 def _storage(tensor: Tensor) -> int:

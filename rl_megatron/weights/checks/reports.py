@@ -217,9 +217,9 @@ class BackgroundChecksums:
         """Checksums a received box in a parameter that kernels will convert once this is done; nothing covers some."""
         if not whole_words(one, tensor.dtype.itemsize):
             return []
-        return [self._read_box(one.hf, narrowed(one.of(tensor), one.dtype), one.whole, one.box)]
+        return [self._read_box(one.hf, narrowed(one.local_slice(tensor), one.dtype), one.full_shape, one.box)]
 
-    def held(self, held: Sequence[ParameterBox], params: Mapping[str, Tensor]) -> None:
+    def checksum_boxes(self, held: Sequence[ParameterBox], params: Mapping[str, Tensor]) -> None:
         """Checksums boxes in the parameters that hold them."""
         ready = _ready(params[held[0].param]) if held else None
 
@@ -275,7 +275,7 @@ def box_checksums_in(held: Sequence[ParameterBox], params: Mapping[str, Tensor])
     there = [(one, tensor) for one in held if (tensor := params.get(one.param)) is not None]
     there = [(one, t) for one, t in there if fits(one, t) and whole_words(one, t.dtype.itemsize)]
     sums = box_checksums(
-        (narrowed(one.of(t), one.dtype), one.whole, tuple(low for low, _ in one.box)) for one, t in there
+        (narrowed(one.local_slice(t), one.dtype), one.full_shape, tuple(low for low, _ in one.box)) for one, t in there
     )
     rows = [(one.param, one.hf, one.box, found) for (one, _), found in zip(there, sums, strict=True)]
     return ChecksumReport(rows=rows, seconds=time.perf_counter() - started)
@@ -290,7 +290,7 @@ def fits(one: ParameterBox, tensor: Tensor) -> bool:
 
 def whole_words(one: ParameterBox, itemsize: int) -> bool:
     """True if the box's columns, `narrowed`, are whole words, so that checksums of its tensor's boxes add up."""
-    return aligned(one.whole, one.box, min(itemsize, one.dtype.itemsize))
+    return aligned(one.full_shape, one.box, min(itemsize, one.dtype.itemsize))
 
 
 REPORT_FORM = "2"
@@ -328,13 +328,13 @@ def _packed(column: ReportColumn, rows: Sequence[BoxSum] | Sequence[Read], known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderBox:
-    """``place`` of a learner's ``param`` is ``box`` of Hugging Face tensor ``hf``, whose shape is ``whole``."""
+    """``place`` of a learner's ``param`` is ``box`` of Hugging Face tensor ``hf``, whose shape is ``full_shape``."""
 
     param: str
     place: Box
     hf: str
     box: Box
-    whole: Shape
+    full_shape: Shape
 
 
 def sender_boxes(layout: Layout, hf: Layout) -> list[list[SenderBox]]:
@@ -350,7 +350,9 @@ def sender_boxes(layout: Layout, hf: Layout) -> list[list[SenderBox]]:
                     for one in slices:
                         name, param = (n.format(layer=layer, expert=expert) for n in (one.hf, one.param))
                         whole = shapes[name]
-                        out[rank].append(SenderBox(param=param, place=one.box, hf=name, box=one.hf_box, whole=whole))
+                        out[rank].append(
+                            SenderBox(param=param, place=one.box, hf=name, box=one.hf_box, full_shape=whole)
+                        )
     return out
 
 
@@ -366,7 +368,7 @@ def sent_checksums(
             box = sent(one, tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)])
             if checksums_add_up([one], box.dtype.itemsize):
                 added.append(one)
-                yield box, one.whole, tuple(low for low, _ in one.box)
+                yield box, one.full_shape, tuple(low for low, _ in one.box)
 
     sums = box_checksums(boxes())
     rows = [(one.param, one.hf, one.box, found) for one, found in zip(added, sums, strict=True)]
@@ -375,7 +377,7 @@ def sent_checksums(
 
 def checksums_add_up(sources: Sequence[SenderBox], itemsize: int) -> bool:
     """True if all boxes consist of whole words, so that their checksums add up to those of the tensors."""
-    return all(aligned(one.whole, one.box, itemsize) for one in sources)
+    return all(aligned(one.full_shape, one.box, itemsize) for one in sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,7 +391,7 @@ class TensorChecksums:
     elements: Mapping[str, int]
     torn: Collection[str]
 
-    def whole(self, name: str, shape: Shape) -> bool:
+    def is_complete(self, name: str, shape: Shape) -> bool:
         """True if the boxes, which do not overlap, fill the tensor."""
         return self.elements.get(name, 0) == prod(shape)
 
@@ -408,7 +410,7 @@ def seal_from_reports(reports: Sequence[ChecksumReport], shapes: Mapping[str, Sh
         raise CorruptionError(
             f"{min(added.torn)}: learner ranks hold different bytes of it, though they must hold the same"
         )
-    return {name: add(sum_) for name, sum_ in added.checksums.items() if added.whole(name, shapes[name])}
+    return {name: add(sum_) for name, sum_ in added.checksums.items() if added.is_complete(name, shapes[name])}
 
 
 def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tuple[float, str] | None:

@@ -266,7 +266,7 @@ def is_draft(name: str, shape: ModelShape) -> bool:
     """True if a folder's tensor belongs to draft layers, which the model of ``shape`` may have, or to a tower."""
     layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
     numbered = (f"model.layers.{layer}." for layer in layers)
-    return name.startswith((*shape.beside, "mtp.", *numbered))
+    return name.startswith((*shape.other_prefixes, "mtp.", *numbered))
 
 
 def model_tensors(
@@ -285,7 +285,9 @@ def model_tensors(
     def aside(name: str) -> bool:
         if name.endswith(_ANGLES) or is_cache_scale(name) or (tied is not None and name == tied.head):
             return True
-        return is_draft(name, shape) and (not shape.drafts or name.startswith(shape.beside) or name.endswith(_COPIES))
+        return is_draft(name, shape) and (
+            not shape.num_draft_layers or name.startswith(shape.other_prefixes) or name.endswith(_COPIES)
+        )
 
     return {name: size for name, size in stored.items() if not aside(name)}, tied
 
@@ -304,7 +306,7 @@ def draft_copies(stored: Iterable[str], shape: ModelShape) -> dict[str, str]:
     return {
         name: embedding if name.endswith(_COPIES[0]) else output
         for name in stored
-        if is_draft(name, shape) and not name.startswith(shape.beside) and name.endswith(_COPIES)
+        if is_draft(name, shape) and not name.startswith(shape.other_prefixes) and name.endswith(_COPIES)
     }
 
 

@@ -62,7 +62,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     scores = any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
     shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
     if scores:
-        shape = replace(shape, scores=True, tie_embeddings=False)
+        shape = replace(shape, has_score_head=True, tie_embeddings=False)
     if known[model_type].stacked is not None:
         experts, drafts = (bool(raw.get(key)) for key in STACKED)
         shape = shape_as_stored(replace(shape, stacked_experts=experts, stacked_drafts=drafts), tensor_names(folder))

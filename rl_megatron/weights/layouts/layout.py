@@ -60,25 +60,25 @@ class ParamSpec:
     ``{layer}`` and ``{expert}`` in ``name`` place the parameter on a pipeline stage and an expert rank and appear in
     its pieces' names as well. ``axis=None`` is whole on every rank of its stage; ``padded`` pads the last band to a
     multiple of ``Layout.vocab_multiple`` times the axis' degree. ``bands`` gets the axis' degree too (engines repeat
-    heads when there are more ranks than heads); ``unit`` rows of a band (a head's) stay on one rank. ``others`` are
+    heads when there are more ranks than heads); ``unit`` rows of a band (a head's) stay on one rank. ``other_axes`` are
     the sizes of the uncut dims, ``layers`` the layers that have the parameter. ``frozen`` marks what is held and never
     trained, ``keeps_dtype`` buffers that stay float32 when the weights are cast. The only layer of a row that is
-    ``alone`` has no number in its name.
+    ``is_first_only`` has no number in its name.
     """
 
     name: str
     bands: Callable[[ModelShape, int], tuple[Band, ...]]
-    others: Callable[[ModelShape], Shape]
+    other_axes: Callable[[ModelShape], Shape]
     dim: int = 0
     axis: Axis | None = None
     stage: Literal["first", "last"] | None = None
     padded: bool = False
     unit: Callable[[ModelShape], int] = one
     layers: Callable[[ModelShape], Sequence[int]] = every_layer
-    exists: Callable[[ModelShape, ParallelDims], bool] = lambda shape, dims: True
+    condition: Callable[[ModelShape, ParallelDims], bool] = lambda shape, dims: True
     frozen: bool = False
     keeps_dtype: bool = False
-    alone: bool = False
+    is_first_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Coordinates:
     ep: int
     etp: int
 
-    def on(self, axis: Axis | None) -> int:
+    def index_on(self, axis: Axis | None) -> int:
         """This rank's chunk of a row that ``axis`` cuts."""
         return 0 if axis is None else {"tp": self.tp, "etp": self.etp, "ep": self.ep}[axis]
 
@@ -126,7 +126,7 @@ def _places(dims: ParallelDims, axis: Axis | None, by_expert: bool) -> Mapping[t
     out: dict[tuple[int, int], list[int]] = {}
     for rank in range(dims.tp * dims.cp * dims.dp):
         at = coordinates(dims, rank)
-        out.setdefault((at.on(axis), at.ep if by_expert else 0), []).append(rank)
+        out.setdefault((at.index_on(axis), at.ep if by_expert else 0), []).append(rank)
     return {key: tuple(ranks) for key, ranks in out.items()}
 
 
@@ -160,7 +160,7 @@ class Layout:
 
     def rows(self) -> list[ParamSpec]:
         """The rows of the table that this model and mesh have."""
-        return [spec for spec in self.table if spec.exists(self.shape, self.dims)]
+        return [spec for spec in self.table if spec.condition(self.shape, self.dims)]
 
     def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
         """The slices of each chunk, in the order of ``spec.axis``, without padding."""
@@ -172,7 +172,7 @@ class Layout:
 
     def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
         """The stages that hold each layer of the row; layer 0 stands for a row without layers."""
-        if "{layer}" not in spec.name and not spec.alone:
+        if "{layer}" not in spec.name and not spec.is_first_only:
             return {0: {None: tuple(range(self.dims.pp)), "first": (0,), "last": (self.dims.pp - 1,)}[spec.stage]}
         layers = spec.layers(self.shape)
         chunks = self.dims.pp * self.dims.vpp
@@ -219,7 +219,7 @@ class Layout:
         return (*bands[:-1], (*bands[-1], Piece(hf=None, start=0, stop=padding)))
 
     def _local_shape(self, spec: ParamSpec) -> Shape:
-        others = spec.others(self.shape)
+        others = spec.other_axes(self.shape)
         rows = sum(_rows_of(band) for band in self._bands(spec)) // self._degree(spec)
         return (*others[: spec.dim], rows, *others[spec.dim :])
 
@@ -238,7 +238,7 @@ class Layout:
 
     def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
         """(HF name pattern, HF box, local box) of each piece that overlaps the ``chunk``-th share of its band."""
-        rest = whole_box(spec.others(self.shape))
+        rest = whole_box(spec.other_axes(self.shape))
         before, after = rest[: spec.dim], rest[spec.dim :]
         out: list[tuple[str, Box, Box]] = []
         offset = 0

@@ -41,8 +41,8 @@ def job_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
     """The sizes of the model that a run trains which starts from a model of ``shape``. Raises ConfigError for a model
     that scores where log-probs are trained."""
     if config.kind.scores:
-        return replace(shape, scores=True, tie_embeddings=False)
-    if shape.scores:
+        return replace(shape, has_score_head=True, tie_embeddings=False)
+    if shape.has_score_head:
         raise ConfigError(
             f"model.path={config.model.path} is a sequence classifier, which scores texts; job={config.job} needs a "
             "model with an output layer: give the one that it was trained from"
@@ -63,19 +63,19 @@ def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | Non
     only the policy has draft layers. Raises ConfigError as readers do."""
     folder, key = frozen_folders(config).get(role, (None, ""))
     if folder is None:
-        return replace(shape, drafts=False) if role in ("reference", "critic") else shape
+        return replace(shape, num_draft_layers=False) if role in ("reference", "critic") else shape
     try:
         found = read_shape((base or Path()) / folder, config.learner.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
     if role in scoring_roles(config):
-        if found.scores:
+        if found.has_score_head:
             return found
         raise ConfigError(
             f"{key}={folder} is no sequence classifier, so it has no score; give the folder that job=reward_model "
             "exported, or another ...ForSequenceClassification"
         )
-    if found.scores:
+    if found.has_score_head:
         raise ConfigError(
             f"{key}={folder} is a sequence classifier, which has no log-probs to compare with; give a "
             "model with an output layer"
@@ -120,14 +120,13 @@ class Elements:
 class Rank:
     """The work of a rank of pipeline stage ``stage``, before any feature acts.
 
-    It holds ``parameters`` and trains ``trained`` of them; ``matrices`` of these are in matrices of layers. It
-    computes ``tokens`` of a micro-batch, in sequences of at most ``longest``, in ``layers``. ``inputs`` has the
-    elements of each layer's input, and ``largest`` those of the largest parameter.
-    """
+    It holds ``parameters`` and trains ``trained_parameters`` of them; ``matrices`` of these are in matrices of layers.
+    It computes ``tokens`` of a micro-batch, in sequences of at most ``longest``, in ``layers``. ``inputs`` has the
+    elements of each layer's input, and ``largest`` those of the largest parameter."""
 
     stage: int
     parameters: Elements
-    trained: Elements
+    trained_parameters: Elements
     matrices: Elements
     tokens: float
     layers: tuple[int, ...]
@@ -136,8 +135,8 @@ class Rank:
     largest: int
 
     def stepped(self, learner: LearnerSection) -> float:
-        """Returns how many of ``trained`` this rank steps; its data-parallel peers step the others."""
-        d, held = learner.dims, self.trained
+        """Returns how many of ``trained_parameters`` this rank steps; its data-parallel peers step the others."""
+        d, held = learner.dims, self.trained_parameters
         return held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
 
 
@@ -247,7 +246,7 @@ def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
         Rank(
             stage=stage,
             parameters=held[stage],
-            trained=trained[stage],
+            trained_parameters=trained[stage],
             matrices=matrices[stage],
             tokens=tokens,
             layers=layers[stage],

@@ -63,7 +63,7 @@ class EngineLayout(Layout):
 
     @override
     def rows(self) -> list[ParamSpec]:
-        return [ParamSpec(name=name, bands=lambda m, degree: (), others=lambda m: ()) for name in self.by_name]
+        return [ParamSpec(name=name, bands=lambda m, degree: (), other_axes=lambda m: ()) for name in self.by_name]
 
     @override
     def chunks(self, spec: ParamSpec) -> list[list[Slice]]:

@@ -49,11 +49,11 @@ class TransferSpan:
     """
 
     box: Box
-    wanted: Slice
+    box_in_target: Slice
     layers: tuple[int, ...]
     experts: tuple[int, ...]
     holders: tuple[int, ...]  # processes, ascending
-    held: tuple[Slice, ...]  # the boxes of each holder
+    box_in_holder: tuple[Slice, ...]  # the boxes of each holder
     local: tuple[int, ...]
     remote: tuple[int, ...]  # processes, ascending
     bounds: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class TransferSpan:
     @property
     def in_layers(self) -> bool:
         """True if it belongs to layers; if not, ``layers`` is (0,)."""
-        return "{layer}" in self.wanted.param
+        return "{layer}" in self.box_in_target.param
 
     @property
     def count(self) -> int:
@@ -73,7 +73,7 @@ class TransferSpan:
         """Number of elements of one transfer."""
         return volume(self.box)
 
-    def into(self, process: int) -> Iterator[Transfer]:
+    def rank_receives(self, process: int) -> Iterator[Transfer]:
         """The transfers that ``process`` receives, including those from itself."""
         if process in self.local:
             yield from self._write(bisect_left(self.holders, process), process, range(self.count))
@@ -82,7 +82,7 @@ class TransferSpan:
             for i in range(len(self.holders)):
                 yield from self._write(i, process, self._span(i, at))
 
-    def out_of(self, process: int) -> Iterator[Transfer]:
+    def rank_sends(self, process: int) -> Iterator[Transfer]:
         """The transfers that ``process`` sends to others."""
         i = index_of(self.holders, process)
         if i is not None:
@@ -97,14 +97,14 @@ class TransferSpan:
             for k in range(width if each else more):
                 yield sender, self.remote[(self.bounds[i] + k) % width], (each + (k < more)) * size
 
-    def handed_on(self, to: Mapping[int, int]) -> Iterator[TransferSpan]:
+    def relayed(self, to: Mapping[int, int]) -> Iterator[TransferSpan]:
         """The stretch into process ``to[p]`` instead of each destination p, which sends what it holds itself."""
         for process in self.local:
             i = bisect_left(self.holders, process)
             yield replace(
                 self,
                 holders=(process,),
-                held=(self.held[i],),
+                box_in_holder=(self.box_in_holder[i],),
                 local=(),
                 remote=(to[process],),
                 bounds=(0, self.count),
@@ -120,7 +120,7 @@ class TransferSpan:
     def _write(self, i: int, process: int, span: range) -> Iterator[Transfer]:
         if not span:
             return
-        held, wanted = self.held[i], self.wanted
+        held, wanted = self.box_in_holder[i], self.box_in_target
         src_box, dst_box = shift(self.box, held.hf_box, held.box), shift(self.box, wanted.hf_box, wanted.box)
         for k in span:
             layer, expert = self.layers[k // len(self.experts)], self.experts[k % len(self.experts)]
@@ -262,11 +262,11 @@ def _stretch(wanted: Slice, group: _Group, cut: Box, ranks: tuple[int, ...], sli
     mine = set(ranks).intersection(group.wanting)
     return TransferSpan(
         box=cut,
-        wanted=wanted,
+        box_in_target=wanted,
         layers=group.layers,
         experts=group.experts,
         holders=ranks,
-        held=slices,
+        box_in_holder=slices,
         local=tuple(sorted(mine)),
         remote=tuple(process for process in group.wanting if process not in mine) if mine else group.wanting,
     )
@@ -318,12 +318,12 @@ class Plan:
     def receives(self, process: int) -> Iterator[Transfer]:
         """The transfers that ``process`` writes, each element once; local copies have ``src_rank == dst_rank``."""
         for stretch in self.stretches:
-            yield from stretch.into(process)
+            yield from stretch.rank_receives(process)
 
     def sends(self, process: int) -> Iterator[Transfer]:
         """The transfers that ``process`` sends to others, for each receiver in the order in which it receives them."""
         for stretch in self.stretches:
-            yield from stretch.out_of(process)
+            yield from stretch.rank_sends(process)
 
     def traffic(self, bytes_of: Callable[[str], int] = lambda hf: 1) -> dict[tuple[int, int], int]:
         """Number of elements for every pair (sender, receiver) of different processes that have transfers.
@@ -332,7 +332,7 @@ class Plan:
         """
         out: Counter[tuple[int, int]] = Counter()
         for stretch in self.stretches:
-            each = bytes_of(stretch.wanted.hf)
+            each = bytes_of(stretch.box_in_target.hf)
             for sender, receiver, elements in stretch.flows():
                 out[sender, receiver] += elements * each
         return dict(out)
@@ -488,7 +488,7 @@ class LayerOrder:
             for i, process in enumerate(same):
                 self._places[process], self._starts[process] = places, len(order) * i // len(same)
 
-    def of(self, moved: Transfer) -> int:
+    def position(self, moved: Transfer) -> int:
         """The turn of a transfer between processes."""
         if moved.layer is None:
             return 0
@@ -540,7 +540,7 @@ def plan_into(src: Layout, dst: Layout, receivers: Sequence[int]) -> Plan:
     first, out = src.dims.world_size, list[TransferSpan]()
     for moves, ranks in _lanes(src, dst, receivers):
         to = {receiver: first + rank for rank, receiver in ranks.items()}
-        out += (part for stretch in moves.stretches for part in stretch.handed_on(to))
+        out += (part for stretch in moves.stretches for part in stretch.relayed(to))
     return Plan(stretches=tuple(out))
 
 

@@ -61,12 +61,12 @@ class Probe:
         texts = tuple(tuple(chosen.randrange(vocab_size) for _ in range(length)) for _ in range(_TEXTS))
         return cls(texts=texts, temperature=temperature, tolerance=tolerance)
 
-    def one(self, version: int) -> Probe:
+    def with_one_text(self, version: int) -> Probe:
         """A probe with one of the texts, chosen by ``version``."""
         return replace(self, texts=(self.texts[version % len(self.texts)],))
 
     @property
-    def given(self) -> bool:
+    def scores_given_text(self) -> bool:
         """True if engines score the texts themselves, instead of tokens that they sample after them."""
         return self.temperature == 1
 
@@ -80,7 +80,7 @@ class Probe:
             for i, text in enumerate(self.texts)
         ]
 
-    def continued(self, completions: Sequence[Sequence[Completion]]) -> list[ScoredText]:
+    def continued_texts(self, completions: Sequence[Sequence[Completion]]) -> list[ScoredText]:
         """The texts that an engine continued, with its log-probs."""
         return [
             (text[:-_SAMPLED], tuple(one.token_ids.tolist()), one.logprobs.tolist())
@@ -136,13 +136,13 @@ async def scores_of(
 class Probed(Protocol):
     """The engine servers, as a probe asks them. ``only`` names a single server to ask."""
 
-    async def sample_everywhere(
+    async def sample_on_all(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> Mapping[str, list[list[Completion]]]:
         """Completions by each server with its present weights, by server. Raises SyncError."""
         ...
 
-    async def score_everywhere(
+    async def score_on_all(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None
     ) -> Mapping[str, list[list[float]]]:
         """Log-probs (nats) of each text's tokens after the first, by server. Raises SyncError."""
@@ -194,8 +194,8 @@ class PushVerifier:
 
     def begin(self, version: int) -> None:
         """Makes the learner score while servers load, if the last version was probed, so that this one will be."""
-        if self._asks and self._probe.given and self._scoring is None:
-            self._scoring = asyncio.ensure_future(self._scores(self._probe.one(version)))
+        if self._asks and self._probe.scores_given_text and self._scoring is None:
+            self._scoring = asyncio.ensure_future(self._scores(self._probe.with_one_text(version)))
 
     async def end(self) -> None:
         """Waits for the learner's scores of `begin`; `verify` has raised their error."""
@@ -239,7 +239,7 @@ class PushVerifier:
             raise SyncError(f"version {version} is not served at {name}: nothing verifies {min(unseen)} there")
         if verified is not None:
             probe = verified.probe
-            said = (await self._servers.score_everywhere(probe.texts, only=name))[name]
+            said = (await self._servers.score_on_all(probe.texts, only=name))[name]
             found, refused = probe.judge(probe.scored(said), verified.logprobs, "a verified replica's")
             if refused:
                 raise SyncError(f"version {version} arrived wrong at {name}, and is not served there: {found}")
@@ -266,7 +266,7 @@ class PushVerifier:
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> VerifiedProbe:
         """Probes the servers. Raises SyncError if a server's log-probs differ from the learner's."""
-        one, wrong = self._probe.one(version), []
+        one, wrong = self._probe.with_one_text(version), []
         if not everything:
             answers = await self._answers(one, self._scoring)
             if not any(found for found, _ in _judged(one, answers).values()):
@@ -290,21 +290,19 @@ class PushVerifier:
 
     async def _verified(self, probe: Probe, answers: Answers) -> VerifiedProbe:
         """Returns a verified server's scores of the probe's texts."""
-        if not probe.given:
-            scored = await self._servers.score_everywhere(probe.texts)
+        if not probe.scores_given_text:
+            scored = await self._servers.score_on_all(probe.texts)
             return VerifiedProbe(probe=probe, logprobs=next(iter(scored.values())))
         return VerifiedProbe(probe=probe, logprobs=[said for _, _, said in next(iter(answers.values()))[0]])
 
     async def _answers(self, probe: Probe, learner: asyncio.Future[list[list[float]]] | None) -> Answers:
         """Each server's and the learner's scores of the same tokens; concurrently if the tokens are given."""
-        if probe.given:
-            said, known = await asyncio.gather(
-                self._servers.score_everywhere(probe.texts), learner or self._scores(probe)
-            )
+        if probe.scores_given_text:
+            said, known = await asyncio.gather(self._servers.score_on_all(probe.texts), learner or self._scores(probe))
             return {name: (probe.scored(one), known) for name, one in said.items()}
         out = {}
-        for name, answers in (await self._servers.sample_everywhere(probe.requests())).items():
-            scored = probe.continued(answers)
+        for name, answers in (await self._servers.sample_on_all(probe.requests())).items():
+            scored = probe.continued_texts(answers)
             out[name] = (scored, await scores_of(self._learner, self._dims, self._padding, scored))
         return out
 

@@ -267,7 +267,7 @@ class DirectDelivery(Delivery):
         names = self._servers.names()
         same = self._met == frozenset(names) and not any(map(self._servers.stale, names))
         rendezvous, self._rendezvous = self._rendezvous if same else None, None  # unset until this version has arrived
-        rendezvous = rendezvous or await self._meet()
+        rendezvous = rendezvous or await self._join_group()
         sending = asyncio.ensure_future(self._learner.send(version))
         loading = self._servers.load(self._file.path, version, straight=self._met, private=private)
         receiving = asyncio.ensure_future(loading)
@@ -305,7 +305,7 @@ class DirectDelivery(Delivery):
 
         Raises the error of one end, or AllReplicasLost if a server died: the others can rendezvous again.
         """
-        both, dead = asyncio.gather(sending, receiving), asyncio.ensure_future(self._one_dies())
+        both, dead = asyncio.gather(sending, receiving), asyncio.ensure_future(self._cancel_on_death())
         both.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is raised below
         try:
             await asyncio.wait((both, dead), return_when=asyncio.FIRST_COMPLETED)
@@ -335,8 +335,8 @@ class DirectDelivery(Delivery):
         The other end arrived and was canceled. If both or neither arrived, the cause is a mismatch of their ranks, the
         learner's error if it is a refusal, or else the servers' error.
         """
-        absent = self._keeper.absent(rendezvous, what)
-        if not absent and (why := self._keeper.unlike(rendezvous)):
+        absent = self._keeper.missing_ranks(rendezvous, what)
+        if not absent and (why := self._keeper.mismatch(rendezvous)):
             return SyncError(why)
         learner_alone = bool(absent) and absent[-1] < self._learner_ranks
         refused = not absent and not isinstance(sender, SyncError)
@@ -346,11 +346,11 @@ class DirectDelivery(Delivery):
             return AllReplicasLost(f"a server died while the learner joined its group or sent weights to it: {cause}")
         return cause
 
-    async def _one_dies(self) -> None:
+    async def _cancel_on_death(self) -> None:
         while self._met <= frozenset(self._servers.names()):
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _meet(self) -> Rendezvous:
+    async def _join_group(self) -> Rendezvous:
         """Makes all ranks of the learner and of every server join a new group."""
         boxes = await self._servers.boxes(self._file.path)
         first: dict[str, int] = {}

@@ -56,11 +56,11 @@ class BucketPart:
 class Bucket:
     """Parts of one pair of processes and one dtype (the destination's), laid one after the other.
 
-    They arrive in ``turn`` of the receiver; ``number`` counts the pair's buckets in it.
+    They arrive in ``layer_position`` of the receiver; ``number`` counts the pair's buckets in it.
     """
 
     dtype: torch.dtype
-    turn: int
+    layer_position: int
     number: int
     parts: list[BucketPart]
 
@@ -91,9 +91,9 @@ def cut_into_buckets(
         own = whole_box(sizes)
         for cut in _split(sizes, max(1, largest // dtype.itemsize)):
             num_bytes = volume(cut) * dtype.itemsize
-            last = out[-1] if out and out[-1].turn == turn else None
+            last = out[-1] if out and out[-1].layer_position == turn else None
             if last is None or last.dtype != dtype or num_bytes > free:
-                out.append(Bucket(dtype=dtype, turn=turn, number=last.number + 1 if last else 0, parts=[]))
+                out.append(Bucket(dtype=dtype, layer_position=turn, number=last.number + 1 if last else 0, parts=[]))
                 free = bucket_bytes
             free -= num_bytes
             src_box, dst_box = shift(cut, own, t.src_box), shift(cut, own, t.dst_box)
@@ -163,26 +163,26 @@ class BoundBucket:
 
     peer: int
     bucket: Bucket
-    leaving: bool
+    is_outgoing: bool
     buffer: Tensor  # [bytes on the wire] uint8
     payload: Tensor  # [bucket.num_bytes] uint8, the start of buffer
     trailer: Tensor  # [1 + parts] int64, the end of buffer; [0] without digests
     views: list[Tensor]
-    held: Mapping[str, Tensor]  # the process's tensors, by name
+    local_tensors: Mapping[str, Tensor]  # the process's tensors, by name
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """Found when the first version leaves or arrives: tensors that come and go have no memory before."""
         found = []
         for part in self.bucket.parts if self.views else ():
-            name, box = (part.src_param, part.src_box) if self.leaving else (part.dst_param, part.dst_box)
-            found.append(view(self.held[name], box))
+            name, box = (part.src_param, part.src_box) if self.is_outgoing else (part.dst_param, part.dst_box)
+            found.append(view(self.local_tensors[name], box))
         return found
 
     @cached_property
     def written(self) -> list[memoryview | None]:
         """The bytes copied of each part, on a CPU; None where they lie strided."""
-        copied = self.views if self.leaving else self.tensors
+        copied = self.views if self.is_outgoing else self.tensors
         return [bytes_of(tensor) if tensor.is_contiguous() else None for tensor in copied]
 
 
@@ -242,12 +242,12 @@ class PlanEndpoint:
 
         Both sides cut them alike: into parts that fit a CPU's cache, or whole buckets on a GPU.
         """
-        return {pair: self.cut(pair[1], moved, bytes_into(pair[1])) for pair, moved in self._pairs.items()}
+        return {pair: self.split_buckets(pair[1], moved, bytes_into(pair[1])) for pair, moved in self._pairs.items()}
 
-    def cut(self, receiver: int, moved: Iterable[Transfer], bucket_bytes: int) -> list[Bucket]:
+    def split_buckets(self, receiver: int, moved: Iterable[Transfer], bucket_bytes: int) -> list[Bucket]:
         """The buckets of a pair's transfers into ``receiver``, as `buckets` has them."""
         part_bytes = PIECE_BYTES if self.device.type == "cpu" else bucket_bytes
-        return cut_into_buckets(moved, partial(self._dtype, receiver), bucket_bytes, part_bytes, self._turns.of)
+        return cut_into_buckets(moved, partial(self._dtype, receiver), bucket_bytes, part_bytes, self._turns.position)
 
     def dtype_received(self, name: str) -> torch.dtype:
         """The dtype in which the last process that has such a tensor holds a destination tensor."""
@@ -275,12 +275,12 @@ class PlanEndpoint:
         return BoundBucket(
             peer=peer,
             bucket=bucket,
-            leaving=leaving,
+            is_outgoing=leaving,
             buffer=used,
             payload=payload,
             trailer=used[_padded(bucket.num_bytes) :].view(torch.int64),
             views=views,
-            held=self.src if leaving else self.dst,
+            local_tensors=self.src if leaving else self.dst,
         )
 
     def begin(self) -> None:

@@ -54,14 +54,14 @@ class _End:
         self._member = member = RendezvousMember(rendezvous, rank, tensors.values())
         try:
             moves = plan_into(*layouts, member.receivers) if layouts else None
-            told = member.tell(to_json(moves) if moves and rank == 0 else None)
+            told = member.broadcast(to_json(moves) if moves and rank == 0 else None)
             self._transport = self._made(moves or from_json(told), tensors)
         except BaseException:
             member.close()
             raise
 
     def _made(self, moves: Plan, tensors: Mapping[str, Tensor]) -> _Transport:
-        member, rank, learners = self._member, self._member.rank, self._member.rendezvous.learners
+        member, rank, learners = self._member, self._member.rank, self._member.rendezvous.num_learner_ranks
         if rank < learners:
             return LearnerEnd(moves, src=tensors, member=member, bytes_into=self._bytes_into)
         make = MemberEnd if rank in member.grouped else end_beside
@@ -134,7 +134,7 @@ class Sender(_End):
                 if self._encoder is not None:
                     self._encoder.begin(all_reduce_max)
                 summing = thread.submit(sent_checksums, self._sources, self._tensors, self._sent)
-                self._member.meet(f"version {version}")
+                self._member.barrier(f"version {version}")
                 with one_thread():
                     update = self._transport.move(version)
             except SyncError:
@@ -181,14 +181,16 @@ class Receiver(_End):
         self._left = {name: volume(one.box) for name, one in self._held.items()}
         self._coming, self._whole = coming, whole
         try:
-            self._member.meet(f"version {version}")
+            self._member.barrier(f"version {version}")
             return self._transport.move(version)
         except SyncError:
             self.close()
             raise
 
     def _arriving(self, bucket: Bucket) -> None:
-        self._coming(bucket.turn, [self._held[name] for name in dict.fromkeys(p.dst_param for p in bucket.parts)])
+        self._coming(
+            bucket.layer_position, [self._held[name] for name in dict.fromkeys(p.dst_param for p in bucket.parts)]
+        )
 
     def _arrived(self, bucket: Bucket) -> None:
         """Counts the parts of a bucket that was unpacked."""

@@ -231,7 +231,9 @@ class ProcessGroupTransport(Exchange):
         receives: dict[Key, tuple[int, Bucket]] = {}
         for (frm, to), parts in self.ends.buckets(lambda receiver: bucket_bytes).items():
             mine, peer = (sends, to) if frm == rank else (receives, frm)
-            mine |= {(bucket.turn, rounds.of_pair(frm, to), bucket.number): (peer, bucket) for bucket in parts}
+            mine |= {
+                (bucket.layer_position, rounds.of_pair(frm, to), bucket.number): (peer, bucket) for bucket in parts
+            }
         self.steps = self.in_order(sends, self.arriving(receives))
         self._compression = compression
         self._frames: dict[int, Tensor] = {}  # memory of parcels that arrive compressed

@@ -411,7 +411,7 @@ class LearnerEnd(Exchange):
         if (into := step.receive) is not None:
             link, number = self._slots[id(into)]
             self._rings.wait_for_slot(link, number, version)
-            if into.leaving:
+            if into.is_outgoing:
                 self.ends.pack(into, version)
             else:
                 ops.append((dist.irecv, into.buffer, into.peer))
@@ -430,7 +430,9 @@ class LearnerEnd(Exchange):
         pairs: defaultdict[int, list[Transfer]] = defaultdict(list)
         for transfer in moved:
             pairs[transfer.src_rank].append(transfer)
-        return in_turn({frm: self.ends.cut(to, some, bucket_bytes) for frm, some in pairs.items()}, to, self._member)
+        return in_turn(
+            {frm: self.ends.split_buckets(to, some, bucket_bytes) for frm, some in pairs.items()}, to, self._member
+        )
 
     def _bound(self, to: int, slots: Tensor, _leaving: bool) -> list[BoundBucket]:
         """Parcels that lie in the slots: this rank's own boxes, or what others send."""
@@ -496,7 +498,7 @@ def in_turn(
     """
     receiver, lane, size = member.number_of(to), member.lane_of(to), len(member.grouped)
     turns = [
-        ((bucket.turn, bucket.number, lane, (receiver - frm) % size), frm, bucket)
+        ((bucket.layer_position, bucket.number, lane, (receiver - frm) % size), frm, bucket)
         for frm, parts in buckets.items()
         for bucket in parts
     ]
@@ -507,10 +509,10 @@ def _unopened(frm: int, bucket: Bucket, slot: Tensor) -> BoundBucket:
     return BoundBucket(
         peer=frm,
         bucket=bucket,
-        leaving=False,
+        is_outgoing=False,
         buffer=slot,
         payload=slot[: bucket.num_bytes],
         trailer=slot[:0].view(torch.int64),
         views=[],
-        held={},
+        local_tensors={},
     )

@@ -154,7 +154,7 @@ class Mirror:
         The first time it takes all of the file's memory. Raises SyncError where there is no room for it, or the file is
         gone.
         """
-        self._look()
+        self._check_linked()
         _note(self.path, self._writer).unlink(missing_ok=True)
         for path in self._sparse:
             _take_room(path)
@@ -163,7 +163,7 @@ class Mirror:
     def serve(self, version: int) -> None:
         """Marks what this writer wrote as ``version``'s, once all have written. Raises SyncError that names a tensor
         that cannot be encoded, or where the file is gone."""
-        self._look()
+        self._check_linked()
         note: dict[str, object] = {"version": version, "writers": self._writers}
         if self._encoding is not None:
             note["error"] = self._encode(self._encoding)
@@ -176,7 +176,7 @@ class Mirror:
         rows = [("", n, whole_box(t.shape), checksum(t, tuple(t.shape))) for n, t in mine]
         return ChecksumReport(rows=rows, seconds=time.perf_counter() - started)
 
-    def _look(self) -> None:
+    def _check_linked(self) -> None:
         """Raises SyncError if the file has lost its name: this process still has it mapped, no server could open it."""
         if not self.path.exists():
             raise SyncError(

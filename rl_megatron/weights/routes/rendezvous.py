@@ -137,7 +137,7 @@ class Rendezvous:
     port: int
     name: str
     size: int
-    learners: int
+    num_learner_ranks: int
     seconds: float
     backend: str
 
@@ -182,7 +182,7 @@ class RendezvousStore:
             port=self._store.port,
             name=self._last,
             size=size,
-            learners=learners,
+            num_learner_ranks=learners,
             seconds=self._seconds,
             backend=backend,
         )
@@ -198,11 +198,11 @@ class RendezvousStore:
             if key.startswith(at):
                 self._store.delete_key(key)
 
-    def absent(self, rendezvous: Rendezvous, what: str) -> list[int]:
+    def missing_ranks(self, rendezvous: Rendezvous, what: str) -> list[int]:
         """Ranks that have not reported ready for ``what``."""
         return [rank for rank in range(rendezvous.size) if not self._store.check([f"{rendezvous.name}/{what}/{rank}"])]
 
-    def unlike(self, rendezvous: Rendezvous) -> str:
+    def mismatch(self, rendezvous: Rendezvous) -> str:
         """Returns why ranks that have all reported ready for `JOINING` cannot be one group; empty if they can."""
         keys = [f"{rendezvous.name}/{JOINING}/{rank}" for rank in range(rendezvous.size)]
         return _describe_mismatch(rendezvous, self._store.multi_get(keys))
@@ -247,12 +247,12 @@ class RendezvousMember(Peers):
         try:
             self._store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
             have = facts(loaded_libraries(), [*FIELDS] if rendezvous.backend == dist.Backend.NCCL else [])
-            said = self._store.multi_get(self.meet(JOINING, json.dumps([own_place(tensors), have])))
+            said = self._store.multi_get(self.barrier(JOINING, json.dumps([own_place(tensors), have])))
             if why := _describe_mismatch(rendezvous, said):
                 raise SyncError(why)
             self.places = [place for place, _ in map(_introduced, said)]
-            self.receivers = receivers_of(self.places, rendezvous.learners)
-            self.grouped = _grouped(self.receivers, rendezvous.learners)
+            self.receivers = receivers_of(self.places, rendezvous.num_learner_ranks)
+            self.grouped = _grouped(self.receivers, rendezvous.num_learner_ranks)
             if rank in self.grouped and len(self.grouped) > 1:
                 self.group = self._new_group(len(self.grouped), limit)
         except (RuntimeError, ValueError) as error:
@@ -263,16 +263,16 @@ class RendezvousMember(Peers):
 
     def number_of(self, process: int) -> int:
         """The group's number of the process that receives what goes into engine process ``process``."""
-        return self.grouped.index(self.receivers[process - self.rendezvous.learners])
+        return self.grouped.index(self.receivers[process - self.rendezvous.num_learner_ranks])
 
     def lane_of(self, process: int) -> int:
         """Returns how many engine processes before ``process`` have the same receiver."""
-        engine = process - self.rendezvous.learners
+        engine = process - self.rendezvous.num_learner_ranks
         return self.receivers[:engine].count(self.receivers[engine])
 
     def beside(self, rank: int) -> list[int]:
         """Returns the engine processes for which learner rank ``rank`` is the relay."""
-        return [self.rendezvous.learners + i for i, receiver in enumerate(self.receivers) if receiver == rank]
+        return [self.rendezvous.num_learner_ranks + i for i, receiver in enumerate(self.receivers) if receiver == rank]
 
     def _new_group(self, size: int, limit: timedelta) -> dist.ProcessGroup:
         """Makes a group as torch's own new_group does, for ranks without a common default group. Connects all of them.
@@ -299,7 +299,7 @@ class RendezvousMember(Peers):
             raise
         return group
 
-    def meet(self, what: str, said: str | bytes = "", part: str = "") -> list[str]:
+    def barrier(self, what: str, said: str | bytes = "", part: str = "") -> list[str]:
         """Waits until every rank is ready for ``what``, or a ``part`` of it; this one sets the value ``said`` with it.
 
         Returns the keys of the store at which the ranks set their values. Raises SyncError if it is canceled, some
@@ -327,13 +327,13 @@ class RendezvousMember(Peers):
 
     @override
     def gather(self, mine: object) -> list[Any]:
-        """Each rank's value, which is JSON, by rank. Collective, while ranks join; raises like `meet`."""
-        return self._heard(self._meet_again(deflated(mine)))
+        """Each rank's value, which is JSON, by rank. Collective, while ranks join; raises like `barrier`."""
+        return self._read_values(self._meet_again(deflated(mine)))
 
-    def tell(self, said: object) -> Any:
-        """Rank 0's value, on every rank. Collective, while ranks join; raises like `meet`."""
+    def broadcast(self, said: object) -> Any:
+        """Rank 0's value, on every rank. Collective, while ranks join; raises like `barrier`."""
         keys = self._meet_again(deflated(said) if self.rank == 0 else b"")
-        return said if self.rank == 0 else self._heard(keys[:1])[0]
+        return said if self.rank == 0 else self._read_values(keys[:1])[0]
 
     def _meet_again(self, said: bytes) -> list[str]:
         self._gathered += 1
@@ -342,9 +342,9 @@ class RendezvousMember(Peers):
         with self._asking(f"{JOINING}{part}"):
             for number, other in enumerate(others):
                 self._set(f"{self.rendezvous.name}/{JOINING}{part}/{self.rank}/{number}", other)
-        return self.meet(JOINING, len(others).to_bytes(_COUNT_BYTES) + first, part)
+        return self.barrier(JOINING, len(others).to_bytes(_COUNT_BYTES) + first, part)
 
-    def _heard(self, keys: Sequence[str]) -> list[Any]:
+    def _read_values(self, keys: Sequence[str]) -> list[Any]:
         """The values of the first ranks, which set ``keys``."""
         out = []
         with self._asking(f"{JOINING}{_SAID}/{self._gathered}"):
@@ -409,7 +409,7 @@ def _describe_mismatch(rendezvous: Rendezvous, said: Sequence[bytes]) -> str:
     if rendezvous.backend != dist.Backend.NCCL:
         return ""
     places, have = zip(*map(_introduced, said), strict=True)
-    receivers, learners = receivers_of(places, rendezvous.learners), rendezvous.learners
+    receivers, learners = receivers_of(places, rendezvous.num_learner_ranks), rendezvous.num_learner_ranks
     grouped = {f"rank {rank}": {n: have[rank][n] for n in OF_A_GROUP} for rank in _grouped(receivers, learners)}
     beside = {rank for pair in enumerate(receivers, learners) if pair[0] != pair[1] for rank in pair}
     mapped = {f"rank {rank}": {n: have[rank][n] for n in HANDLE} for rank in sorted(beside)}

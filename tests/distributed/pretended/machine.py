@@ -193,13 +193,17 @@ def _install_cuda() -> None:
 class _TensorType(type):
     """torch.cuda.FloatTensor and others: `isinstance` asks them, and they make tensors."""
 
-    of: torch.dtype
+    from_results: torch.dtype
 
     def __instancecheck__(cls, x: object) -> bool:
-        return isinstance(x, OnGpu) and x.dtype == cls.of
+        return isinstance(x, OnGpu) and x.dtype == cls.from_results
 
     def __call__(cls, data: Any = ()) -> OnGpu:
-        return OnGpu(torch.empty(data, dtype=cls.of) if isinstance(data, int) else torch.tensor(data, dtype=cls.of))
+        return OnGpu(
+            torch.empty(data, dtype=cls.from_results)
+            if isinstance(data, int)
+            else torch.tensor(data, dtype=cls.from_results)
+        )
 
 
 def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

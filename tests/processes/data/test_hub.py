@@ -126,7 +126,7 @@ def test_a_prompt_is_scored_by_its_sources_reward_and_its_limits() -> None:
         reward=RewardSection(),
         stop_token_ids=(),
         seed=0,
-        own_rewards=own,
+        source_rewards=own,
     )
     prompts = [replace(one, answer="0.5") for name in "abc" for one in of(name, 1)]
     drawn = [Draw(ordinal=i, prompt=prompt, batch=1) for i, prompt in enumerate(prompts)]

@@ -77,7 +77,7 @@ async def test_what_would_keep_the_lock_is_given_up(text: str, limit: float, end
     ours = sampler(Scripted(lambda _: text), function="my_env:Matches", step_seconds=limit, on_error=-1.0)
     async with asyncio.timeout(30):
         played = trajectories(await ours.groups(drawn([TASK])))
-        await ours.closed()
+        await ours.wait_closed()
     assert {(one.stop, one.reward) for one in played} == {ended}
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # of another test

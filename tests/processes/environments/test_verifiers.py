@@ -94,7 +94,7 @@ def test_what_the_package_raises_is_named_and_a_limit_ends_a_trajectory() -> Non
 )
 def test_a_process_that_dies_or_lies_is_named(script: str, said: str, tmp_path: Path) -> None:
     ours = source(Scripted(lambda text: "1"), fake(tmp_path, script))
-    single = sampler(Scripted(lambda text: "1"), ours.made, function="verifiers_episodes:play", group_size=1)
+    single = sampler(Scripted(lambda text: "1"), ours.factory, function="verifiers_episodes:play", group_size=1)
     with pytest.raises(EnvironmentFailure, match=f"'verifiers_episodes:play': prompt 'p'.*{said}"):
         played(single, [prompt({"id": "any", "args": {}, "index": 0})])
 

@@ -32,10 +32,10 @@ class Odd:
     """Two turns, which are right where the sum of their bytes is odd."""
 
     async def start(self, task: Prompt, seed: int) -> Observation:
-        return Observation(said=task.text)
+        return Observation(content=task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        return EnvironmentStep(observation=Observation(said=f"{len(reply.text)}:"))
+        return EnvironmentStep(observation=Observation(content=f"{len(reply.text)}:"))
 
     async def score(self, transcript: Transcript) -> float:
         return float(sum(sum(reply.text.encode()) for reply in transcript.replies) % 2)

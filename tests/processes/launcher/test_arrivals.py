@@ -90,7 +90,9 @@ async def once_all_have_come(count: int) -> str:
 
 def begun(folder: Path, blamed: list[Sequence[str]], placement: RankPlacement, ended: Awaitable[str]) -> StartedRanks:
     said = f"rank-*.txt in {folder} have their output"
-    return StartedRanks(placements=[placement], ended=ended, folder=folder, output=said, blame=blamed.append)
+    return StartedRanks(
+        placements=[placement], ended=ended, folder=folder, output=said, report_lost_nodes=blamed.append
+    )
 
 
 def call_of(listener: socket.socket, seconds: float) -> Call:

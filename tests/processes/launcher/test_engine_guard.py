@@ -221,18 +221,18 @@ async def test_a_jobs_servers_get_its_gpus_on_their_node(tmp_path: Path, monkeyp
     job = ("run.launcher=slurm", "slurm.nodes=2", "slurm.gpus_per_node=4", "slurm.ntasks_per_node=2")
     config = load_config("tiny_cpu", [*keys, *job, "learner.device=cuda", "learner.dp=4"])
     nodes = ("a1", "127.0.0.2")
-    allocation = Allocation(id="7", restart=0, here="a1", nodes=nodes, engine_nodes=(), folder=tmp_path)
+    allocation = Allocation(id="7", restart=0, this_node="a1", nodes=nodes, engine_nodes=(), folder=tmp_path)
 
     async def seen(site: ServerSite) -> tuple[str, str]:
         order = GuardSpec(
-            before=site.before,
+            prefix_command=site.prefix_command,
             python=site.python,
             host="127.0.0.1",
             command=("sh", "-c", "echo $CUDA_VISIBLE_DEVICES"),
             environment=dict(os.environ),
             gpus=site.gpus,
             folder=tmp_path,
-            log=tmp_path / str(site.number),
+            log=tmp_path / str(site.server_index),
         )
         assert await (await site.start(order)).wait() == "ended with status 0"
         return site.node, order.log.read_text().strip()
@@ -419,7 +419,7 @@ async def test_a_long_log_of_a_server_is_not_read_whole(tmp_path: Path) -> None:
     started = StartedServer(guards=[guard], server=Server("http://here", token=None, timeout_seconds=1.0), logs=[log])
     tracemalloc.start()
     try:
-        said = await started.ended()
+        said = await started.wait_for_exit()
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -405,7 +405,7 @@ def test_a_run_whose_job_ends_soon_exports_nothing(
     with Progress(1, "plain", "run", run_folder=tmp_path) as progress:
         stop = StopSignal(progress)
         if own is not None:
-            stop.ask(own)
+            stop.request(own)
         for name in of_ranks:
             stop.forward(name)
     assert (stop.is_set(), stop.comes_back, stop.exports) == (True, comes_back, exports)
@@ -432,7 +432,7 @@ def test_a_job_that_does_not_tell_its_nodes_is_refused(
         program(tmp_path / "scontrol", f"#!/bin/sh\n{scontrol}\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=said):
-        Allocation.this(tmp_path, config_of())
+        Allocation.from_environment(tmp_path, config_of())
 
 
 async def test_a_step_that_does_not_end_is_killed_and_told_with_what_may_be_left(

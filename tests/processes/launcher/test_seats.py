@@ -80,7 +80,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slurm_allocation(config: RunConfig, run: Path) -> Allocation:
-    allocation = Allocation.this(run, config)
+    allocation = Allocation.from_environment(run, config)
     assert allocation is not None
     return allocation
 
@@ -88,9 +88,9 @@ def slurm_allocation(config: RunConfig, run: Path) -> Allocation:
 def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     config = config_of("rollout.server.replicas=2", "run.launcher=local")
-    assert Allocation.this(tmp_path, config) is None
+    assert Allocation.from_environment(tmp_path, config) is None
     found = server_sites(config, None)
-    assert found == [[ServerSite(count=2)], [ServerSite(number=1, count=2)]]
+    assert found == [[ServerSite(num_servers=2)], [ServerSite(server_index=1, num_servers=2)]]
     assert not elsewhere(found)
     assert mirror_path(config, tmp_path).parent.parent == Path("/dev/shm")
 
@@ -137,7 +137,7 @@ def test_servers_over_nodes_are_refused_on_one_machine(device: str, monkeypatch:
 def test_servers_are_shared_out_over_gpus_and_nodes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     here = config_of("run.launcher=local", "rollout.server.replicas=3")
-    assert server_sites(here, None) == [[ServerSite(number=n, count=3)] for n in range(3)]
+    assert server_sites(here, None) == [[ServerSite(server_index=n, num_servers=3)] for n in range(3)]
     on_gpus = ("run.launcher=local", "learner.device=cuda", "learner.dp=2", "learner.ep=1")
     found = server_sites(config_of(*on_gpus, "rollout.server.replicas=3"), None)
     assert [site.gpus for (site,) in found] == [(2,), (3,), (4,)]
@@ -145,7 +145,7 @@ def test_servers_are_shared_out_over_gpus_and_nodes(run: Path, monkeypatch: pyte
         server_sites(config_of(*on_gpus, "rollout.server.replicas=4"), None)
     config = config_of("slurm.nodes=1", "slurm.engines.nodes=2", "rollout.server.replicas=4")
     found = server_sites(config, slurm_allocation(config, run))
-    assert [(site.node, site.number) for (site,) in found] == [("a2", 0), ("a2", 1), ("b1", 2), ("b1", 3)]
+    assert [(site.node, site.server_index) for (site,) in found] == [("a2", 0), ("a2", 1), ("b1", 2), ("b1", 3)]
 
 
 def test_like_nodes_are_cut_by_role(run: Path) -> None:
@@ -154,8 +154,8 @@ def test_like_nodes_are_cut_by_role(run: Path) -> None:
     assert (allocation.nodes, allocation.engine_nodes) == (("a1", "a2"), ("b1",))
     found = server_sites(config, allocation)
     assert [site.host for (site,) in found] == ["10.0.0.3"] * 2
-    assert all("--nodelist=b1" in site.before for (site,) in found)
-    assert all("--cpus-per-task=3" in site.before for (site,) in found)
+    assert all("--nodelist=b1" in site.prefix_command for (site,) in found)
+    assert all("--cpus-per-task=3" in site.prefix_command for (site,) in found)
     with contextlib.ExitStack() as stack:
         first, second = ({stack.enter_context(site.ports()) for _ in range(50)} for (site,) in found)
     assert first.isdisjoint(second)
@@ -181,7 +181,7 @@ def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -
     found = server_sites(config, slurm_allocation(config, run))
     assert [site.host for (site,) in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
     assert [site.gpus for (site,) in found] == [(0, 1), (2, 3)] * 3
-    assert [bool(site.before) for (site,) in found] == [False] * 2 + [True] * 4
+    assert [bool(site.prefix_command) for (site,) in found] == [False] * 2 + [True] * 4
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -190,7 +190,7 @@ def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str,
     config = load_config(recipe, ["model.path=/models/given", "run.launcher=slurm"])
     nodes = placeholder_nodes(config)
     engines = nodes.get("engines", ())
-    job = Allocation(id="7", restart=0, here="", nodes=nodes[LEARNER], engine_nodes=engines, folder=tmp_path)
+    job = Allocation(id="7", restart=0, this_node="", nodes=nodes[LEARNER], engine_nodes=engines, folder=tmp_path)
     seats = server_placements(config, job.nodes, engines)
     assert cpus_of_engine_node(config, job, seats) == 12 * sum(len(s.gpus) for s in seats if s.node == seats[0].node)
 
@@ -202,7 +202,7 @@ def test_without_a_number_of_cores_no_step_is_confined(run: Path) -> None:
     ((server,),) = server_sites(config, job)
     seats = server_placements(config, job.nodes, job.engine_nodes)
     steps = [
-        server.before,
+        server.prefix_command,
         node_command(config.slurm, placement, run, python="p"),
         engine_node_command(job, cpus_of_engine_node(config, job, seats), python="p"),
     ]
@@ -224,8 +224,8 @@ def test_servers_run_in_their_own_container(run: Path, runtime: str, options: li
     found = server_sites(config, slurm_allocation(config, run))
     assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
     for (site,), node in zip(found, ("a1", "a2"), strict=True):
-        assert f"--nodelist={node}" in site.before
-        assert site.before[site.before.index("--mem=0") + 1 :] == (*options, *prefix)
+        assert f"--nodelist={node}" in site.prefix_command
+        assert site.prefix_command[site.prefix_command.index("--mem=0") + 1 :] == (*options, *prefix)
         assert (site.python, site.gpus) == ("/opt/python", (0, 1))
     outside = server_sites(config_of(*keys), slurm_allocation(config, run))
     assert {site.python for (site,) in outside} == {sys.executable}
@@ -237,7 +237,7 @@ def test_a_server_on_two_nodes_has_their_addresses(run: Path, monkeypatch: pytes
     config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.tp=8", "rollout.server.pp=2")
     (sites,) = server_sites(config, slurm_allocation(config, run))
     assert [site.host for site in sites] == ["10.0.0.1", "10.0.0.2"]
-    assert [bool(site.before) for site in sites] == [False, True]
+    assert [bool(site.prefix_command) for site in sites] == [False, True]
     assert elsewhere([sites])
 
 
@@ -253,9 +253,9 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
     found = server_sites(config, slurm_allocation(config, run), start_at)
     assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
     assert [site.gpus for (site,) in found] == [(0, 1)] * 2
-    assert [site.before for (site,) in found] == [(), ()]
+    assert [site.prefix_command for (site,) in found] == [(), ()]
     ((here,),) = server_sites(config_of("run.launcher=ray"), None, start_at)
-    assert not here.away
+    assert not here.is_remote
     said = ["sh", "-c", "pwd; echo $GLOO_SOCKET_IFNAME; exit 7"]
     order = GuardSpec(host="127.0.0.1", command=said, environment={}, folder=run.parent, log=run.parent / "log")
     for site in (*(site for (site,) in found), here):

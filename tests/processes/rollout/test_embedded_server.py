@@ -99,7 +99,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 async def describes_itself(adapter: EmbeddedAdapter, server: Server) -> None:
     described = await adapter.describe(server)
-    assert (described.version, described.dtype, described.max_length) == (adapter.tested, "float32", 128)
+    assert (described.version, described.dtype, described.max_length) == (adapter.tested_version, "float32", 128)
     assert described.architecture == "Qwen3MoeForCausalLM"
 
 
@@ -112,8 +112,8 @@ async def scores(adapter: EmbeddedAdapter, server: Server, theirs: Qwen3MoeForCa
 
 async def interrupted(engine: ServerEngine, asked: Sequence[GenerationRequest]) -> dict[str, Completion]:
     """What is known then of requests of one completion that have a token, by their ids."""
-    await engine.interrupt()
-    known = {one.id: got for one in asked if (got := engine.so_far(one.id)) is not None}
+    await engine.collect_partials()
+    known = {one.id: got for one in asked if (got := engine.partial_completion(one.id)) is not None}
     assert known
     assert known.keys() <= {one.id for one in asked if one.num_completions == 1}
     return known
@@ -137,7 +137,7 @@ async def says_how_busy_it_is(
     timeline.taken()
     said: list[object] = []
     processes = set()
-    async with GaugePoller(adapter, engine.replicas, 0.005).asked():
+    async with GaugePoller(adapter, engine.replicas, 0.005).polling():
         while await adapter.tokens(server) < 60 or ("requests", {"running": 6, "waiting": 3}) not in said:
             assert not all(one.done() for one in running)
             kept = [span for span in timeline.taken()[0] if not span[0].thread]
@@ -241,7 +241,7 @@ async def test_completions_move_to_a_server_that_joins_with_every_token(
     for name, tensor in mirror.tensors.items():
         tensor.copy_(weights.tensors[name])
     mirror.serve(5)
-    asked = [replace(request(f"p{n}", (n, 7, n), 1, seed=n, max_new_tokens=100), group="g") for n in range(6)]
+    asked = [replace(request(f"p{n}", (n, 7, n), 1, seed=n, max_new_tokens=100), prefix_group="g") for n in range(6)]
     adapter = EmbeddedAdapter(read_shape(model_folder))
     servers = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
     engine = ServerEngine(adapter, servers, ServerSection(), max_length=128, vocab_size=41)
@@ -256,7 +256,7 @@ async def test_completions_move_to_a_server_that_joins_with_every_token(
             await adapter.pause(servers[0], "recompute")
             await engine.weights.load(mirror.path, 5, only=urls[1])
             await engine.weights.commit(5, only=urls[1])
-            await engine.generate(replace(request("short", (1, 2), 1, max_new_tokens=2), group="h"))
+            await engine.generate(replace(request("short", (1, 2), 1, max_new_tokens=2), prefix_group="h"))
             while servers[1].in_flight != 2:
                 await asyncio.sleep(0.01)
             assert servers[0].in_flight == 4
@@ -338,7 +338,7 @@ async def test_what_a_push_held_and_a_checkpoint_aborts_is_sent_one_after_anothe
     await engine.weights.commit(1)
     while len(adapter.sent) < len(names):
         await asyncio.sleep(0)
-    await engine.interrupt()
+    await engine.collect_partials()
     tokens = [len(completion.token_ids) for (completion,) in await asyncio.gather(*asked)]
     counting.cancel()
     await engine.close()
@@ -371,11 +371,11 @@ async def test_servers_are_told_once_what_they_are_to_abort(fakes: list[Fake], e
     section = SECTION.model_copy(update={"max_concurrent_groups": 64})
     engine = ServerEngine(adapter, servers, section, max_length=8, vocab_size=10)
     await push(engine, 1)
-    group = asyncio.create_task(engine.generate(replace(REQUEST, id="group", num_completions=2, ahead=True)))
+    group = asyncio.create_task(engine.generate(replace(REQUEST, id="group", num_completions=2, skips_queue=True)))
     asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
     while len(adapter.sent) < 1 + len(names):
         await asyncio.sleep(0)
-    await engine.interrupt() if end == "interrupt" else [one.cancel() for one in asked]
+    await engine.collect_partials() if end == "interrupt" else [one.cancel() for one in asked]
     await asyncio.gather(*asked, return_exceptions=True)
     await every_chance()
     goes_on = not group.done()
@@ -448,7 +448,7 @@ async def two_groups_of_four(fake: Fake, folder: Path, *keys: str) -> AsyncItera
 
 def asked(engine: ServerEngine, sizes: dict[str, int], *, ahead: bool) -> dict[str, asyncio.Task[object]]:
     """Requests by name, for so many completions each."""
-    requests = [replace(REQUEST, id=name, num_completions=count, ahead=ahead) for name, count in sizes.items()]
+    requests = [replace(REQUEST, id=name, num_completions=count, skips_queue=ahead) for name, count in sizes.items()]
     return {one.id: asyncio.create_task(engine.generate(one)) for one in requests}
 
 

@@ -144,7 +144,7 @@ def test_a_draft_layer_that_is_trained_has_the_products_that_torch_counts(name: 
         wanted += counter.get_total_flops() - before.get_total_flops()
         wanted -= 3 * 2 * (2 * shape.hidden_size) * shape.hidden_size
         wanted -= 3 * 2 * masked_pairs(shape, last, length) * shape.num_heads * widths
-    trained = training_flops(replace(shape, drafts=True), LENGTHS) - training_flops(shape, LENGTHS)
+    trained = training_flops(replace(shape, num_draft_layers=True), LENGTHS) - training_flops(shape, LENGTHS)
     assert trained == pytest.approx(wanted, rel=1e-12)
 
 

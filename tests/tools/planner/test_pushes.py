@@ -404,22 +404,25 @@ def costs(dims: ParallelDims, engines: int) -> tuple[Cost, Cost]:
 
 def test_two_replicas_feed_two_engines_at_the_speed_of_a_port() -> None:
     ours, usual = costs(ParallelDims(dp=2), 2)
-    assert (ours.within, ours.across) == (0, 2 * MODEL * BYTES)
+    assert (ours.bytes_within_nodes, ours.bytes_across_nodes) == (0, 2 * MODEL * BYTES)
     assert ours.received == {2: MODEL * BYTES, 3: MODEL * BYTES}
     assert max(ours.sent.values()) <= 1.05 * MODEL * BYTES
     assert ours.bound == max(ours.sent.values()) / LINKS.nic
-    assert (usual.within, usual.across) == (MODEL * BYTES, MODEL * BYTES)  # one copy enters the node, one is passed on
+    assert (usual.bytes_within_nodes, usual.bytes_across_nodes) == (
+        MODEL * BYTES,
+        MODEL * BYTES,
+    )  # one copy enters the node, one is passed on
     assert usual.expected == usual.bound == MODEL * BYTES / LINKS.nic
 
 
 def test_a_gather_costs_what_each_rank_lacks() -> None:
     _, usual = costs(ParallelDims(ep=2, dp=2), 1)
-    assert usual.within == EXPERTS * BYTES  # half of the experts into each of two ranks of one node
+    assert usual.bytes_within_nodes == EXPERTS * BYTES  # half of the experts into each of two ranks of one node
     gather, push = EXPERTS / 2 * BYTES / LINKS.nvlink, MODEL * BYTES / LINKS.nic
     assert (usual.bound, usual.expected) == pytest.approx((push, gather + push))
     _, usual = costs(ParallelDims(ep=4, dp=4), 1)
     near, far = EXPERTS // 4, EXPERTS // 2  # a node has half of the experts, a rank a quarter
-    assert (usual.within, usual.across) == (4 * near * BYTES, (4 * far + MODEL) * BYTES)
+    assert (usual.bytes_within_nodes, usual.bytes_across_nodes) == (4 * near * BYTES, (4 * far + MODEL) * BYTES)
     assert usual.received[0] == (near + far) * BYTES
     gather = max(near * BYTES / LINKS.nvlink, far * BYTES / LINKS.nic)
     assert usual.expected == pytest.approx(gather + MODEL * BYTES / LINKS.nic)
@@ -438,5 +441,5 @@ def test_engines_inside_the_node_use_its_links() -> None:
     learner = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(ep=2, dp=2))
     moves = plan(learner, Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(dp=2)))
     ours = plan_cost(moves, BYTES, LINKS)
-    assert (ours.within, ours.across) == (EXPERTS * BYTES, 0)
+    assert (ours.bytes_within_nodes, ours.bytes_across_nodes) == (EXPERTS * BYTES, 0)
     assert ours.expected == ours.bound == pytest.approx(EXPERTS / 2 * BYTES / LINKS.nvlink)

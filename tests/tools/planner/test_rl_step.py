@@ -224,7 +224,7 @@ def test_quantised_servers_read_their_own_bytes() -> None:
 
 def test_servers_with_a_draft_layer_read_two_bytes_of_each_weight_too() -> None:
     keys = ["model.path=.", "run.launcher=slurm", "weights.transport=file", "learner.draft.train=true"]
-    deepseek, found = replace(NAMED["deepseek-v3"], drafts=True), {}
+    deepseek, found = replace(NAMED["deepseek-v3"], num_draft_layers=True), {}
     for more in ((), ("rollout.server.draft_tokens=1",)):
         config = load_config(DEEPSEEK, [*keys, *more])
         found[more] = server_shape(config, config.rollout.server, weights_served(config, deepseek), deepseek, H100)
@@ -290,10 +290,12 @@ def test_servers_that_share_gpus_sample_together_what_one_does() -> None:
 
 def test_a_reward_models_output_layer_has_one_score_and_no_logits() -> None:
     config = load_config(QWEN_30B, ["model.path=.", "run.launcher=slurm"])
-    policy, judge = (step_terms(learner_work(config, one, H100, 4000)) for one in (SHAPE, replace(SHAPE, scores=True)))
+    policy, judge = (
+        step_terms(learner_work(config, one, H100, 4000)) for one in (SHAPE, replace(SHAPE, has_score_head=True))
+    )
     assert 0 < judge["output layer"] < 1e-2 * policy["output layer"]
     assert policy["linears"] == judge["linears"]
-    fewer = training_flops(SHAPE, [4000]) - training_flops(replace(SHAPE, scores=True), [4000])
+    fewer = training_flops(SHAPE, [4000]) - training_flops(replace(SHAPE, has_score_head=True), [4000])
     assert fewer == 6 * 4000 * SHAPE.hidden_size * (SHAPE.vocab_size - 1)
 
 
@@ -305,9 +307,9 @@ def test_a_forward_pass_is_a_third_of_trainings_products() -> None:
 
 
 def test_a_draft_layer_is_trained_and_does_not_score() -> None:
-    trained = replace(NAMED["deepseek-v3"], drafts=True)
+    trained = replace(NAMED["deepseek-v3"], num_draft_layers=True)
     config = load_config(DEEPSEEK, ["model.path=.", "run.launcher=slurm"])
-    shapes = (trained, replace(trained, drafts=False))
+    shapes = (trained, replace(trained, num_draft_layers=False))
     with_draft, without = (replace(learner_work(config, one, H100, 4000), dims=ParallelDims()) for one in shapes)
     (seconds, bare), drafts = (step_terms(work) for work in (with_draft, without)), {"draft layers", "output layer"}
     assert seconds["draft layers"] > 0

@@ -245,7 +245,7 @@ def test_updates_by_maxrl_are_those_of_rewards_that_were_made_advantages_by_hand
     keys, found = ["algorithm=reinforce", "learner.ep=1", "train.lr_decay=none"], []
     for name, made in (("maxrl:maxrl", list[float]), ("none", by_hand)):
         policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-        roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+        roles: Any = RunComponents(learners={"policy": policy}, frozen_models={}, engine=unused, weight_sync=unused)
         config = load_config("tiny_cpu", [*keys, f"algorithm.advantage_mean={name}"])
         update, engine = (
             PolicyUpdate(config=config, roles=roles, attention_cost=0.0),
@@ -377,7 +377,9 @@ def made(name: str, *more: str) -> None:
     """An update of such advantages."""
     config = load_config("tiny_cpu", ["algorithm=reinforce", f"algorithm.advantage_mean={name}", *more])
     PolicyUpdate(
-        config=config, roles=RunComponents(learners={}, frozen={}, engine=None, weights=None), attention_cost=0.0
+        config=config,
+        roles=RunComponents(learners={}, frozen_models={}, engine=None, weight_sync=None),
+        attention_cost=0.0,
     )  # type: ignore[arg-type]
 
 
@@ -551,7 +553,7 @@ def test_updates_by_the_documented_gmpo_are_the_rows_to_the_bit() -> None:
 def trained(config: RunConfig) -> tuple[torch.Tensor, list[float]]:
     """A toy's weights, and the share of clipped tokens in each step."""
     policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen_models={}, engine=unused, weight_sync=unused)
     update, engine = PolicyUpdate(config=config, roles=roles, attention_cost=0.0), table(VOCABULARY, VOCABULARY, seed=4)
     rows = [asyncio.run(update(groups(step, engine), step, Stopwatch())) for step in (3, 4, 5)]
     return policy.weights, [float(row["clip_fraction"] or 0) for row in rows]
@@ -652,7 +654,9 @@ def test_it_is_tried_where_the_update_is_made(name: str, keys: list[str], reason
     config = load_config("tiny_cpu", ["algorithm=grpo", f"algorithm.objective=faulty_objectives:{name}", *keys])
     with pytest.raises(ConfigError, match=reason):
         PolicyUpdate(
-            config=config, roles=RunComponents(learners={}, frozen={}, engine=None, weights=None), attention_cost=0.0
+            config=config,
+            roles=RunComponents(learners={}, frozen_models={}, engine=None, weight_sync=None),
+            attention_cost=0.0,
         )  # type: ignore[arg-type]
 
 

@@ -142,7 +142,7 @@ def loaded(
 
 
 def load(config: RunConfig, sets: dict[str, OneSource] | None = None) -> Sequence[Prompt]:
-    form, leak = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail"), config.data.on_leak
+    form, leak = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long_prompt="fail"), config.data.on_leak
     return load_prompts(config.data, form, samples=config.kind.samples, seed=0, on_leak=leak, sets=sets)[0]
 
 
@@ -395,12 +395,12 @@ def test_a_resume_keeps_a_new_sets_leaks_or_says_that_it_drops_them(weights: Map
         return PromptStream(prompts, seed=1, weights=weights)
 
     before = stream({}, "fail")
-    before.take(5)
+    before.next_prompts(5)
     with pytest.raises(DataError, match=r"data\.on_leak=.* or keep, with which a run .* can be resumed"):
         stream(new, "fail")
     kept = stream(new, "keep")
     kept.restore(before.state())
-    assert kept.take(20) == before.take(20)
+    assert kept.next_prompts(20) == before.next_prompts(20)
     with pytest.raises(CheckpointError, match=r"data\.on_leak and eval\.sets by which the same problems are dropped"):
         stream(new, "drop").restore(before.state())
 
@@ -422,4 +422,4 @@ def test_a_run_of_0_3_0_goes_on_with_equal_problems(tmp_path: Path, third: tuple
             stream.restore(state)
     else:
         stream.restore(state)
-        assert [one.id for one in stream.take(3)] == ["t:2", "t:1", "t:2"]
+        assert [one.id for one in stream.next_prompts(3)] == ["t:2", "t:1", "t:2"]

@@ -176,7 +176,7 @@ def test_ranks_get_their_rows_and_their_layers(cut_by: str) -> None:
             if not to_score:
                 continue
             cut = select_layers(share, layers) if cut_by == "the relay" else share
-            for found, ids, whole in zip(held.take(cut, layers), numbers, wanted, strict=True):
+            for found, ids, whole in zip(held.micro_batches(cut, layers), numbers, wanted, strict=True):
                 assert found.every_column.keys() == whole.every_column.keys()
                 if len(ids):
                     check(found, (1, 3))
@@ -185,7 +185,7 @@ def test_ranks_get_their_rows_and_their_layers(cut_by: str) -> None:
                     placeholders += 1
                     assert found.extra["indices"].tolist() == [[entry_of(0, 50)[layer] for layer in (1, 3)]]
                     assert found.extra["kept"].counts.tolist() == whole.extra["kept"].counts.tolist() == [0]  # type: ignore[union-attr]
-            (found, *_) = held.take(more, layers)
+            (found, *_) = held.micro_batches(more, layers)
             assert found.num_sequences == 1
     assert placeholders == 1
 
@@ -198,7 +198,7 @@ def test_ranks_get_new_values_of_a_ragged_column_with_the_counts_of_before() -> 
     for given in (samples, changed):
         batch = Packer(dims=ParallelDims(), max_tokens=100).pack(given)
         (share,) = sent.shares(batch, to_score=True)
-        (found,) = held.take(share, {"indices": range(LAYERS)})
+        (found,) = held.micro_batches(share, {"indices": range(LAYERS)})
         (whole,) = batch.micro_batches[0]
         assert found.extra["kept"].values.tolist() == whole.extra["kept"].values.tolist()  # type: ignore[union-attr]
 

@@ -59,7 +59,7 @@ def loaded(
     path = written(folder / f"train{suffix}", rows)
     held = written(folder / "held_out.jsonl", held_out) if held_out else path
     data = FileRunData(type="files", train=path, eval=held, **keys)
-    form = RowForm(tokenizer=TOKENIZER, max_tokens=999, on_long="fail")
+    form = RowForm(tokenizer=TOKENIZER, max_tokens=999, on_long_prompt="fail")
     more: Any = {"on_leak": "drop" if held_out else "keep", "begun_by_messages": ["data"] if begun else []}
     taught = {} if teacher is None else {"t": TeacherSection(prompt=teacher, max_prompt_tokens=999)}
     return load_prompts(data, form, seed=0, teachers=taught, samples=samples, **more)[0][:]
@@ -181,7 +181,7 @@ def test_an_environment_begins_with_the_messages_of_a_row_or_with_its_text(tmp_p
     keys: dict[str, Any] = {**VERL, "chat_template": False, "samples": True, "prompt_template": "{prompt} Why?"}
     for prompt, chat in zip(loaded(tmp_path, suffix, *of_verl(*CHATS), **keys, begun=True), CHATS, strict=True):
         last = {**chat[-1], "content": f"{chat[-1]['content']} Why?"}
-        assert Observation(said=prompt.messages or prompt.text).messages == (*chat[:-1], last)
+        assert Observation(content=prompt.messages or prompt.text).messages == (*chat[:-1], last)
         assert prompt.text == last["content"]
     (text,) = loaded(tmp_path, suffix, {"prompt": "1?", "reward_model": {"ground_truth": "2"}}, **keys)
     assert (text.messages, text.text) == ((), "1? Why?")
@@ -306,7 +306,7 @@ def rows_shown(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> list[Pr
     held_out.write_text(json.dumps({"question": "9", "answer": "9"}))
     written(train, rows)
     data = FileRunData(type="files", train=train, eval=held_out, fields={"demonstration": "of.target"})
-    found, _ = load_prompts(data, RowForm(tokenizer=BYTES, max_tokens=9, on_long="fail"), seed=0)
+    found, _ = load_prompts(data, RowForm(tokenizer=BYTES, max_tokens=9, on_long_prompt="fail"), seed=0)
     return list(found[:])
 
 
@@ -385,7 +385,7 @@ def files(folder: Path, suffix: str, rows: list[dict[str, Any]], **keys: Any) ->
 
 def prompts_for(data: Any, teachers: Mapping[str, TeacherSection], long: Any = "fail", **keys: Any) -> Any:
     """The training and the held-out prompts."""
-    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=40, on_long=long)
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=40, on_long_prompt=long)
     return load_prompts(data, form, seed=0, teachers=teachers, **keys)
 
 

@@ -69,7 +69,7 @@ def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
     np.testing.assert_allclose(table.rates, [rates.get(str(i), np.nan) for i in range(40)], rtol=1e-15)
     assert table.retired.tolist() == [retired.get(str(i), -1) for i in range(40)]
     assert 3 < len(retired) < 40
-    assert {prompt.id for prompt in ours.take(200)} == {str(i) for i in range(40)} - retired.keys()
+    assert {prompt.id for prompt in ours.next_prompts(200)} == {str(i) for i in range(40)} - retired.keys()
     assert table.row()["curriculum/retired"] == len(retired)
     assert table.row()["curriculum/mean_pass_rate"] == pytest.approx(np.mean(list(rates.values())))
 
@@ -88,13 +88,13 @@ def test_first_retired_return_first(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     ours = stream(10, retire_above=0.9)
     for step, names in enumerate(("48", "1", "0235"), 1):
         update(ours, [(name, 1.0) for name in names], step)
-    assert {prompt.id for prompt in ours.take(30)} == {"6", "7", "9"}
+    assert {prompt.id for prompt in ours.next_prompts(30)} == {"6", "7", "9"}
     with caplog.at_level(logging.WARNING):
-        ours.leave_out(prompts(10)[6])
+        ours.exclude(prompts(10)[6])
     assert "2 of 10 prompts are left: 1 that had retired are drawn again" in caplog.text
-    assert {prompt.id for prompt in ours.take(30)} == {"4", "7", "9"}
+    assert {prompt.id for prompt in ours.next_prompts(30)} == {"4", "7", "9"}
     update(ours, [("7", 1.0), ("9", 1.0)], 4)
-    assert {prompt.id for prompt in ours.take(30)} == {"4", "8", "1"}
+    assert {prompt.id for prompt in ours.next_prompts(30)} == {"4", "8", "1"}
 
 
 def test_a_policy_that_solves_all_but_few_is_not_warned_of_at_each_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +102,7 @@ def test_a_policy_that_solves_all_but_few_is_not_warned_of_at_each_step(caplog: 
     ours, sizes = stream(100, retire_above=0.9), []
     with caplog.at_level(logging.WARNING):
         for step in range(1, 400):
-            update(ours, [(prompt.id, 1.0) for prompt in ours.take(4)], step)
+            update(ours, [(prompt.id, 1.0) for prompt in ours.next_prompts(4)], step)
             sizes.append(len(caplog.records))
     assert sizes[-1] < 12  # of some 1,500 that returned, log2
     assert sizes[-1] > sizes[100]
@@ -116,9 +116,9 @@ class SomeTooLong(ListPool):
         super().__init__(prompts(count))
         self.step, self.found = step, 0
 
-    def at(self, row: int, upcoming: NextDraw) -> Prompt | None:
+    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
         if row % self.step:
-            return super().at(row, upcoming)
+            return super().prompt_of_draw(row, upcoming)
         self.found += 1
         return None
 
@@ -134,7 +134,7 @@ def test_prompts_that_are_too_long_are_none_of_those_that_are_left(cut: int) -> 
     def played(one: PromptStream, steps: Sequence[int]) -> list[str]:
         drawn = []
         for step in steps:
-            drawn += [prompt.id for prompt in one.take(4)]
+            drawn += [prompt.id for prompt in one.next_prompts(4)]
             update(one, [(name, 1.0) for name in drawn[-4:]], step)
         return drawn
 
@@ -156,14 +156,14 @@ def test_prompts_that_are_too_long_are_none_of_those_that_are_left(cut: int) -> 
 @pytest.mark.parametrize("curriculum", [None, CurriculumSection(retire_above=0.9)], ids=["no table", "table"])
 def test_where_every_prompt_is_too_long_the_run_ends(curriculum: CurriculumSection | None) -> None:
     with pytest.raises(DataError, match="every prompt has too many tokens"):
-        PromptStream(SomeTooLong(7, 1), seed=0, curriculum=curriculum).take(1)
+        PromptStream(SomeTooLong(7, 1), seed=0, curriculum=curriculum).next_prompts(1)
 
 
 def test_a_resume_draws_the_same(tmp_path: Path) -> None:
     def played(one: PromptStream, steps: Sequence[int]) -> list[str]:
         drawn = []
         for step in steps:
-            names = [prompt.id for prompt in one.take(5)]
+            names = [prompt.id for prompt in one.next_prompts(5)]
             update(one, [(name, (int(name) * step) % 5 / 4) for name in names], step)
             drawn += names
         return drawn
@@ -201,7 +201,7 @@ def test_a_step_adds_what_it_trained_on_and_what_it_dropped_for_equal_rewards(tm
     ours = job(tmp_path, answers, Steps(), rollout={"dynamic_sampling": "drop"}, **keys)  # type: ignore[arg-type]
     held = [Prompt(id=str(i), text="", token_ids=(1,), answer="") for i in range(30)]
     drawn = PromptStream(held, seed=0)
-    names = [prompt.id for prompt in drawn.take(WANTED)]
+    names = [prompt.id for prompt in drawn.next_prompts(WANTED)]
     ours.prompts = PromptStream(held, seed=0, curriculum=CurriculumSection(retire_above=0.9))
     ours.stream._prompts = ours.prompts
     row, table = asyncio.run(step(ours)), ours.prompts.table

@@ -53,23 +53,23 @@ def shuffled(name: str, count: int, epoch: int) -> list[str]:
 
 def test_sources_follow_each_other_by_weight_and_each_has_epochs_of_its_own() -> None:
     """3 : 1 by hand: the first prompt of a is due at 4/3, of b at 4, the next of a at 8/3 and 4, after b in no tie."""
-    taken = [prompt.id for prompt in mixture().take(16)]
+    taken = [prompt.id for prompt in mixture().next_prompts(16)]
     a, b = ([id_ for id_ in taken if id_.startswith(name)] for name in "ab")
     assert "".join(id_[0] for id_ in taken) == "aaab" * 4
     assert a == [*shuffled("a", 5, 0), *shuffled("a", 5, 1), *shuffled("a", 5, 2)][:12]
     assert b == [*shuffled("b", 3, 0), *shuffled("b", 3, 1)][:4]
-    alone = PromptStream(of("a", 5), seed=7).take(23)
-    assert mixture(of("a", 5), a=0.5).take(23) == alone
+    alone = PromptStream(of("a", 5), seed=7).next_prompts(23)
+    assert mixture(of("a", 5), a=0.5).next_prompts(23) == alone
     assert [p.id for p in alone[:10]] == [*shuffled("a", 5, 0), *shuffled("a", 5, 1)]
 
 
 def test_other_weights_count_anew_and_are_said(caplog: pytest.LogCaptureFixture) -> None:
     before = mixture()
-    seen, after = [prompt.id for prompt in before.take(6)], mixture(a=1.0, b=1.0)
+    seen, after = [prompt.id for prompt in before.next_prompts(6)], mixture(a=1.0, b=1.0)
     with caplog.at_level(logging.WARNING):
         after.restore(before.state())
     assert "the weights of data.sources were {'a': 3.0, 'b': 1.0} and are {'a': 1.0, 'b': 1.0}: after 6" in caplog.text
-    taken = [prompt.id for prompt in after.take(6)]
+    taken = [prompt.id for prompt in after.next_prompts(6)]
     assert "".join(id_[0] for id_ in taken) == "ababab"
     a = [id_ for id_ in seen + taken if id_.startswith("a")]  # a source goes on where it was
     assert a == [*shuffled("a", 5, 0), *shuffled("a", 5, 1)][: len(a)]
@@ -86,10 +86,10 @@ def test_another_file_of_a_source_is_refused() -> None:
         mixture().restore(PromptStream(MIXED, seed=7).state())
     stream = mixture()
     for prompt in MIXED[:4]:
-        stream.leave_out(prompt)
-    assert [prompt.id for prompt in stream.take(8)][:4] == ["a/4"] * 3 + [shuffled("b", 3, 0)[0]]
+        stream.exclude(prompt)
+    assert [prompt.id for prompt in stream.next_prompts(8)][:4] == ["a/4"] * 3 + [shuffled("b", 3, 0)[0]]
     with pytest.raises(DataError, match="no prompts of source 'a' are left to train on: none of 5 can be sampled"):
-        stream.leave_out(MIXED[4])
+        stream.exclude(MIXED[4])
 
 
 def written(folder: Path, **rows: Sequence[str]) -> None:
@@ -121,7 +121,7 @@ def loaded(path: Path, *overrides: str) -> RunConfig:
 
 def test_prompts_have_their_source_and_its_name_in_their_ids(yaml: Path) -> None:
     config = loaded(yaml)
-    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail")
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long_prompt="fail")
     train, held_out = load_prompts(config.data, form, seed=config.seed)
     assert [p.id for p in train[:2]] == ["math/math:1", "math/math:2"]
     assert {p.source for p in train[2:]} == {"sums"}
@@ -238,9 +238,9 @@ def test_metrics_of_a_source() -> None:
 
     places = (place(0, MIXED[0], (0.0, 1.0)), place(1, MIXED[1], (1.0, 1.0)))
     places = (*places, place(2, MIXED[5], (0.0, 0.0), kept=False))
-    batch = replace(RolloutBatch.of([one.answered for one in places if one.answered]), places=places)
+    batch = replace(RolloutBatch.from_results([one.answered for one in places if one.answered]), places=places)
     prompts = mixture()
-    prompts.take(8)
+    prompts.next_prompts(8)
     assert source_row(RunConfig(), batch, prompts.epochs()) == {
         "source/a/share": 1.0,
         "source/a/epoch": 1 + 1 / 5,

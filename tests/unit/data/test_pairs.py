@@ -325,7 +325,7 @@ def loaded(
         fields={"rejected": "bad", "margin": margin, **fields},  # type: ignore[dict-item]
         prompt_template=prompt_template,
     )
-    form = RowForm(tokenizer=TOKENIZER, max_tokens=99, on_long="fail")
+    form = RowForm(tokenizer=TOKENIZER, max_tokens=99, on_long_prompt="fail")
     train, _ = load_prompts(data, form, seed=0, rows="pairs", samples=False, on_leak="fail")
     return train[:]
 

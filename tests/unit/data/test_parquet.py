@@ -55,7 +55,7 @@ def loaded(
 
 def load(data: Any, limit: int = 99, long: Any = "fail") -> PromptPool:
     assert isinstance(data, RunKeys)
-    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long=long)
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long_prompt=long)
     return load_prompts(data, form, seed=0, on_leak=data.on_leak)[0]
 
 
@@ -88,8 +88,8 @@ def test_prompts_draws_and_verdicts_are_those_of_jsonl_and_of_sets(leak: str, tm
     assert [one.id for one in ours] == kept
     assert list(ours) == list(theirs)
     count = 3 * len(kept) + 4
-    drawn = PromptStream(theirs, seed=3).take(count)
-    assert drawn == PromptStream(ours, seed=3).take(count)
+    drawn = PromptStream(theirs, seed=3).next_prompts(count)
+    assert drawn == PromptStream(ours, seed=3).next_prompts(count)
     assert [theirs.row_of(one.id) for one in drawn] == [kept.index(one.id) for one in drawn]
 
 
@@ -97,15 +97,15 @@ def test_prompts_draws_and_verdicts_are_those_of_jsonl_and_of_sets(leak: str, tm
 def test_a_resume_draws_what_an_uninterrupted_run_draws(taken: int, tmp_path: Path) -> None:
     path, held_out = written(tmp_path / "t.parquet", made(40)), written(tmp_path / "e.jsonl", made(1, 5, 10**6))
     curriculum = CurriculumSection(retire_above=0.9)
-    whole = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum).take(taken + 50)
+    whole = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum).next_prompts(taken + 50)
     first = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum)
-    first.take(taken)
+    first.next_prompts(taken)
     assert first.table is not None
     again = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum)
     again.restore(first.state())
     assert again.table is not None
     again.table.restore(first.table.state())
-    assert again.take(50) == whole[taken:]
+    assert again.next_prompts(50) == whole[taken:]
 
 
 def test_another_file_of_as_many_rows_is_refused_on_a_resume(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path: Path) -> No
     train = loaded(path, held_out)
     written(path, made(41))
     with pytest.raises(DataError, match="has changed since the run began to read it"):
-        PromptStream(train, seed=0).take(1)
+        PromptStream(train, seed=0).next_prompts(1)
 
 
 def test_a_folder_has_the_rows_of_its_files_by_name(tmp_path: Path) -> None:
@@ -199,12 +199,12 @@ def test_it_is_a_source_of_a_mixture(tmp_path: Path) -> None:
 
     weights = {"one": 1.0, "sums": 1.0, "two": 2.0}
     ours, theirs = (PromptStream(mixed(kind), seed=1, weights=weights) for kind in ("jsonl", "parquet"))
-    assert theirs.take(90) == ours.take(90)
-    state, after = theirs.state(), theirs.take(30)
+    assert theirs.next_prompts(90) == ours.next_prompts(90)
+    state, after = theirs.state(), theirs.next_prompts(30)
     (tmp_path / "more").mkdir()
     again = PromptStream(mixed_again(tmp_path), seed=1, weights=weights)
     again.restore(state)
-    assert again.take(30) == after
+    assert again.next_prompts(30) == after
 
 
 @pytest.mark.parametrize("taken", [0, 7, 40])
@@ -214,16 +214,16 @@ def test_after_reading_ahead_no_draw_reads_files(taken: int, tmp_path: Path, mon
     train = written(tmp_path / "t.parquet", made(40, values=10**6))
     held_out = written(tmp_path / "e.jsonl", made(1, 5, 10**6))
     whole = PromptStream(loaded(train, held_out), seed=3)
-    expected, state = whole.take(taken + 5), whole.state()
+    expected, state = whole.next_prompts(taken + 5), whole.state()
     stream = PromptStream(loaded(train, held_out), seed=3)
-    stream.take(taken)
+    stream.next_prompts(taken)
     before = PromptStream(loaded(train, held_out), seed=3)
     if taken:
         before.restore(stream.state())
     before.read_ahead()
     monkeypatch.setattr(ParquetRows, "selected", None)
     monkeypatch.setattr(ParquetRows, "checksum", None)
-    assert before.take(5) == expected[taken:]
+    assert before.next_prompts(5) == expected[taken:]
     assert before.state() == state
 
 
@@ -247,7 +247,7 @@ def test_no_draw_reads_files_in_its_own_thread(
     )
     theirs.read_ahead()
     readers.clear()
-    assert theirs.take(700) == ours.take(700)
+    assert theirs.next_prompts(700) == ours.next_prompts(700)
     assert len(readers) > 10
     assert not any(readers)
 
@@ -266,7 +266,7 @@ def test_wide_rows_need_few_windows(large: int, windows: int, tmp_path: Path, mo
         return selected(files, numbers, columns)
 
     monkeypatch.setattr(ParquetRows, "selected", noted)
-    PromptStream(train, seed=0).take(len(rows) // 10)
+    PromptStream(train, seed=0).next_prompts(len(rows) // 10)
     assert set(sizes) == {len(rows) // windows}
 
 
@@ -295,9 +295,9 @@ def test_long_prompts_are_dropped_when_they_are_drawn_or_end_the_run(tmp_path: P
     rows = [{"question": "x" * size, "answer": "1"} for size in range(1, 21)]
     path, held_out = written(tmp_path / "t.parquet", rows), written(tmp_path / "e.jsonl", made(1))
     stream = PromptStream(loaded(path, held_out, limit=15, long="drop"), seed=0)
-    assert sorted(len(one.text) for one in stream.take(15)) == list(range(1, 16))
+    assert sorted(len(one.text) for one in stream.next_prompts(15)) == list(range(1, 16))
     with pytest.raises(DataError, match=r"t\.parquet:\d+: the prompt has \d+ tokens, rollout.max_prompt_tokens=15"):
-        PromptStream(loaded(path, held_out, limit=15), seed=0).take(20)
+        PromptStream(loaded(path, held_out, limit=15), seed=0).next_prompts(20)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,9 @@ def test_text_in_a_column_of_bytes_is_read_as_text(kind: str, tmp_path: Path) ->
     both = []
     for folder in (tmp_path / "bytes", tmp_path / "text"):
         data = FileRunData(type="files", train=folder / "t.parquet", eval=folder / "e.parquet")
-        both.append(load_prompts(data, RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail"), seed=0))
+        both.append(
+            load_prompts(data, RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long_prompt="fail"), seed=0)
+        )
     (ours, held), (theirs, held_text) = both
     assert list(ours) == list(theirs)
     assert held == held_text
@@ -607,7 +609,7 @@ def test_a_stream_renders_rows_in_another_thread(served: bool, tmp_path: Path, m
     monkeypatch.setattr(pool, "tokenize_one", tokenized_one)
     train = written(tmp_path / "t.parquet", made(40, values=10**6))
     held_out = written(tmp_path / "e.jsonl", made(1, 5, 10**6))
-    prompts, wanted = loaded(train, held_out), PromptStream(loaded(train, held_out), seed=0).take(12)
+    prompts, wanted = loaded(train, held_out), PromptStream(loaded(train, held_out), seed=0).next_prompts(12)
     threads.clear()
 
     async def run() -> list[str]:
@@ -616,8 +618,8 @@ def test_a_stream_renders_rows_in_another_thread(served: bool, tmp_path: Path, m
         found = []
         for step in range(1, 4):
             found += [place.drawn.prompt for place in (await stream.take(step)).places]
-            await stream.settled()
-            stream.pushed(step)
+            await stream.wait_until_pushable()
+            stream.on_push(step)
         await stream.close()
         return [one.id for one in found]
 

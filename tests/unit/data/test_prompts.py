@@ -37,7 +37,9 @@ ROWS = [
 
 
 def load(data: ArithmeticData | FileData, *, limit: int = 100, long: str = "fail", seed: int = 0):
-    train, held_out = load_prompts(data, RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long=long), seed=seed)
+    train, held_out = load_prompts(
+        data, RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long_prompt=long), seed=seed
+    )
     return list(train), held_out
 
 
@@ -97,7 +99,7 @@ def test_an_end_that_the_tokenizer_puts_behind_every_text_is_not_a_prompts(jsonl
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A <eos>" if front else "$A <eos>", special_tokens=[("<eos>", 257), ("<bos>", 258)]
     )
-    found, _ = load_prompts(files(jsonl), RowForm(tokenizer=tokenizer, max_tokens=100, on_long="fail"), seed=0)
+    found, _ = load_prompts(files(jsonl), RowForm(tokenizer=tokenizer, max_tokens=100, on_long_prompt="fail"), seed=0)
     assert [prompt.token_ids for prompt in found] == [front + prompt.token_ids for prompt in load(files(jsonl))[0]]
     begun, _ = PlainText(tokenizer).begin([{"role": "user", "content": "1+1="}], ())
     assert tuple(begun) == (*front, *b"1+1=")
@@ -115,7 +117,7 @@ def test_the_chat_template_is_applied(jsonl: Path) -> None:
 def test_a_chat_template_that_fails_is_named_with_its_row(template: str, jsonl: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    form = RowForm(tokenizer=tokenizer, max_tokens=100, on_long="fail")
+    form = RowForm(tokenizer=tokenizer, max_tokens=100, on_long_prompt="fail")
     with pytest.raises(DataError, match=r"train\.jsonl:1: the tokenizer's chat template fails at it: \w+Error: "):
         load_prompts(files(jsonl, chat_template=True), form, seed=0)
 
@@ -307,12 +309,12 @@ def test_a_prompt_of_too_many_characters_is_never_tokenized(tmp_path: Path, capl
             assert texts in (["fits"], "a")  # the second shows what it puts behind a text
             return byte_tokenizer()(texts, **options)
 
-    form = RowForm(tokenizer=Picky(), max_tokens=10, on_long="drop")
+    form = RowForm(tokenizer=Picky(), max_tokens=10, on_long_prompt="drop")
     train, _ = load_prompts(files(path, max_eval=1), form, seed=0)
     assert [p.text for p in train] == ["fits"]
     assert caplog.text.endswith(f"the first is {path}:2 with 1001 characters\n")
     with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has 1001 characters, rollout.max_prompt_tokens=10"):
-        load_prompts(files(path), replace(form, on_long="fail"), seed=0)
+        load_prompts(files(path), replace(form, on_long_prompt="fail"), seed=0)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -322,12 +324,12 @@ def test_written_text_names_keys_of_long_prompts(tmp_path: Path, suffix: str, ca
     written(short, [{"question": "held out", "answer": "a"}])
     written(path, rows)
     keys = load_config("sft_tiny", []).prompt_limit_keys
-    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=10, on_long="fail", keys=keys)
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=10, on_long_prompt="fail", keys=keys)
     data = FileData(type="files", train=path, eval=short)
     with pytest.raises(DataError, match=r":2: the prompt has 30 tokens, sft.max_tokens=10.* set sft.on_long=drop"):
         load_prompts(data, form, seed=0)[0][:]
-    train, _ = load_prompts(data, replace(form, on_long="drop"), seed=0)
-    PromptStream(train, seed=0).take(2)
+    train, _ = load_prompts(data, replace(form, on_long_prompt="drop"), seed=0)
+    PromptStream(train, seed=0).next_prompts(2)
     assert "more tokens than sft.max_tokens=10" in caplog.text or "more than sft.max_tokens=10" in caplog.text
 
 
@@ -341,7 +343,7 @@ def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -
             sizes.extend([len(texts)] if isinstance(texts, list) else [])
             return byte_tokenizer()(texts, **options)
 
-    form = RowForm(tokenizer=Counting(), max_tokens=99, on_long="fail")
+    form = RowForm(tokenizer=Counting(), max_tokens=99, on_long_prompt="fail")
     train, _ = load_prompts(files(path, max_eval=1), form, seed=0)
     assert sizes == [1000, 1000, 500, 1]
     assert [bytes(p.token_ids).decode() for p in train] == [f"q{i}" for i in range(2500)]
@@ -356,36 +358,36 @@ def test_an_epoch_is_numpys_permutation_of_every_prompt() -> None:
     """A resume of an older checkpoint goes on in the same order."""
     held = prompts(50)
     wanted = [held[row] for epoch in (0, 1) for row in np.random.default_rng([5, epoch]).permutation(50).tolist()]
-    assert PromptStream(held, seed=5).take(100) == wanted
+    assert PromptStream(held, seed=5).next_prompts(100) == wanted
     stream = PromptStream(prompts(20), seed=0)
-    epochs = [[p.id for p in stream.take(20)] for _ in range(3)]
+    epochs = [[p.id for p in stream.next_prompts(20)] for _ in range(3)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(20)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 @pytest.mark.parametrize("taken", [0, 3, 7, 10, 14, 33])
 def test_a_restored_stream_continues_in_the_same_order(taken: int) -> None:
-    whole = PromptStream(prompts(7), seed=5).take(taken + 40)
+    whole = PromptStream(prompts(7), seed=5).next_prompts(taken + 40)
     first = PromptStream(prompts(7), seed=5)
-    first.take(taken)
+    first.next_prompts(taken)
     second = PromptStream(prompts(7), seed=5)
     second.restore(json.loads(json.dumps(first.state())))
-    assert second.take(40) == whole[taken:]
+    assert second.next_prompts(40) == whole[taken:]
 
 
 def test_what_is_left_out_comes_no_more_and_all_others_in_the_same_order() -> None:
-    whole, stream = PromptStream(prompts(7), seed=5).take(28), PromptStream(prompts(7), seed=5)
-    assert stream.take(7) == whole[:7]
-    stream.leave_out(whole[2])
+    whole, stream = PromptStream(prompts(7), seed=5).next_prompts(28), PromptStream(prompts(7), seed=5)
+    assert stream.next_prompts(7) == whole[:7]
+    stream.exclude(whole[2])
     wanted = [prompt for prompt in whole[7:] if prompt.id != whole[2].id]
-    assert stream.take(4) == wanted[:4]
+    assert stream.next_prompts(4) == wanted[:4]
     again = PromptStream(prompts(7), seed=5)
     again.restore(stream.state(), sorted(stream.left_out))
-    assert stream.take(14) == again.take(14) == wanted[4:]
+    assert stream.next_prompts(14) == again.next_prompts(14) == wanted[4:]
     for prompt in prompts(6):
-        stream.leave_out(prompt)
+        stream.exclude(prompt)
     with pytest.raises(DataError, match="no prompts are left to train on: none of 7 can be sampled"):
-        stream.leave_out(prompts(7)[6])
+        stream.exclude(prompts(7)[6])
 
 
 def dated(folder: Path, today: str) -> PromptPool:
@@ -394,16 +396,16 @@ def dated(folder: Path, today: str) -> PromptPool:
     path.write_text("".join(json.dumps({"question": f"1+{i}?", "answer": "4"}) + "\n" for i in range(5)))
     tokenizer.chat_template = f"{today}: {{{{ messages[0].content }}}}"
     data = FileData(type="files", train=path, eval=path, chat_template=True)
-    return load_prompts(data, RowForm(tokenizer=tokenizer, max_tokens=99, on_long="fail"), seed=0)[0]
+    return load_prompts(data, RowForm(tokenizer=tokenizer, max_tokens=99, on_long_prompt="fail"), seed=0)[0]
 
 
 @pytest.mark.parametrize("weights", [None, {"": 1.0}])
 def test_a_run_with_the_date_in_its_prompts_resumes_later(tmp_path: Path, weights: dict[str, float] | None) -> None:
     first = PromptStream(dated(tmp_path, "26 Nov"), seed=0, weights=weights)
-    first.take(1)
+    first.next_prompts(1)
     second = PromptStream(dated(tmp_path, "27 Nov"), seed=0, weights=weights)
     second.restore(first.state())
-    (there,), (here,) = first.take(1), second.take(1)
+    (there,), (here,) = first.next_prompts(1), second.next_prompts(1)
     assert (there.id, there.text, here.text) == (here.id, f"26 Nov: {here.question}", f"27 Nov: {here.question}")
 
 
@@ -441,7 +443,7 @@ def test_a_prompt_is_left_out_without_a_walk_over_all_once_they_are_read_ahead()
     stream = PromptStream(held, seed=0)
     stream.read_ahead()
     before = held.walks
-    stream.leave_out(held[3])
+    stream.exclude(held[3])
     assert (stream.left_out, held.walks) == ({3}, before)
 
 

@@ -76,7 +76,7 @@ def loaded(form: str, train: Path, held_out: Path) -> PromptPool:
 def load(
     data: FileRunData | MixtureData, *, rows: RowsOf = "answers", limit: int = 99, long: str = "fail"
 ) -> PromptPool:
-    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long=long)
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=limit, on_long_prompt=long)
     return load_prompts(data, form, seed=0, on_leak=data.on_leak, rows=rows, samples=False)[0]
 
 
@@ -108,7 +108,7 @@ def test_prompts_and_draws_are_those_of_jsonl_and_of_sets(form: str, tmp_path: P
     assert 20 < len(kept) < 80
     assert [one.id for one in ours] == kept
     assert list(ours) == list(theirs)
-    assert PromptStream(ours, seed=3).take(200) == PromptStream(theirs, seed=3).take(200)
+    assert PromptStream(ours, seed=3).next_prompts(200) == PromptStream(theirs, seed=3).next_prompts(200)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -133,12 +133,12 @@ def test_fields_of_an_object_are_read_as_those_of_the_row(form: str, kind: str, 
 def test_a_resume_draws_what_an_uninterrupted_run_draws_and_refuses_other_rows(form: str, tmp_path: Path) -> None:
     rows = made(form, 40, 0, values=10**6)
     path, held_out = written(tmp_path / "t.parquet", rows), written(tmp_path / "e.jsonl", made(form, 1, 5, 10**6))
-    whole = PromptStream(loaded(form, path, held_out), seed=3).take(90)
+    whole = PromptStream(loaded(form, path, held_out), seed=3).next_prompts(90)
     first, again = (PromptStream(loaded(form, path, held_out), seed=3) for _ in range(2))
-    first.take(47)
+    first.next_prompts(47)
     state = first.state()
     again.restore(state)
-    assert again.take(43) == whole[47:]
+    assert again.next_prompts(43) == whole[47:]
     written(path, [*rows[:-1], row(form, "other", "1", "2")])
     with pytest.raises(CheckpointError, match="as many training prompts"):
         PromptStream(loaded(form, path, held_out), seed=3).restore(state)
@@ -154,7 +154,7 @@ def test_an_epoch_of_parquet_has_each_row_once_and_counts_those_that_are_too_lon
     job = "dpo" if pairs else "sft"
     config = load_config(f"{job}_tiny", [f"{job}.max_tokens=32", f"{job}.on_long=drop"])
     train = load(data, rows="pairs" if pairs else "answers", limit=32, long="drop")
-    drawn = PromptStream(train, seed=0).take(len(train))
+    drawn = PromptStream(train, seed=0).next_prompts(len(train))
     units: list[Unit] = (
         [*answer_pairs(drawn, byte_tokenizer(), {"": 257})]
         if pairs
@@ -162,7 +162,7 @@ def test_an_epoch_of_parquet_has_each_row_once_and_counts_those_that_are_too_lon
     )
     found = fit_rows(units, config)
     assert sorted(unit[0].id for unit in found.units) == sorted(f"t:{number}" for number in range(21, 41))
-    assert found.dropped == 20 * (1 + pairs)
+    assert found.num_dropped == 20 * (1 + pairs)
 
 
 def calling(name: str, **arguments: object) -> dict[str, Any]:

@@ -70,12 +70,12 @@ def test_anything_else_is_refused_with_a_word_for_the_model(text: str, why: str)
 def test_a_calculation_is_observed_and_an_answer_ends() -> None:
     step = stepped("?37*45")
     assert step.observation is not None
-    assert step.observation.said == ":1665"
+    assert step.observation.content == ":1665"
     assert step.reward is None
     assert step.metrics == {"calculations": 1, "failed_calculations": 0}
     failed = stepped("?37**45")
     assert failed.observation is not None
-    assert (failed.observation.said, failed.metrics["failed_calculations"]) == (":syntax", 1)
+    assert (failed.observation.content, failed.metrics["failed_calculations"]) == (":syntax", 1)
     expected = [(1.0, None), (0.0, None), (0.0, None), (0.0, None)]
     assert [(one.reward, one.observation) for one in map(stepped, ("!1665", "!1664", "1665", ""))] == expected
 
@@ -122,7 +122,7 @@ async def played(one: Prompt, player: Player, rewarded: str = "bits") -> list[En
         guess = player(seen)
         steps.append(step := await game.step(said(str(guess))))
         if step.observation is not None:
-            seen.append((guess, str(step.observation.said)))
+            seen.append((guess, str(step.observation.content)))
     return steps
 
 
@@ -149,7 +149,7 @@ def test_guesses_get_the_bits_that_they_settle() -> None:
             assert [step.reward for step in alone] == [0.0] * (len(alone) - 1) + [alone[-1].metrics["found"]]
     first, *others = asyncio.run(played(TASKS[9], lambda seen: [8, 3, 8, 9][len(seen)]))
     assert first.observation is not None
-    assert first.observation.said == ">"
+    assert first.observation.content == ">"
     assert [step.metrics["kept"] for step in others] == [0.0, 0.0, 1.0]
     assert [step.reward for step in others[:2]] == [0.0, 0.0]
 
@@ -158,7 +158,7 @@ def test_guesses_get_the_bits_that_they_settle() -> None:
 def test_what_is_no_number_of_the_range_settles_nothing(text: str) -> None:
     step = asyncio.run(guessed(TASKS[3], text))
     assert step.observation is not None
-    assert (step.observation.said, step.reward, step.metrics["kept"]) == ("!", 0.0, 0.0)
+    assert (step.observation.content, step.reward, step.metrics["kept"]) == ("!", 0.0, 0.0)
 
 
 def test_its_texts_teach_to_write_and_not_to_search() -> None:

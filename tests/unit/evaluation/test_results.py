@@ -41,7 +41,7 @@ def result(folder: Path, row: dict[str, str], template: str) -> SetResult:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     data = FileData(type="files", train=folder / "train.jsonl", eval=folder / "eval.jsonl", chat_template=True)
-    _, prompts = load_prompts(data, RowForm(tokenizer=tokenizer, max_tokens=50, on_long="fail"), seed=0)
+    _, prompts = load_prompts(data, RowForm(tokenizer=tokenizer, max_tokens=50, on_long_prompt="fail"), seed=0)
     measured = EvalSetSamples(
         problems=tuple(one.id for one in prompts),
         samples=1,

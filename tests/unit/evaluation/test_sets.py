@@ -58,10 +58,10 @@ class Written(RolloutEngine):
         texts = self.answers[request.id.rpartition(": ")[2]][: request.num_completions]
         return [completion([*map(ord, text or " ")], finish="stop" if text else "length") for text in texts]
 
-    def so_far(self, request_id: str) -> Completion | None:
+    def partial_completion(self, request_id: str) -> Completion | None:
         return None
 
-    async def interrupt(self) -> None: ...
+    async def collect_partials(self) -> None: ...
 
 
 def sampler(engine: RolloutEngine, reward: Any = "final_number", **section: Any) -> RolloutSampler:
@@ -97,7 +97,7 @@ def test_figures_are_those_counted_by_hand() -> None:
     assert row["eval/math/length"] == 20 / 16  # "words" has five, all others one
     assert row["eval/math/errors"] == 0
     assert all(documented(name) for name in row)
-    found = asyncio.run(measure(sampler(engine), one, EvalSection())).figures((1, 2, 4))
+    found = asyncio.run(measure(sampler(engine), one, EvalSection())).metrics((1, 2, 4))
     assert found["pass@1"] == found["mean@4"] == rate_interval([4, 2, 2, 0], samples=4)
     assert found["all@2"] == chance_interval([1, 1 / 6, 1 / 6, 0], samples=4)
     assert found["pass@2"] == chance_interval([1, 5 / 6, 5 / 6, 0], samples=4)
@@ -231,7 +231,7 @@ def test_of_a_sets_files_the_first_max_eval_rows_are_read_and_none_to_train_on(t
     (tmp_path / "e.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     keys = ["type=files", "train=none.jsonl", f"eval={tmp_path}/e.jsonl", "max_eval=1"]
     config = load_config("tiny_cpu", [f"eval.sets.a.data.{key}" for key in keys])
-    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail")
+    form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long_prompt="fail")
     (found,) = problem_sets(config, [], partial(load_held_out, form=form, seed=0))
     assert [one.text for one in found.prompts] == ["short"]
     load_prompts(config.data, form, seed=0, on_leak="fail", sets=config.eval.data_of_sets)

@@ -43,7 +43,7 @@ class Ranks:
         self.role, self.heard = role, heard
         self.workers = (SimpleNamespace(rank=0),)
 
-    def begin(self, name: str, arguments: object) -> list[Any]:
+    def send(self, name: str, arguments: object) -> list[Any]:
         assert name in RankModels.CALLS
         self.heard.append(f"{self.role} {name}")
         return [[({}, 0.0)] if name == "score" else {}]
@@ -51,12 +51,12 @@ class Ranks:
     async def gather(self, answers: list[Any]) -> list[Any]:
         return answers
 
-    async def each(self, name: str, *arguments: object) -> list[Any]:
+    async def call_all(self, name: str, *arguments: object) -> list[Any]:
         assert name in RankModels.CALLS
         self.heard.append(f"{self.role} {name}")
         return [None]
 
-    async def ask(self, name: str, shares: object) -> list[Any]:
+    async def call(self, name: str, shares: object) -> list[Any]:
         self.heard.append(f"{self.role} {name}")
         return [{}]
 
@@ -87,27 +87,28 @@ class Servers:
 def roles_of(servers: Servers, policy: Any, critic: Any, reference: Any) -> RunComponents:
     learners, weights = {"policy": policy, "critic": critic}, cast(Any, servers)
     return colocated(
-        RunComponents(learners=learners, frozen={"reference": reference}, engine=weights, weights=weights), weights
+        RunComponents(learners=learners, frozen_models={"reference": reference}, engine=weights, weight_sync=weights),
+        weights,
     )
 
 
 async def test_models_release_their_memory_before_a_push_and_servers_before_models_compute() -> None:
-    assert {*COMPUTING} == {name for name in dir(Learner) if name[0] != "_"} - {"forget", "release", "save"}
+    assert {*COMPUTING} == {name for name in dir(Learner) if name[0] != "_"} - {"free_step", "release_memory", "save"}
     heard: list[str] = []
     models = {role: learner(cast(WorkerGroup, Ranks(role, heard)), role) for role in "abc"}
     servers = Servers(heard)
     roles = roles_of(servers, *(models[role] for role in "abc"))
     batch = Packer(dims=ParallelDims(), max_tokens=2).pack(sequences_of([2]))
-    await roles.weights.push(1)
-    await roles.frozen["reference"].score(batch, frozenset())
+    await roles.weight_sync.push(1)
+    await roles.frozen_models["reference"].score(batch, frozenset())
     await roles.policy.backward(batch, cast(Loss, None))
     await roles.learners["critic"].step(0.1)
-    await roles.policy.release()
-    await roles.weights.export(Path("x"))
+    await roles.policy.release_memory()
+    await roles.weight_sync.export(Path("x"))
     assert heard == [
-        *("a release", "b release", "c release", "servers load 1"),
+        *("a release_memory", "b release_memory", "c release_memory", "servers load 1"),
         *("servers release", "c score", "servers release", "a backward", "servers release", "b step"),
-        *("a release", "export x"),
+        *("a release_memory", "export x"),
     ]
 
 
@@ -135,20 +136,20 @@ async def test_models_loaded_at_the_start_leave_the_gpus_before_sampling(tmp_pat
         update=none,
         start_folder=tmp_path / "start",
         recorder=none,
-        route="",
-        stream=cast(Any, SimpleNamespace(start_over=lambda: None)),
+        push_route="",
+        stream=cast(Any, SimpleNamespace(restart=lambda: None)),
     )
     if fresh:
-        await roles.weights.push(0)  # as the warm start before it
+        await roles.weight_sync.push(0)  # as the warm start before it
     else:
         await job.restore(TrainerState(step=3, prompts=none, stream=None))
     await job.start(fresh=fresh)
     if fresh:
         await job.evaluate(Stopwatch())
-    version, parked = 0 if fresh else 3, [f"{role} release" for role in models]
+    version, parked = 0 if fresh else 3, [f"{role} release_memory" for role in models]
     pushed = [*parked, f"servers load {version}"]
-    first = ["export start", "servers release", "critic start_from"] if fresh else []
-    loaded = [*first, "servers release", "reference start_from"]
+    first = ["export start", "servers release", "critic load_weights"] if fresh else []
+    loaded = [*first, "servers release", "reference load_weights"]
     assert heard == [*pushed, *loaded, *pushed, *(["servers sample"] if fresh else [])]
 
 
@@ -156,7 +157,7 @@ def test_servers_leave_the_gpus_before_a_checkpoint_is_loaded(tmp_path: Path) ->
     heard: list[str] = []
     critic, servers = learner(cast(WorkerGroup, Ranks("critic", heard)), "critic"), Servers(heard)
     none = cast(Any, None)
-    roles = RunComponents(learners={"policy": critic}, frozen={}, engine=none, weights=none)
+    roles = RunComponents(learners={"policy": critic}, frozen_models={}, engine=none, weight_sync=none)
     asyncio.run(colocated(roles, cast(ReplicaWeights, servers)).policy.load(tmp_path, {}))
     assert heard == ["servers release", "critic verify", "critic load"]
 
@@ -209,13 +210,13 @@ def test_a_rank_leaves_its_gpu_by_model_and_returns_what_torch_keeps(monkeypatch
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: heard.append("empty"))
 
     def model(role: str) -> SimpleNamespace:
-        return SimpleNamespace(park=lambda *, pushed: heard.append((role, pushed)))
+        return SimpleNamespace(offload=lambda *, pushed: heard.append((role, pushed)))
 
     for shares in (True, False):
         rank = RankModels.__new__(RankModels)
         rank._learners = cast(Any, {role: model(role) for role in ("policy", "critic")})
         rank._shares_gpus, rank._leaving = shares, frozenset()
-        rank.release()
+        rank.release_memory()
     assert heard == [("policy", True), ("critic", False), "empty", "empty"]
 
 

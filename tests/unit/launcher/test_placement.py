@@ -167,7 +167,7 @@ def test_servers_on_several_nodes_have_neighbouring_nodes_and_gpus_of_their_own(
     assert [s for server in servers for s in server] == list(seats)
     for server in servers:
         first = nodes.index(server[0].node)
-        assert [(s.node, s.part) for s in server] == [(nodes[first + i], i) for i in range(span)]
+        assert [(s.node, s.node_index) for s in server] == [(nodes[first + i], i) for i in range(span)]
         assert first % span == 0
         assert len({s.gpus for s in server}) == 1
         assert sum(len(s.gpus) for s in server) == ranks
@@ -357,7 +357,7 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path) -> None:
     allocation = Allocation(
         id="7",
         restart=0,
-        here="a1",
+        this_node="a1",
         nodes=("a1", "a2"),
         engine_nodes=("e1",),
         folder=tmp_path,
@@ -377,7 +377,9 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path) -> None:
 
 def test_a_name_without_an_address_is_asked_for_again_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clouds name a node that they have just made after Slurm has started the job on it."""
-    allocation = Allocation(id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1",), folder=tmp_path)
+    allocation = Allocation(
+        id="7", restart=0, this_node="a1", nodes=("a1", "a2"), engine_nodes=("b1",), folder=tmp_path
+    )
     config = config_of("slurm.nodes=2", "rollout=vllm", "slurm.engines.nodes=1")
     left = 2
 
@@ -403,7 +405,7 @@ def test_a_name_without_an_address_is_asked_for_again_and_told(tmp_path: Path, m
 
 
 def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:
-    cut = Allocation(id="7", restart=0, here="a1", nodes=("a1", "a2"), engine_nodes=("b1", "b2"), folder=tmp_path)
+    cut = Allocation(id="7", restart=0, this_node="a1", nodes=("a1", "a2"), engine_nodes=("b1", "b2"), folder=tmp_path)
     placement = submit.resolve_job(config_of("slurm.nodes=2")).placement
     slurm = config_of().slurm
     where = cut.learner_options()

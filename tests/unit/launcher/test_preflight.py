@@ -56,7 +56,7 @@ def job_of(config: RunConfig, folder: Path) -> tuple[DatasetJob, Data]:
     """The job on written text of a configuration, without processes, and its data."""
     none: Any = None
     parts = RunParts(config=config, folder=folder, reward=none, allocation=None)
-    roles = RunComponents(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    roles = RunComponents(learners={"policy": none}, frozen_models={}, engine=none, weight_sync=none)
     assert config.model.path is not None
     data = training_data(config, config.model.path)
     return dataset_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print), data

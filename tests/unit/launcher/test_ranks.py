@@ -221,7 +221,7 @@ async def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_
         array = np.zeros(LARGE, np.uint8)
         waiting = [call(group.workers[0], "hold", array), call(group.workers[0], "score", 1)]
         for number in range(100):
-            asked = asyncio.ensure_future(group.ask("step", {1: (number,)}))
+            asked = asyncio.ensure_future(group.call("step", {1: (number,)}))
             assert await asyncio.to_thread(answers, streams[1], -number) == ("step", (number,))
             assert await asked == [-number]
         assert not waiting[0].done()
@@ -236,24 +236,24 @@ async def test_ranks_meet_once_none_works_alone() -> None:
     """Else the others would wait in a collective for one that samples, as long as that takes."""
     async with ranks(2) as (group, streams):
         first = call(group.workers[1], "generate")
-        met = asyncio.ensure_future(group.meet("durable"))
+        met = asyncio.ensure_future(group.call_collective("finalize"))
         await asyncio.to_thread(wire.receive, streams[1])
         second = call(group.workers[0], "generate")  # before the first is answered
-        passes = asyncio.ensure_future(group.each("backward"))
+        passes = asyncio.ensure_future(group.call_all("backward"))
         await asyncio.sleep(0)
         wire.send(streams[1], wire.pack(("ok", "one", None)))
         heard = [[(await asyncio.to_thread(answers, streams[0], "two"))[0]], list[str]()]
         for _ in range(2):
             for stream, names in zip(streams, heard, strict=True):
                 names.append((await asyncio.to_thread(answers, stream, 0))[0])
-        assert heard == [["generate", "backward", "durable"], ["backward", "durable"]]
+        assert heard == [["generate", "backward", "finalize"], ["backward", "finalize"]]
         assert (await first, await second, await passes, await met) == ("one", "two", [0, 0], [0, 0])
 
 
 async def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
     sent = np.random.default_rng(0).integers(0, 255, (4, LARGE // 4), np.uint8)
     async with ranks(4) as (group, streams):
-        asked = asyncio.ensure_future(group.each("generate"))
+        asked = asyncio.ensure_future(group.call_all("generate"))
         await asyncio.gather(*[asyncio.to_thread(answers, stream, sent[rank]) for rank, stream in enumerate(streams)])
         for rank, (found, stream) in enumerate(zip(await asked, streams, strict=True)):
             assert np.array_equal(found, sent[rank])
@@ -314,7 +314,7 @@ def _many_files() -> Iterator[None]:
 async def test_384_ranks_need_no_thread() -> None:
     before = threading.active_count()
     async with ranks(384) as (group, streams):
-        asked = asyncio.ensure_future(group.each("step", 1))
+        asked = asyncio.ensure_future(group.call_all("step", 1))
         while not streams[-1].poll():
             await asyncio.sleep(0)
         assert threading.active_count() == before
@@ -354,11 +354,11 @@ class Stages:
         self.heard: list[tuple[str, int]] = []
         self.workers = [Rank(rank, self) for rank in range(8)]
 
-    async def each(self, name: str, role: str) -> list[OwnLayers]:
+    async def call_all(self, name: str, role: str) -> list[OwnLayers]:
         assert (name, role) == ("column_layers", "policy")
         return [{"routes": (0, 2)}] * 4 + [{"routes": (1, 3)}] * 4
 
-    def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+    def send(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         return [self.workers[rank].call(name, *given) for rank, given in arguments.items()]
 
     async def gather(self, answers: list[Any]) -> list[Any]:
@@ -408,14 +408,14 @@ def test_the_first_rank_of_each_data_parallel_rank_is_sent_its_rows_and_the_othe
     stages = score(given)
     assert [rank for rank, share in stages.shares.items() if share is not None] == list(FIRST)
     for share, row in zip(shares_of(stages), given.micro_batches, strict=True):
-        found = RankRows().take(share)
+        found = RankRows().micro_batches(share)
         assert [m.input_ids.tolist() for m in found] == [m.input_ids.tolist() for m in row]
 
 
 def test_a_rank_keeps_the_routes_of_its_own_layers() -> None:
     given = packed(samples(4))
     for share, row in zip(shares_of(score(given)), given.micro_batches, strict=True):
-        for found, whole in zip(RankRows().take(share, {"routes": (1, 3)}), row, strict=True):
+        for found, whole in zip(RankRows().micro_batches(share, {"routes": (1, 3)}), row, strict=True):
             assert torch.equal(found.extra["routes"], whole.extra["routes"][:, [1, 3]])
     with pytest.raises(RLMegatronError, match="have 3 layers, but the learner's model has 4"):
         score(packed(samples(3)))
@@ -426,7 +426,7 @@ def test_routes_are_sent_to_the_policy_alone() -> None:
     group = cast(WorkerGroup, stages)
     reference = LearnerGroup(group, "reference", BatchCalls(group, DIMS))
     asyncio.run(reference.score(packed(samples(4)), frozenset({"logprobs"})))
-    assert [one.extra for share in shares_of(stages) for one in RankRows().take(share)] == [{}] * 4
+    assert [one.extra for share in shares_of(stages) for one in RankRows().micro_batches(share)] == [{}] * 4
 
 
 async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
@@ -443,28 +443,28 @@ async def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
     for _ in range(2):
         await calls.call("backward", (), trained, CrossEntropy(), to_score=False)
         sent.append([len(share) for share in shares_of(stages)])
-    await policy.forget()
-    await critic.forget()
+    await policy.free_step()
+    await critic.free_step()
     first, second, loss, again = sent
     assert all(a < b for a, b in zip(second, first, strict=True))
     assert all(a < b for a, b in zip(again, loss, strict=True))
-    assert [rank for name, rank in stages.heard if name == "forget"] == list(range(8))
+    assert [rank for name, rank in stages.heard if name == "free_step"] == list(range(8))
     for share in shares_of(stages):
         with pytest.raises(RLMegatronError, match="which it was not sent"):
-            RankRows().take(share)
+            RankRows().micro_batches(share)
 
 
 async def test_rows_are_freed_though_later_shares_could_not_be_computed() -> None:
     stages, whole = Stages(), packed(samples())
     learner = learner_of(stages)
-    await learner.forget()
+    await learner.free_step()
     assert not stages.heard
     await learner.score(whole, frozenset({"logprobs"}))
     with pytest.raises(IndexError):
         await learner.score(replace(whole, sequences=()), frozenset({"logprobs"}))
-    await learner.forget()
-    await learner.forget()
-    assert [rank for name, rank in stages.heard if name == "forget"] == list(range(8))
+    await learner.free_step()
+    await learner.free_step()
+    assert [rank for name, rank in stages.heard if name == "free_step"] == list(range(8))
 
 
 async def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
@@ -473,7 +473,7 @@ async def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
     await asyncio.gather(*(learner.score(whole, want) for _ in range(2)))
     held = RankRows()
     with pytest.raises(RLMegatronError, match=r"'input_ids' of rows 3 of batch 1, 1 in all, which it was not sent"):
-        held.take(shares_of(stages)[0])
+        held.micro_batches(shares_of(stages)[0])
 
 
 async def test_of_many_ranks_each_eighth_that_is_ready_is_told() -> None:
@@ -496,7 +496,7 @@ async def test_ranks_are_told_the_files_of_their_kernels_and_those_not_written_a
         return ["no room"] * len(arguments)
 
     ranks = [SimpleNamespace(role="critic", rank=rank) for rank in range(3)]
-    async with record_kernels([cast(Any, SimpleNamespace(workers=ranks, ask=ask))], tmp_path):
+    async with record_kernels([cast(Any, SimpleNamespace(workers=ranks, call=ask))], tmp_path):
         assert asked == {"begin_kernels": {0: ()}}
     assert asked["end_kernels"] == {0: (tmp_path / f"{file_stem('critic', 0)}.json.gz",)}
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -506,7 +506,7 @@ async def test_ranks_are_told_the_files_of_their_kernels_and_those_not_written_a
 class Watched:
     """A rank as the watchdog knows it; a stopped one writes its stack once it is woken."""
 
-    role, ready, asked, still, beats, doing = LEARNER, True, None, 0, 5, "no call"
+    role, ready, pending_call, still, beats, doing = LEARNER, True, None, 0, 5, "no call"
 
     def __init__(self, rank: int, quiet: int, folder: Path) -> None:
         self.rank, self.quiet, self.process, self.who = rank, quiet, self, f"rank {rank}"
@@ -526,7 +526,7 @@ class Watched:
 
 def test_a_silent_rank_is_woken_for_its_stack_and_ends_the_run(tmp_path: Path) -> None:
     said: list[WorkerFailure] = []
-    failure = SimpleNamespace(claim=lambda: None, report=lambda error, **_: said.append(error))
+    failure = SimpleNamespace(report_first=lambda: None, report=lambda error, **_: said.append(error))
     ranks = [Watched(0, 0, tmp_path), Watched(1, 50, tmp_path), Watched(2, 10, tmp_path)]
     config = load_config("tiny_cpu", ["learner.timeout_seconds=120"])
     run_at_once(Watchdog(cast(Any, ranks), cast(Any, failure), config, tmp_path).watch())
@@ -544,7 +544,7 @@ class TwoRanks:
         self.calls: list[tuple[str, int]] = []
         self._corrupted = corrupted
 
-    async def each(self, name: str, version: int, beside: bool = False) -> list[Any]:
+    async def call_all(self, name: str, version: int, beside: bool = False) -> list[Any]:
         self.calls.append((name, version))
         if name == "send":
             sent = WeightUpdate(version=version, num_bytes=3, seconds=2.0)

@@ -151,9 +151,9 @@ def run_refuses(config: RunConfig, folder: Path) -> str:
         data = training_data(config, folder, vocab_size=shape.vocab_size)
         if not config.kind.samples:
             parts = RunParts(config=config, folder=folder, reward=none, allocation=None)
-            roles = RunComponents(learners={"policy": none}, frozen={}, engine=none, weights=none)
+            roles = RunComponents(learners={"policy": none}, frozen_models={}, engine=none, weight_sync=none)
             job = dataset_job(parts, shape, roles, data, attention_cost=1.0, note=print)
-            asyncio.run(job._look_ahead())
+            asyncio.run(job._prefetch_rows())
             held_out_parts(data.train[:], job.units_of, lambda rows: cast(Samples, rows), config)
             return ""
         rows = LearnedRows(

@@ -586,7 +586,7 @@ async def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, othe
     """It is moved; ``other``: and another is there, as below the mount point of a file system that is unmounted."""
     run, moved, training = tmp_path / "runs/a", tmp_path / "moved", cast(Any, Training())
     pace, state = (
-        Intervals(steps=2, rows=1, evaluations=0, checkpoints=1),
+        Intervals(steps=2, metrics=1, evaluations=0, checkpoints=1),
         TrainerState(step=1, prompts={}, stream=None),
     )
 

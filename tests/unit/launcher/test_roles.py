@@ -252,7 +252,7 @@ def test_a_classifier_has_no_log_probs_to_compare_with(folders: dict[str, Path],
     assert found.startswith(f"algorithm.kl.reference={folder} is a sequence classifier")
     with pytest.raises(ConfigError, match=r"model\.path=.*classifier is a sequence classifier, which scores texts"):
         starting_shape(load_config("tiny_cpu", ["run.name=x", f"model.path={folder}"]))
-    assert starting_shape(load_config("reward_tiny", ["run.name=x", f"model.path={folder}"])).scores
+    assert starting_shape(load_config("reward_tiny", ["run.name=x", f"model.path={folder}"])).has_score_head
     assert not refusals(load_config("reward_tiny", ["run.name=x", f"model.path={folders['policy']}"]))
 
 

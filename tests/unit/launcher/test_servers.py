@@ -135,13 +135,13 @@ def test_a_server_is_started_again_as_often_as_it_may_be(
             raise left.pop(0)
         return "serves"
 
-    engine: Any = SimpleNamespace(tries=lambda one: one.restarts, weights=SimpleNamespace(room=room))
+    engine: Any = SimpleNamespace(attempt_count=lambda one: one.restarts, weights=SimpleNamespace(wait_for_memory=room))
     section, nothing = ServerSection(restarts=3), cast(Any, None)
-    supervised = supervisor.Supervisor(engine=engine, section=section, restart=start, refit=nothing)
+    supervised = supervisor.Supervisor(engine=engine, section=section, restart=start, push_current=nothing)
     monkeypatch.setattr("launcher.servers.supervisor.asyncio.sleep", sleep)
     refused: Any = pytest.raises(raised, match="start of replica 0: this") if raised else contextlib.nullcontext()
     with refused:
-        assert asyncio.run(supervised._again(replica)) == (None if len(faults) == 3 else "serves")
+        assert asyncio.run(supervised._restart(replica)) == (None if len(faults) == 3 else "serves")
     assert (waited, replica.restarts, left) == (waits, len(waits), [])
     assert seen == ["killed", *([str(FAULT)] * (len(waits) - 1))]
     assert replica.health is (Health.DEAD if len(faults) == 3 else Health.RESTARTING)
@@ -173,7 +173,7 @@ async def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> Non
                 assert not replica.suspected.is_set()
                 replica.suspect(AttemptFailed("of another cause"))  # its supervisor asks for its health
                 with pytest.raises(TooManyOpenFiles, match=r"/health: .*open files"):
-                    await it.engine.replicas.some(list)
+                    await it.engine.replicas.wait_for_healthy(list)
             assert replica.health is Health.HEALTHY
 
 

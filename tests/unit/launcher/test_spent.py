@@ -213,7 +213,7 @@ def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
         stop = StopSignal(Progress(2, "plain"))
         making = asyncio.create_task(train._report(config, tmp_path, Progress(2, "plain"), stop))
         assert await asyncio.to_thread(begun.wait, 20)
-        making.cancel() if by is None else stop.ask(by)
+        making.cancel() if by is None else stop.request(by)
         await asyncio.wait({making})
         assert not stop.is_set()
         goes_on.set()

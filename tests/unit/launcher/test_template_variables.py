@@ -255,11 +255,11 @@ def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_ju
     params = ours.params(temperature=1.0)
     for found in (
         trajectories(asyncio.run(ours.groups(drawn(prompts)))),
-        trajectories(asyncio.run(ours.held_out(EvalRequest(prompts=prompts, params=params)))),
+        trajectories(asyncio.run(ours.sample_eval(EvalRequest(prompts=prompts, params=params)))),
     ):
         assert [(one.reward, len(one.turns)) for one in found] == [(1.0, 2), (-1.0, 1)] * 2
         assert [bytes(one.chains[0].token_ids[:4].tolist()).decode() for one in found] == [p.text for p in prompts]
-    assert ours.so_far(drawn(prompts)[0]) == ()
+    assert ours.partial_completion(drawn(prompts)[0]) == ()
 
 
 @pytest.mark.parametrize("given", ["", "intern", "*"])

@@ -60,7 +60,7 @@ def learner(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank
     rendezvous = f"file://{folder}/rendezvous"
     setup = Setup(config=config, model_folder=hf, run_folder=folder, rendezvous=rendezvous, role="learner")
     rank = RankModels(setup, 0, None)
-    rank.start_from("policy", hf)
+    rank.load_weights("policy", hf)
     yield rank
     rank.close()
     torch.set_num_threads(threads)
@@ -99,7 +99,7 @@ def test_learner_and_engine_score_alike(thinking: str, engine: LocalEngine, lear
         groups.append(RolloutGroup(prompt=prompt, trajectories=(rows,)))
     samples = to_samples(groups)
     share = share_of([samples], ParallelDims(), 0, to_score=True)
-    ((found, _),) = learner.score([ForwardPass(role="policy", want=frozenset({"logprobs"}))], share)
+    ((found, _),) = learner.score([ForwardPass(role="policy", outputs=frozenset({"logprobs"}))], share)
     assert found is not None
     ours, engines = found["logprobs"][0][samples.mask], samples.rollout_logprobs[samples.mask]
     assert len(ours) > 400

@@ -170,7 +170,15 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
         (found[0] + found[1]).sum().backward()
     none = Elements(dense=0, experts=0)
     rank = Rank(
-        stage=0, parameters=none, trained=none, matrices=none, tokens=tokens, layers=(), inputs=(), longest=1, largest=1
+        stage=0,
+        parameters=none,
+        trained_parameters=none,
+        matrices=none,
+        tokens=tokens,
+        layers=(),
+        inputs=(),
+        longest=1,
+        largest=1,
     )
     learner = LearnerSection.model_validate({"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient})
     term = terms.logits_bytes(learner, replace(TINY_MOE, hidden_size=hidden, vocab_size=rows), rank)

@@ -174,13 +174,13 @@ def test_every_model_of_a_run_reads_and_has_its_layers(role: str, place: Path, m
         rank = RankModels(setup, 0, None)
         try:
             policy = "policy" if role == "learner" else "reference"
-            rank.start_from(policy, place / "hf")
+            rank.load_weights(policy, place / "hf")
             share = share_of([samples()], ParallelDims(), 0, to_score=True)
-            ((found, _),) = rank.score([ForwardPass(role=policy, want=frozenset({"logprobs"}))], share)
+            ((found, _),) = rank.score([ForwardPass(role=policy, outputs=frozenset({"logprobs"}))], share)
             assert found is not None
             assert float((found["logprobs"][0] - theirs(model)).abs().max()) < 1e-4
             if role == "learner":
-                rank.start_from("critic", place / "hf")
+                rank.load_weights("critic", place / "hf")
                 mine, other = (rank._learners[name].tensors for name in ("policy", "critic"))
                 assert mine.keys() - other.keys() == {"output_layer.weight"}
                 assert all(torch.equal(mine[name], tensor) for name, tensor in other.items())

@@ -50,7 +50,7 @@ def rank_of(policy: Path, folder: Path, *keys: str) -> Iterator[RankModels]:
     setup = Setup(config=config, model_folder=policy, run_folder=folder, rendezvous=rendezvous, role="learner")
     rank = RankModels(setup, 0, None)
     try:
-        rank.start_from("policy", policy)
+        rank.load_weights("policy", policy)
         yield rank
     finally:
         rank.close()
@@ -60,7 +60,7 @@ def rank_of(policy: Path, folder: Path, *keys: str) -> Iterator[RankModels]:
 def save(rank: RankModels, folder: Path) -> None:
     folder.mkdir()
     rank.save("policy", folder)
-    rank.durable("policy")
+    rank.finalize("policy")
 
 
 def trained(rank: RankModels, seed: int) -> Arrays:
@@ -100,11 +100,11 @@ def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...],
         wanted = {name: t.double().numpy().copy() for name, t in rank._learners["policy"].tensors.items()}
         save(rank, tmp_path / "warm_start")  # whose plan later saves do not use, which have more
         assert not has_extra_state(tmp_path / "warm_start")
-        rank.start_from("reference", policy)
+        rank.load_weights("reference", policy)
         save(rank, tmp_path / "first")
         for seed in range(3):
             now = trained(rank, seed)
-            rank.lead(RATE)
+            rank.update_reference(RATE)
             wanted = {name: (1 - RATE) * held + RATE * now[name] for name, held in wanted.items()}
         saved = average(rank._average)
         assert saved.keys() == wanted.keys()
@@ -114,13 +114,13 @@ def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...],
         save(rank, shards)
         assert rank._learners["policy"]._planned.made == 2  # by the plan of the one before
         trained(rank, 3)
-        rank.lead(RATE)
+        rank.update_reference(RATE)
         after = average(rank._average)
     with rank_of(policy, tmp_path / "resumed", *keys) as rank:
         rank.load("policy", shards)
         assert_same(average(rank._average), saved)
         trained(rank, 3)
-        rank.lead(RATE)
+        rank.update_reference(RATE)
         assert_same(average(rank._average), after)
     told = {part.what: part.parameters for part in describe(shards).parts if part.what.startswith("beside")}
     count = sum(held.size for held in saved.values()) * (2 if "learner.dtype=bfloat16" in keys else 1)  # of two halves
@@ -192,28 +192,28 @@ def critic_rank(policy: Path, folder: Path, *keys: str) -> Iterator[RankModels]:
 def test_only_the_output_layer_of_its_folder_is_left_out(tmp_path: Path) -> None:
     policy, deep = (make_tiny_model(TinySizes(num_layers=n), tmp_path, seed=0) for n in (1, 2))
     with critic_rank(policy, tmp_path / "run", f"model.path={policy}") as rank:
-        rank.start_from("critic", policy)
+        rank.load_weights("critic", policy)
         with pytest.raises(WeightError, match=r"critic has no tensor for \d+ of its tensors, as 'decoder.layers.1."):
-            rank.start_from("critic", deep)
+            rank.load_weights("critic", deep)
 
 
 def test_a_critic_of_another_optimizer_takes_a_checkpoints_weights_and_a_preflight_its_sizes(tmp_path: Path) -> None:
     policy, shards = make_tiny_model(TinySizes(num_layers=1), tmp_path, seed=0), tmp_path / "critic"
     with critic_rank(policy, tmp_path / "run", f"model.path={policy}") as rank:
-        rank.start_from("critic", policy)
+        rank.load_weights("critic", policy)
         for value in rank._learners["critic"].value_weight.values():
             value.fill_(0.5)
         rank._learners["critic"].adopt()
         wanted = {name: t.clone() for name, t in rank._learners["critic"].tensors.items()}
         shards.mkdir()
         rank.save("critic", shards)
-        rank.durable("critic")
+        rank.finalize("critic")
     for model, refused in ((policy, False), (make_tiny_model(TinySizes(), tmp_path, seed=0), True)):
         keys = ("algorithm=ppo", "learner.ep=1", f"model.path={model}", f"algorithm.critic.path={shards}")
         found = [one.text for one in check(PreflightContext(load_config("tiny_cpu", keys), for_job=False))]
         assert any("is no checkpoint of a critic of the policy's sizes" in one for one in found) == refused, found
     with critic_rank(policy, tmp_path / "then", f"model.path={policy}", "learner.optimizer.name=muon") as rank:
-        rank.start_from("critic", shards)
+        rank.load_weights("critic", shards)
         critic = rank._learners["critic"]
         assert all(bool((value == 0.5).all()) for value in critic.value_weight.values())
         assert all(torch.equal(critic.tensors[name], tensor) for name, tensor in wanted.items())

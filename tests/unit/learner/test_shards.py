@@ -143,12 +143,12 @@ def test_what_is_written_while_training_goes_on_is_the_state_at_its_start(hf: Pa
         with held_back():
             saving = learner.start_save(folder)
             train(learner, 3)
-            assert not saving.written
+            assert not saving.is_written
             assert not list(folder.glob("*.distcp"))
         saving.wait()
-        assert saving.written
+        assert saving.is_written
         assert list(folder.glob("*.distcp"))
-        files = saving.durable().files
+        files = saving.finalize().files
         assert files.keys() == {path.name for path in folder.iterdir()}
         assert files == digests(folder, files)
         blocks.append(learner._staged.num_bytes)
@@ -191,7 +191,7 @@ def test_a_planned_save_writes_the_bytes_of_one_planned_again_also_if_asynchrono
             (folder := tmp_path / f"{name} {kind}").mkdir()
             if kind == "fresh":
                 learner._planned.plan = None
-            learner.start_save(folder, apart=kind == "apart").durable()
+            learner.start_save(folder, apart=kind == "apart").finalize()
             found.append((written(folder), read_back(folder)))
             assert (learner._planned.plan is plan) == (kind != "fresh")
         assert [files for files, _ in found] == [found[0][0]] * 3, name
@@ -226,9 +226,9 @@ def test_a_disk_that_is_full_while_a_thread_writes_is_named_by_who_waits_for_it(
         saving._thread.join()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert saving.written
+    assert saving.is_written
     with pytest.raises(CheckpointError) as caught:  # there is room again, but not when it wrote
-        saving.durable()
+        saving.finalize()
     assert f"{folder} cannot be written: File too large; free space" in str(caught.value)
     again, fresh = save(learner, tmp_path / "again"), policy(hf)
     fresh.load(again)
@@ -246,8 +246,8 @@ def test_the_critics_save_waits_for_no_write_of_the_policys(hf: Path, tmp_path: 
         os.mkfifo(stuck)  # whoever opens it to write waits for a reader
     try:
         saves[1]._thread.join(30.0)
-        assert [save.written for save in saves] == [False, True]
-        assert saves[1].durable().files == digests(folders[1], [path.name for path in folders[1].iterdir()])
+        assert [save.is_written for save in saves] == [False, True]
+        assert saves[1].finalize().files == digests(folders[1], [path.name for path in folders[1].iterdir()])
     finally:
         stuck.read_bytes()
         saves[0].wait()
@@ -290,7 +290,7 @@ def test_a_converted_checkpoint_starts_layers_of_transformer_engine(hf: Path, tm
 def test_a_model_does_not_start_from_an_embedding_or_an_output_layer_of_other_rows(hf: Path, tmp_path: Path) -> None:
     """Megatron loads the rows that are there, and leaves the others at 0."""
     shape = read_shape(hf)
-    reward = make_policy(replace(shape, scores=True), SECTION, torch.device("cpu"), temperature=1.0)
+    reward = make_policy(replace(shape, has_score_head=True), SECTION, torch.device("cpu"), temperature=1.0)
     convert.hf_to_megatron(hf, tmp_path / "megatron")
     reward.load_weights(tmp_path / "megatron")  # without its output layer
     scores = save(reward, tmp_path / "scores")
@@ -391,7 +391,7 @@ class Passes:
 
     def read(self):
         seen, self.count = self.count, 0
-        return {"NAME": Metric(value=float(seen), over="sum")}
+        return {"NAME": Metric(value=float(seen), reduction="sum")}
 """
 
 
@@ -475,7 +475,7 @@ def test_an_installed_feature_acts_in_steps(tmp_path: Path, monkeypatch: pytest.
         for _ in range(2):
             learner.backward([samples()], CrossEntropy(), num_tokens=6, num_sequences=1)
             results.append(learner.step(1e-3))
-    assert [one.metrics.get("echo/positions") for one in results[:3]] == [None, None, Metric(value=18.0)]
+    assert [one.observer_metrics.get("echo/positions") for one in results[:3]] == [None, None, Metric(value=18.0)]
     learner.backward([samples()] * 2, CrossEntropy(), num_tokens=12, num_sequences=2)
     assert isinstance(learner.step(1e-3), SkippedStep), "its norm is not finite"
 
@@ -492,8 +492,8 @@ def test_it_sees_steps_alone_and_its_number_is_kept(tmp_path: Path, monkeypatch:
         learner.score([samples()], frozenset({"logprobs"}))
     result = learner.step(1e-3)
     assert isinstance(result, StepResult)
-    assert result.metrics["observer/passes"] == Metric(value=4.0, over="sum")
-    assert "moe/load_imbalance" in result.metrics
+    assert result.observer_metrics["observer/passes"] == Metric(value=4.0, reduction="sum")
+    assert "moe/load_imbalance" in result.observer_metrics
     assert documented("observer/passes") is not None
 
 
@@ -517,7 +517,7 @@ def test_experts_without_tokens_are_those_of_the_routes(hf: Path) -> None:
     assert isinstance(result, StepResult)
     experts = read_shape(hf).num_experts
     alive = [len(routes[:, layer].unique()) / experts for layer in range(routes.shape[1])]
-    assert 0 < result.metrics["moe/dead_experts"].value == pytest.approx(1 - sum(alive) / len(alive))
+    assert 0 < result.observer_metrics["moe/dead_experts"].value == pytest.approx(1 - sum(alive) / len(alive))
 
 
 def test_a_name_that_is_not_an_observers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: Path) -> None:

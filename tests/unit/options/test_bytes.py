@@ -214,7 +214,7 @@ def test_weights_have_two_copies_of_a_byte_but_for_tables_of_the_vocabulary(stag
     rank = Rank(
         stage=stage,
         parameters=held,
-        trained=held,
+        trained_parameters=held,
         matrices=held,
         tokens=1.0,
         layers=(0,),
@@ -321,7 +321,7 @@ def test_models_without_one_layer_are_refused() -> None:
 def test_the_plan_counts_the_parameters_of_the_published_layer() -> None:
     """DeepSeek-V3's README: 685 billion on the hub, of which 671 are the model's; the others are 11.5 of the layer's
     own and its copies of embedding and output matrix."""
-    with_layer = elements(megatron_layout(replace(DRAFTED, drafts=True)), 0).both
+    with_layer = elements(megatron_layout(replace(DRAFTED, num_draft_layers=True)), 0).both
     own = with_layer - elements(megatron_layout(DRAFTED), 0).both
     copies = 2 * DRAFTED.vocab_size * DRAFTED.hidden_size
     assert own == pytest.approx(11.5e9, rel=0.01)

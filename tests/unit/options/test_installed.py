@@ -146,7 +146,15 @@ def test_bytes_without_advice_are_refused(residual: Feature, monkeypatch: pytest
     monkeypatch.setattr(feature, "features", lambda: {"residual": more})
     none = Elements(dense=0, experts=0)
     rank = Rank(
-        stage=0, parameters=none, trained=none, matrices=none, tokens=1, layers=(), inputs=(), longest=1, largest=1
+        stage=0,
+        parameters=none,
+        trained_parameters=none,
+        matrices=none,
+        tokens=1,
+        layers=(),
+        inputs=(),
+        longest=1,
+        largest=1,
     )
     with pytest.raises(ConfigError, match="'residual' holds bytes for 'more', which its `changes` do not have"):
         memory(LearnerSection(), TINY_MOE, rank)

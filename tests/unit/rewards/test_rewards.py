@@ -395,7 +395,7 @@ def test_a_part_that_abstains_is_left_out_of_the_sum(mine: types.ModuleType) -> 
     assert [one.total for one in parts_of(unpaid, "1", "?")] == [0.0, 0.0]
     with pytest.raises(RewardError, match="completion 1 got no reward: the function, or every part, abstains"):
         asyncio.run(sampler(alone, lambda t: "1" if t[0] < 99 else "?").groups(drawn(PROMPTS)))
-    batch = RolloutBatch.of(
+    batch = RolloutBatch.from_results(
         asyncio.run(sampler(section, lambda t: str(t[0]) if t[0] < 99 else "?").groups(drawn(PROMPTS)))
     )
     assert batch.part_means() == {"reward/part/right": 0.5, "reward/part/some": 2.0}
@@ -440,7 +440,7 @@ def sampler(section: RewardSection, decode: Callable[[Sequence[int]], str] = lam
 
 def test_part_means_are_over_the_scored_completions(mine: types.ModuleType) -> None:
     section = parts(right=("exact_match", 2.0), order=("parts_for_test:order", 1.0))
-    batch = RolloutBatch.of(asyncio.run(sampler(section).groups(drawn(PROMPTS))))
+    batch = RolloutBatch.from_results(asyncio.run(sampler(section).groups(drawn(PROMPTS))))
     assert [group.rewards for group in batch.groups] == [(2.0, 1.0)] * 3
     assert batch.part_means() == {"reward/part/right": 0.5, "reward/part/order": 0.5}
     assert batch.reward_sum / batch.num_completions == 2 * 0.5 + 0.5
@@ -452,7 +452,7 @@ def test_empty_completions_count_not(mine: types.ModuleType, on_error: str | flo
     with pytest.raises(RewardError, match=r"'exact_match, parts_for_test:gaps' of prompt 'p1'.*0 got nan.*\(gaps: inf"):
         asyncio.run(sampler(section).groups(drawn(PROMPTS)))
     ours = sampler(section.model_copy(update={"on_error": on_error}))
-    batch = RolloutBatch.of(asyncio.run(ours.groups(drawn(PROMPTS))))
+    batch = RolloutBatch.from_results(asyncio.run(ours.groups(drawn(PROMPTS))))
     assert batch.reward_errors == 1
     assert set(batch.part_counts.values()) == {count}
     assert batch.part_means() == {"reward/part/right": right / count, "reward/part/gaps": 2.0}
@@ -463,7 +463,7 @@ def test_a_batch_counts_what_was_scored_of_groups_that_are_left_out() -> None:
     kept = GroupResult(group=group, rewards=(0.1, 0.2), scored=(RewardResult(total=0.1, parts={"a": -1.0}),) * 2)
     equal = replace(kept, group=None, reason="equal_rewards", left_out_tokens=5)
     failed = GroupResult(group=None, reason="reward_error", scored=(RewardResult(total=math.nan, error="why"),) * 2)
-    batch = RolloutBatch.of([kept, equal, failed, kept])
+    batch = RolloutBatch.from_results([kept, equal, failed, kept])
     assert (batch.groups, batch.filtered_groups, batch.dropped_groups) == ((group, group), 1, 1)
     assert (batch.num_completions, batch.reward_sum, batch.reward_errors) == (6, 0.9, 2)
     assert batch.num_tokens == 2 * (3 + 4) + 5
@@ -475,8 +475,8 @@ def test_a_sampled_completion_has_the_parts_of_its_sources_reward_if_that_worked
     run = parts(right=("exact_match", 2.0), gaps=("parts_for_test:gaps", -0.5))
     run, own = run.model_copy(update={"on_error": 0.0}), parts(order=("parts_for_test:order", 1.0))
     rewards = resolve_rewards(run, {"other": own})
-    ours = replace(sampler(run), reward_function=rewards, own_rewards={"other": own})
-    groups = RolloutBatch.of(
+    ours = replace(sampler(run), reward_function=rewards, source_rewards={"other": own})
+    groups = RolloutBatch.from_results(
         asyncio.run(ours.groups(drawn([*PROMPTS[:2], replace(PROMPTS[2], source="other")])))
     ).groups
     assert [[one.parts for one in group.trajectories] for group in groups] == [
@@ -487,5 +487,5 @@ def test_a_sampled_completion_has_the_parts_of_its_sources_reward_if_that_worked
 
 
 def test_a_reward_without_parts_has_none() -> None:
-    batch = RolloutBatch.of(asyncio.run(sampler(RewardSection()).groups(drawn(PROMPTS))))
+    batch = RolloutBatch.from_results(asyncio.run(sampler(RewardSection()).groups(drawn(PROMPTS))))
     assert (batch.part_sums, batch.part_counts) == ({}, {})

@@ -172,7 +172,7 @@ class _Ones:
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         return {"values": [[torch.ones(micro.input_ids.shape) for micro in row] for row in batch.micro_batches]}
 
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         await asyncio.sleep(0)
 
 

@@ -74,7 +74,7 @@ def words(engine: str, given: AdapterSlots | None, device: str = "cuda") -> tupl
     """By option of the command, the words behind it; and all."""
     arguments = (
         SERVERS[engine](MOE)
-        .command(replace(TWO_NODES, features={"lora": given}, device=device, nodes=1, node=0))
+        .command(replace(TWO_NODES, features={"lora": given}, device=device, num_nodes=1, node_rank=0))
         .arguments
     )
     of, last = dict[str, str](), ""
@@ -87,7 +87,7 @@ def words(engine: str, given: AdapterSlots | None, device: str = "cuda") -> tupl
 
 
 def test_there_are_places_for_two_versions_more_than_the_greatest_staleness() -> None:
-    assert places("learner.lora.targets=attention").count == 4
+    assert places("learner.lora.targets=attention").max_versions == 4
     assert places_of(load_config("tiny_cpu", [*KEYS, "weights.push=merged"])) is None
     assert set(side("vllm", MOE).ranks(places("learner.lora.expert_rank=3")).values()) == {12, 3}
 
@@ -227,7 +227,7 @@ class Holding(Words):
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         name = request.named and request.named.name
-        await server.sampled("/generate", {"adapters": name}, json.loads)
+        await server.post_sampling("/generate", {"adapters": name}, json.loads)
         new = request.params.max_new_tokens
         return [completion([7] * new, finish="length", spans=with_adapter_version(request, (Span(0, 0),)))]
 
@@ -319,7 +319,7 @@ class Run:
         return Server(fake.url, token="t", timeout_seconds=60.0)
 
     async def ask(self, begun: Completion | None = None) -> tuple[Span, ...]:
-        (one,) = await self.engine.generate(replace(REQUEST, begun=begun))
+        (one,) = await self.engine.generate(replace(REQUEST, partial=begun))
         return one.spans
 
     async def restart(self, fake: Holder) -> None:

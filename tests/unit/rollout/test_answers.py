@@ -88,7 +88,7 @@ def ask(engine: str, answer: object) -> list[Completion]:
             replicas = ReplicaSet(engine, [server])
             attempts = RequestRetrier(ADAPTERS[engine], replicas, vocab_size=10)
             try:
-                return await attempts.sampled(REQUEST, replicas.all[0])
+                return await attempts.sample(REQUEST, replicas.all[0])
             finally:
                 await server.close()
 
@@ -165,7 +165,7 @@ def test_routes_that_are_no_array_are_named(engine: str, routes: str) -> None:
     async def sampled(path: str, body: object, read: Callable[[bytes], object]) -> object:
         return read(json.dumps(answer).encode())
 
-    server.sampled = sampled
+    server.post_sampling = sampled
     with pytest.raises(EngineError, match="routes"):
         asyncio.run(ADAPTERS[engine].generate(server, replace(REQUEST, columns=("routes",)), "x"))
 
@@ -180,7 +180,7 @@ def test_scores_that_are_not_of_the_text_are_named(engine: str) -> None:
     async def sampled(path: str, body: object, read: Callable[[bytes], object]) -> object:
         return read(json.dumps(said).encode())
 
-    server.sampled = sampled
+    server.post_sampling = sampled
     with pytest.raises(AttemptFailed, match="http://h"):
         asyncio.run(ADAPTERS[engine].score(server, [1, 2]))
 
@@ -477,7 +477,7 @@ def test_a_judged_text_is_decoded_beside_the_event_loop(engine: str, monkeypatch
         return decoder(form)
 
     monkeypatch.setattr(answers, "_decoder", watched)
-    said = asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).judge(Judging(engine), TEXT, 2))
+    said = asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).score_top(Judging(engine), TEXT, 2))
     assert said.top_ids.tolist() == [[4, 2], [7, 3]]
     assert threads
     assert threading.main_thread() not in threads
@@ -524,7 +524,7 @@ def test_reports_are_decoded_off_the_event_loop(engine: str, tmp_path: Path, mon
         return decoded(reader, text)
 
     monkeypatch.setattr(ReportReader, "read", watched)
-    held = SERVERS[engine](NAMED["qwen3-30b-a3b"]).held
+    held = SERVERS[engine](NAMED["qwen3-30b-a3b"]).rank_reports
     assert asyncio.run(held(Reporting(reports), tmp_path / "model.safetensors")) == reports
     assert len(threads) == len(reports)
     assert threading.main_thread() not in threads
@@ -565,7 +565,7 @@ def test_reports_of_another_form_are_an_error_that_names_the_part(
     server = Reporting([ONE])
     server.spoilt = spoilt
     with pytest.raises(EngineError, match=f"another form: {problem}"):
-        asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))
+        asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).rank_reports(server, tmp_path / "model.safetensors"))
 
 
 @ENGINES
@@ -579,14 +579,14 @@ async def test_boxes_are_named_once_and_then_by_their_digest(engine: str, tmp_pa
     ]
     other = [*rows[:-1], (*rows[-1][:2], ((0, 1536), (0, 4097)), 5)]
     adapter, path = SERVERS[engine](NAMED["qwen3-30b-a3b"]), tmp_path / "model.safetensors"
-    assert [set(one.rows) for one in await adapter.held(Reporting(reports), path)] == [set(rows), set(rows[1:])]
+    assert [set(one.rows) for one in await adapter.rank_reports(Reporting(reports), path)] == [set(rows), set(rows[1:])]
     restarted = Reporting([replace(one, rows=list(reversed(one.rows))) for one in reports])
-    found = await adapter.held(restarted, path)
+    found = await adapter.rank_reports(restarted, path)
     assert [set(one.rows) for one in found] == [set(rows), set(rows[1:])]
     assert [set(one.read) for one in found] == [set(), set(reports[1].read)]
     assert not any(name in text for text in restarted.sent for name in names)
     changed = Reporting([replace(reports[0], rows=other)])
-    (found_other,) = await adapter.held(changed, path)
+    (found_other,) = await adapter.rank_reports(changed, path)
     assert set(found_other.rows) == set(other)
     assert all(name in changed.sent[0] for name in names)
 
@@ -597,7 +597,7 @@ async def test_equal_columns_of_reports_are_one_object_for_all_servers(engine: s
     adapter, out = SERVERS[engine](NAMED["qwen3-30b-a3b"]), list[list[ChecksumReport]]()
     for numbers in ((2**64 - 1, 5), (2**64 - 1, 6)):
         reports = [replace(ONE, rows=[("w13", "gate", WHOLE, n)], seconds=float(n)) for n in numbers]
-        out.append(await adapter.held(Reporting(reports), tmp_path / "model.safetensors"))
+        out.append(await adapter.rank_reports(Reporting(reports), tmp_path / "model.safetensors"))
         assert out[-1] == reports
     first, second = out
     assert first[0].rows is second[0].rows
@@ -619,7 +619,7 @@ def test_a_loaders_error_names_its_rank(tmp_path: Path) -> None:
     server = Reporting([ONE])
     server.spoilt = lambda said: said.update(error="w13 is not there")
     with pytest.raises(CorruptionError, match=r"^rank 0: w13 is not there$"):
-        asyncio.run(SERVERS["sglang"](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))
+        asyncio.run(SERVERS["sglang"](NAMED["qwen3-30b-a3b"]).rank_reports(server, tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize(("reports", "told"), [({"reports": REPORT_FORM}, 0), ({"reports": "0"}, 1), ({}, 1)])

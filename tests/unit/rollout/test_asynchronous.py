@@ -54,8 +54,8 @@ class Sleeping(Still):
                     async with asyncio.timeout(tokens * TOKEN_SECONDS):
                         await push.wait()
         finally:
-            asked.ended = now()
-        asked.made = made = round((asked.ended - asked.began) / TOKEN_SECONDS)
+            asked.pop_finished = now()
+        asked.token_counts = made = round((asked.pop_finished - asked.began) / TOKEN_SECONDS)
         versions = [(round((at - asked.began) / TOKEN_SECONDS), version) for at, version in self.loaded[url]]
         spans = [(0, max(version for start, version in versions if start <= 0))]
         spans += [(start, version) for start, version in versions if 0 < start < made]
@@ -77,8 +77,8 @@ class Asked:
     came: float
     before: int
     began: float = math.inf
-    ended: float = math.inf
-    made: int = 0
+    pop_finished: float = math.inf
+    token_counts: int = 0
 
 
 @dataclass
@@ -101,11 +101,11 @@ class Asking:
         tokens = length(self.kind, ordinal, place)
         params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=tokens, stop_token_ids=(), seed=0)
         name = f"{ordinal} {place}"
-        return GenerationRequest(id=name, token_ids=(1,), num_completions=1, params=params, group=str(ordinal))
+        return GenerationRequest(id=name, token_ids=(1,), num_completions=1, params=params, prefix_group=str(ordinal))
 
-    async def interrupt(self) -> None: ...
+    async def collect_partials(self) -> None: ...
 
-    def so_far(self, drawn: Draw) -> tuple[()]:
+    def partial_completion(self, drawn: Draw) -> tuple[()]:
         return ()
 
 
@@ -154,7 +154,7 @@ def run(kind: str, k: int, steps: int, mode: RunningRequests = "recompute", paus
             await asyncio.sleep(TRAIN)
             await engine.weights.load(Path("none"), step)
             await engine.weights.commit(step)
-            stream.pushed(step)
+            stream.on_push(step)
             trajectories = [one for group in batch.groups for one in group.trajectories]
             turns = [turn for one in trajectories for turn in one.turns]
             ran.rows.append(stream.row() | engine.step_row())
@@ -194,7 +194,7 @@ def test_idle_shares_are_those_of_what_servers_and_learner_did(ran: Ran) -> None
     assert not ran.rows[0].keys() & {"idle/learner_fraction", "idle/engine_fraction"}  # of no time before it
     for i in range(1, len(ran.rows)):
         row, begin, end = ran.rows[i], ran.at[i - 1], ran.at[i]
-        used = between(((one.began, one.ended) for one in asked), begin, end) / (SLOTS * SERVERS)
+        used = between(((one.began, one.pop_finished) for one in asked), begin, end) / (SLOTS * SERVERS)
         whole = end - begin
         assert row["idle/engine_fraction"] == pytest.approx(1 - used / whole, abs=1e-9)
         assert row["idle/learner_fraction"] == pytest.approx(1 - TRAIN / whole, abs=1e-9)
@@ -252,7 +252,9 @@ async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[in
     for step in range(1, STEPS + 1):
         if evaluates:
             assert stream._tasks  # something is sampled, and waits
-            answers = await sampler.held_out(EvalRequest(prompts=OF_TOKENS[:7], params=sampler.params(temperature=1.0)))
+            answers = await sampler.sample_eval(
+                EvalRequest(prompts=OF_TOKENS[:7], params=sampler.params(temperature=1.0))
+            )
             assert all(one.rewards[0] >= 1.0 for one in answers)
         adapter.go.set()
         while stream._tasks:  # each draws and sends the next group
@@ -264,7 +266,7 @@ async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[in
         found.append((batch.num_completions, batch.reward_sum))
         await engine.weights.load(Path("none"), step)
         await engine.weights.commit(step)
-        stream.pushed(step)
+        stream.on_push(step)
         found.append({name: value for name, value in stream.row().items() if name.startswith("ledger/")})
     state = stream.state()
     found += [state.drawn, state.batch, state.ledger, path.read_text(), sampler.sampled]
@@ -306,8 +308,8 @@ class Tokens:
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         self.heard.append(request)
-        have = [] if request.begun is None else request.begun.token_ids.tolist()
-        spans = () if request.begun is None else request.begun.spans
+        have = [] if request.partial is None else request.partial.token_ids.tolist()
+        spans = () if request.partial is None else request.partial.spans
         if length_of(request.id) > len(have):
             spans = (*spans, (len(have), self.version))
         while len(have) < length_of(request.id):
@@ -318,11 +320,11 @@ class Tokens:
             self.made += 1
         return [completion(have, spans=spans)]
 
-    async def interrupt(self) -> None:
+    async def collect_partials(self) -> None:
         self.interrupts += 1
         self.told = {**self.tokens}
 
-    def so_far(self, request_id: str) -> Completion | None:
+    def partial_completion(self, request_id: str) -> Completion | None:
         return self.told.get(request_id)
 
 
@@ -336,7 +338,7 @@ async def killed() -> tuple[Tokens, StreamState]:
     stream.admit()
     while len(engine.tokens) < 8:  # of four groups, two completions each
         await asyncio.sleep(0)
-    await stream.interrupt()
+    await stream.collect_partials()
     adapter = TypeAdapter(StreamState)
     state = adapter.validate_json(adapter.dump_json(stream.state()))
     await stream.close()
@@ -346,10 +348,10 @@ async def killed() -> tuple[Tokens, StreamState]:
 async def resumed(state: StreamState, staleness: int = 1) -> tuple[Tokens, list[list[list[tuple[int, int]]]]]:
     """The spans of each completion of the first two steps, all of whose tokens are right."""
     stream = stream_over(engine := Tokens(VERSIONS["second"], most=99), staleness=staleness)
-    stream._prompts.take(state.drawn)
+    stream._prompts.next_prompts(state.drawn)
     stream.restore(state)
     groups = [*(await stream.take(1)).groups]
-    stream.pushed(1)
+    stream.on_push(1)
     groups += (await stream.take(2)).groups
     rows = [[one.chains[0] for one in group.trajectories] for group in groups]
     for group in rows:
@@ -362,7 +364,7 @@ async def resumed(state: StreamState, staleness: int = 1) -> tuple[Tokens, list[
 def test_a_resume_goes_on_from_every_token(staleness: int) -> None:
     before, state = asyncio.run(killed())
     assert before.made == 4 * (2 + 4 + 4)
-    assert [(r.id, r.num_completions, r.group) for r in before.heard[:3]] == [
+    assert [(r.id, r.num_completions, r.prefix_group) for r in before.heard[:3]] == [
         (f"step 1: {state.places[0].drawn.prompt.id}, completion {i}", 1, f"step 1: {state.places[0].drawn.prompt.id}")
         for i in range(3)
     ]
@@ -371,7 +373,7 @@ def test_a_resume_goes_on_from_every_token(staleness: int) -> None:
     assert spans == [[[(0, 0)], [(0, 0), (4, 7)], [(0, 0), (4, 7)]]] * 4
     of_first = [request for request in after.heard if request.id in {r.id for r in before.heard}]
     assert [r.params.seed for r in of_first] == [r.params.seed for r in before.heard]
-    assert sum(length_of(r.id) - len(r.begun.token_ids) for r in of_first if r.begun is not None) == 4 * (0 + 1 + 4)
+    assert sum(length_of(r.id) - len(r.partial.token_ids) for r in of_first if r.partial is not None) == 4 * (0 + 1 + 4)
 
 
 def test_a_completion_that_ended_waits_for_its_group_in_the_checkpoint() -> None:
@@ -387,7 +389,7 @@ async def test_what_was_begun_is_kept_over_several_kills(times: int) -> None:
     _, state = await killed()
     for _ in range(times):
         stream = stream_over(Tokens(3, most=4))
-        stream._prompts.take(state.drawn)
+        stream._prompts.next_prompts(state.drawn)
         stream.restore(state)
         stream.admit()  # and is killed before a server has heard of it
         state = stream.state()

@@ -137,7 +137,7 @@ class Answering(Server):
         super().__init__("http://localhost:1", token=None, timeout_seconds=1.0)
         self._counts = counts
 
-    async def sampled(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
+    async def post_sampling(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
         told = [{"spec_num_proposed_drafts": a, "spec_num_correct_drafts": b} for a, b in self._counts] or [{}]
         ends = {"output_token_logprobs": [[-1.0, 2, None]], "finish_reason": {"type": "length"}}
         ends["weight_version"] = "1@t"

@@ -45,7 +45,16 @@ from tests.unit.rollout.test_engine_servers import Words
 
 MOE, LATENT = NAMED["qwen3-235b-a22b"], NAMED["deepseek-v3"]
 SAMPLED_SET = ("eval.sets.hard.samples=64", "eval.sets.hard.temperature=1")
-TWO_NODES = replace(OPTIONS, nodes=2, head="10.0.0.1", host="10.0.0.2", node=1, port=20000, slots=64, features={})
+TWO_NODES = replace(
+    OPTIONS,
+    num_nodes=2,
+    head_address="10.0.0.1",
+    host="10.0.0.2",
+    node_rank=1,
+    port=20000,
+    max_num_seqs=64,
+    features={},
+)
 
 
 def options_of(engine: str, **degrees: int) -> Mapping[str, str]:
@@ -67,16 +76,16 @@ def test_vllm_counts_ranks_of_a_dp_replica_and_sglang_those_of_a_stage() -> None
 
 
 def test_the_first_node_alone_answers_requests() -> None:
-    assert options_of("vllm", node=0)["--api-server-count"] == "1"
-    assert "--headless" not in options_of("vllm", node=0)
-    assert "--nnodes" not in options_of("vllm", nodes=1, node=0)
-    assert "--nnodes" not in options_of("sglang", nodes=1, node=0)
+    assert options_of("vllm", node_rank=0)["--api-server-count"] == "1"
+    assert "--headless" not in options_of("vllm", node_rank=0)
+    assert "--nnodes" not in options_of("vllm", num_nodes=1, node_rank=0)
+    assert "--nnodes" not in options_of("sglang", num_nodes=1, node_rank=0)
 
 
 @pytest.mark.parametrize("option", ["--schedule-low-priority-values-first", "--schedule-low"])
 def test_sglang_does_not_take_lower_priorities_first(option: str) -> None:
     with pytest.raises(ConfigError, match=r"its cache adds 1 where its scheduler overlaps, and ends"):
-        SERVERS["sglang"](MOE).command(replace(TWO_NODES, extra=(option,)))
+        SERVERS["sglang"](MOE).command(replace(TWO_NODES, extra_options=(option,)))
 
 
 def test_names_of_options_have_hyphens_however_they_are_given() -> None:
@@ -88,11 +97,11 @@ def test_names_of_options_have_hyphens_however_they_are_given() -> None:
 
 def test_vllm_has_a_place_for_each_completion_of_a_request() -> None:
     """vLLM refuses a request for more completions than a replica decodes at once."""
-    options = replace(TWO_NODES, slots=64, dp=8, ep=TWO_NODES.tp * 8)
-    assert "--max-num-seqs 8 " in " ".join(SERVERS["vllm"](MOE).command(replace(options, completions=8)).arguments)
+    options = replace(TWO_NODES, max_num_seqs=64, dp=8, ep=TWO_NODES.tp * 8)
+    assert "--max-num-seqs 8 " in " ".join(SERVERS["vllm"](MOE).command(replace(options, max_completions=8)).arguments)
     with pytest.raises(ConfigError, match=r"slots=64 .* is 8 sequences .* up to 16 .*; set rollout\.slots=128 or more"):
-        SERVERS["vllm"](MOE).command(replace(options, completions=16))
-    SERVERS["sglang"](MOE).command(replace(options, completions=16))  # it gets them one by one
+        SERVERS["vllm"](MOE).command(replace(options, max_completions=16))
+    SERVERS["sglang"](MOE).command(replace(options, max_completions=16))  # it gets them one by one
 
 
 @pytest.mark.parametrize(
@@ -121,7 +130,7 @@ def test_sglangs_watchdog_outlives_a_pause_and_a_load(limit: float, least: float
     """It counts a pause that keeps running requests as one step, and ends the server after 300 s by itself."""
     options = replace(TWO_NODES, timeout_seconds=limit)
     assert float(_last(options, "--watchdog-timeout") or 0.0) >= least
-    assert _last(replace(options, extra=("--watchdog-timeout", "9")), "--watchdog-timeout") == "9"
+    assert _last(replace(options, extra_options=("--watchdog-timeout", "9")), "--watchdog-timeout") == "9"
 
 
 @pytest.mark.parametrize(
@@ -129,9 +138,9 @@ def test_sglangs_watchdog_outlives_a_pause_and_a_load(limit: float, least: float
     [
         (MOE, {}, "triton"),
         (LATENT, {"dtype": "bfloat16"}, "triton"),
-        (MOE, {"extra": ("--moe-runner-backend", "flashinfer_cutlass")}, "flashinfer_cutlass"),
-        (MOE, {"extra": ("--moe-a2a-backend=deepep",)}, None),  # which has kernels of its own
-        (MOE, {"extra": ("--moe-a2a", "deepep")}, None),
+        (MOE, {"extra_options": ("--moe-runner-backend", "flashinfer_cutlass")}, "flashinfer_cutlass"),
+        (MOE, {"extra_options": ("--moe-a2a-backend=deepep",)}, None),  # which has kernels of its own
+        (MOE, {"extra_options": ("--moe-a2a", "deepep")}, None),
         (MOE, {"quantization": "fp8"}, None),
         (MOE, {"device": "cpu"}, None),
         (replace(MOE, num_experts=0, family="qwen3"), {}, None),
@@ -224,7 +233,7 @@ def test_sglang_gets_another_seed_for_each_completion_of_a_group_and_for_each_re
     class Said:
         priorities, salt = False, None
 
-        async def sampled(self, path: str, body: Any, form: Any) -> list[Any]:
+        async def post_sampling(self, path: str, body: Any, form: Any) -> list[Any]:
             bodies.append(body)
             return []
 
@@ -246,7 +255,7 @@ def test_servers_get_stop_texts_and_what_finds_them(engine: str) -> None:
     class Said:
         priorities, salt = False, None
 
-        async def sampled(self, path: str, body: Any, form: Any) -> list[Any]:
+        async def post_sampling(self, path: str, body: Any, form: Any) -> list[Any]:
             bodies.append(json.loads(json.dumps(body)))
             return []
 
@@ -594,7 +603,7 @@ def followed(adapter: Busy, urls: list[str], turns: int, dead: int | None = None
         if dead is not None:
             replicas.all[dead].apply(Event.DIED, "of this test")
         in_turn = GaugePoller(adapter, replicas, 0.002)
-        async with in_turn.asked():
+        async with in_turn.polling():
             for _ in range(5000):
                 if len(adapter.asked) >= turns:
                     break

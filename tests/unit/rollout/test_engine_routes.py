@@ -37,19 +37,19 @@ ASKED = GenerationRequest(
     params=SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0),
     columns=("routes",),
 )
-PLACES: Any = {"python": Path("python"), "model_folder": Path("model"), "bare_folder": Path("bare")}
+PLACES: Any = {"python": Path("python"), "model_folder": Path("model"), "config_folder": Path("bare")}
 NUMBERS: Any = {"memory_fraction": None, "timeout_seconds": 600.0, "dtype": "float32", "quantization": "none"}
 OPTIONS = StartOptions(
     **PLACES,
     **NUMBERS,
-    **dict.fromkeys(("host", "head"), "127.0.0.1"),
-    **dict.fromkeys(("port", "slots", "tp", "pp", "dp", "ep"), 1),
+    **dict.fromkeys(("host", "head_address"), "127.0.0.1"),
+    **dict.fromkeys(("port", "max_num_seqs", "tp", "pp", "dp", "ep"), 1),
     device="cuda",
     max_length=8,
     features={"replay": "algorithm.routing_replay=r3"},
     colocated=False,
     batch_invariant=False,
-    extra=(),
+    extra_options=(),
 )
 
 
@@ -67,7 +67,7 @@ class Answering:
     def __init__(self, answer: object) -> None:
         self.answer, self.asked = answer, {}
 
-    async def sampled(self, path: str, body: dict[str, Any], read: Callable[[bytes], object]) -> object:
+    async def post_sampling(self, path: str, body: dict[str, Any], read: Callable[[bytes], object]) -> object:
         self.asked = body
         return read(json.dumps(self.answer).encode())
 

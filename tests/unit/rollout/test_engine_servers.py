@@ -47,7 +47,7 @@ LABELS.start = "t"
 class Words(Adapter):
     """An adapter whose server answers {"label": ...} to /generate, and "tokens" and "finish" where it likes."""
 
-    name, module, tested, renormalizes_top_p = "Words", "words", "1", True
+    name, module, tested_version, renormalizes_top_p = "Words", "words", "1", True
 
     def command(self, options: StartOptions) -> StartCommand:
         raise NotImplementedError
@@ -56,9 +56,9 @@ class Words(Adapter):
         raise NotImplementedError
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        new, birth = request.params.max_new_tokens, request.birth
+        new, birth = request.params.max_new_tokens, request.start_version
         body = {"id": request_id, "prompt": request.token_ids, "new": new, "birth": birth}
-        answer = {"tokens": [7], "finish": "stop", **await server.sampled("/generate", body, json.loads)}
+        answer = {"tokens": [7], "finish": "stop", **await server.post_sampling("/generate", body, json.loads)}
         version = LABELS.version(answer["label"])
         return [completion(answer["tokens"], finish=answer["finish"], spans=((0, version),))] * request.num_completions
 
@@ -93,10 +93,10 @@ class Words(Adapter):
     async def relabel(self, server: Server, version: int) -> None:
         await server.post("/relabel", {"label": LABELS.verified(version)})
 
-    async def release(self, server: Server) -> None:
+    async def release_memory(self, server: Server) -> None:
         await server.post("/release")
 
-    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+    async def resume_memory(self, server: Server, what: Literal["weights", "cache"]) -> None:
         await server.post(f"/reclaim_{what}")
 
 
@@ -381,13 +381,13 @@ class Asked(Server):
             Path(f"{order['answer']}.0").write_text(json.dumps(report))
         return None
 
-    async def reported(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
+    async def post_report(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
         return read(json.dumps(await self.post(path, body)).encode())
 
     async def get(self, path: str) -> Any:
         return {"tp_size": 1}
 
-    async def sampled(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
+    async def post_sampling(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
         self.asked.append((path, body))
         if path == "/inference/v1/generate":
             return read(b'{"choices": [], "prompt_logprobs": [null]}')
@@ -428,7 +428,7 @@ def test_older_requests_go_first_where_the_server_has_priorities(engine: str) ->
     adapter, server = SERVERS[engine](MOE), Asked()
     for has, birth in ((True, 3), (True, None), (False, 3)):
         server.priorities = has
-        asyncio.run(adapter.generate(server, replace(ASKED, birth=birth), "id"))
+        asyncio.run(adapter.generate(server, replace(ASKED, start_version=birth), "id"))
     sign = {"vllm": 1, "sglang": -1}[engine]  # SGLang's highest goes first
     assert [body.get("priority") for _, body in server.asked] == [sign * 3, 0, None]
 
@@ -444,7 +444,7 @@ async def test_a_request_is_as_old_as_it_says_or_as_the_version_served_and_the_o
         engine = engine_of([fake])
         await push(engine, 5)
         fake.answer = answer
-        for changes in ({}, {"birth": 2}, {"ahead": True}, {"ahead": True, "birth": 9}):
+        for changes in ({}, {"start_version": 2}, {"skips_queue": True}, {"skips_queue": True, "start_version": 9}):
             await engine.generate(replace(REQUEST, **changes))
         await engine.close()
     assert births == [5, 2, 0, 9]
@@ -461,12 +461,12 @@ class Pushed(Saying):
 @pytest.mark.parametrize(("ahead", "births"), [(False, [None, 1, 1]), (True, [None] * 3)])
 async def test_later_turns_are_as_old_as_the_first_of_their_trajectory(ahead: bool, births: list[int | None]) -> None:
     engine = Pushed("one", "two", "three")
-    turns, messages = episode(engine, ahead=ahead), list[Any](ASK)
+    turns, messages = episode(engine, skips_queue=ahead), list[Any](ASK)
     for _ in range(3):
         messages += [(await turns.reply(messages, ())).message, {"role": "user", "content": "On."}]
     asked = engine.asked
-    assert [one.birth for one in asked] == births
-    assert {one.ahead for one in asked} == {ahead}
+    assert [one.start_version for one in asked] == births
+    assert {one.skips_queue for one in asked} == {ahead}
 
 
 @pytest.mark.parametrize(("mode", "salted"), [("recompute", False), ("abort", False), ("keep_cache", True)])
@@ -609,7 +609,7 @@ async def test_the_error_of_a_server_is_not_its_successors(monkeypatch: pytest.M
         return "loaded"
 
     expected = {servers[1].url: "loaded"}
-    assert await of_all.on_each({one: one.server for one in (died, lives)}, "a push", order) == expected
+    assert await of_all.call_each({one: one.server for one in (died, lives)}, "a push", order) == expected
     assert not died.suspected.is_set()
 
 
@@ -635,5 +635,5 @@ async def test_an_order_waits_until_the_supervisor_knows_if_a_server_lives(monke
 
     supervising = asyncio.create_task(supervisor())
     told = {one: one.server for one in (died, lives)}
-    assert await of_all.on_each(told, "a push", order) == {servers[1].url: "loaded"}
+    assert await of_all.call_each(told, "a push", order) == {servers[1].url: "loaded"}
     await supervising

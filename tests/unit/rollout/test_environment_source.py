@@ -78,7 +78,7 @@ async def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_one
 
     class Waiting(Scripted):
         async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-            if request.group.startswith("step 1"):
+            if request.prefix_group.startswith("step 1"):
                 await asyncio.Event().wait()
             return await super().generate(request)
 
@@ -156,7 +156,7 @@ def test_seeds_name_run_batch_task_member_and_turn() -> None:
 def test_evaluation_counts_right_trajectories() -> None:
     halves = Scripted(lambda text: calculates(text) if text.startswith("3") else "!1")
     ours = sampler(RequestBatcher(halves))
-    found = asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2)))
+    found = asyncio.run(ours.sample_eval(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2)))
     assert [one.rewards for one in found] == [(1.0, 1.0), (0.0, 0.0)]
     assert {one.params.temperature for one in halves.asked} == {0.0}
 
@@ -167,10 +167,10 @@ class Talks:
     said = "."
 
     async def start(self, task: Prompt, seed: int) -> Observation:
-        return Observation(said=task.text)
+        return Observation(content=task.text)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        return EnvironmentStep(observation=Observation(said=self.said))
+        return EnvironmentStep(observation=Observation(content=self.said))
 
     async def score(self, transcript: Transcript) -> float:
         return float(len(transcript.replies))
@@ -202,7 +202,7 @@ def test_a_long_observation_is_cut_in_its_middle(parts: bool) -> None:
         async def step(self, reply: Reply) -> EnvironmentStep:
             texts = [{"type": "text", "text": letter * 500} for letter in "xy"]
             content = texts if parts else "x" * 500 + "y" * 500
-            return EnvironmentStep(observation=Observation(said=[{"role": "user", "content": content}]))
+            return EnvironmentStep(observation=Observation(content=[{"role": "user", "content": content}]))
 
     engine = Scripted(lambda text: "a")
     made = sampler(engine, EnvironmentFactory(Long), group_size=1, max_turns=2, max_observation_tokens=20)
@@ -248,7 +248,9 @@ def test_what_fails_is_counted(caplog: pytest.LogCaptureFixture) -> None:
         async def step(self, reply: Reply) -> EnvironmentStep:
             raise KeyError("gone")
 
-    batch = RolloutBatch.of(answered(sampler(Scripted(lambda text: "a"), EnvironmentFactory(Fails), on_error="drop")))
+    batch = RolloutBatch.from_results(
+        answered(sampler(Scripted(lambda text: "a"), EnvironmentFactory(Fails), on_error="drop"))
+    )
     assert (batch.dropped_groups, batch.reward_errors, batch.groups) == (2, 6, ())
     assert "prompt '3*4', trajectory 0 of step 1, turn 1: step raised KeyError: 'gone'" in caplog.text
     scored = answered(sampler(Scripted(lambda text: "a"), EnvironmentFactory(Fails), on_error=-1.0))
@@ -258,7 +260,9 @@ def test_what_fails_is_counted(caplog: pytest.LogCaptureFixture) -> None:
 def test_each_trajectory_of_a_held_out_problem_is_told() -> None:
     told, ours = list[int](), sampler(Scripted(calculates))
     found = asyncio.run(
-        ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2, tell=told.append))
+        ours.sample_eval(
+            EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2, on_progress=told.append)
+        )
     )
     assert [len(one.rewards) for one in found] == [2, 2]
     assert told == [1] * 4
@@ -278,14 +282,14 @@ def test_a_held_out_prompt_that_is_poison_is_asked_once_and_more_than_one_in_a_h
     ours = sampler(engine)
     for _ in range(3):
         bad, good = asyncio.run(
-            ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2))
+            ours.sample_eval(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2))
         )
         assert (bad.group, bad.reason, good.rewards) == (None, "poison", (1.0, 1.0))
     assert sum("3*4" in request.id for request in engine.asked) == 2
     assert len({request.params.seed for request in engine.asked}) == 4
     engine.bad = ("3*4=", "12*11=")
     with pytest.raises(EngineError, match="2 of 2 held-out prompts ended servers or were refused"):
-        asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0))))
+        asyncio.run(ours.sample_eval(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0))))
 
 
 async def edits(task: Prompt, model: AgentModelClient) -> float:
@@ -634,3 +638,8 @@ def test_an_engine_that_fails_and_a_long_prompt_are_named_through_the_client() -
     long = [Prompt(id="long", text="1" * 41, token_ids=(1,), answer="")]
     with pytest.raises(DataError, match="the first prompt has 41 tokens"):
         asyncio.run(ours(Scripted(calculates), "solves", group_size=1).groups(drawn(long, 1)))
+
+
+def test_an_observation_answers_its_fields_former_name() -> None:
+    with pytest.raises(TypeError, match="the field's name is now content"):
+        Observation(said="2 + 2")  # type: ignore[call-arg]

@@ -76,7 +76,7 @@ class SaysHalfACharacter(Talks):
     said = "\ud83d"
 
     async def step(self, reply: Reply) -> EnvironmentStep:
-        return EnvironmentStep(observation=Observation(said=self.said))
+        return EnvironmentStep(observation=Observation(content=self.said))
 
 
 class SaysManyOfThem(SaysHalfACharacter):
@@ -85,7 +85,7 @@ class SaysManyOfThem(SaysHalfACharacter):
 
 class SaysANumber(Talks):
     async def step(self, reply: Reply) -> EnvironmentStep:
-        return EnvironmentStep(observation=Observation(said=12))  # type: ignore[arg-type]
+        return EnvironmentStep(observation=Observation(content=12))  # type: ignore[arg-type]
 
 
 class HasNoMetrics(Talks):
@@ -111,7 +111,7 @@ class IsTooLarge(Talks):
 def played(ours: Any) -> list[GroupResult]:
     async def groups() -> list[GroupResult]:
         found: list[GroupResult] = await ours.groups(drawn(PROMPTS[:1], 1))
-        await ours.closed()
+        await ours.wait_closed()
         return found
 
     return asyncio.run(asyncio.wait_for(groups(), LIMIT))
@@ -139,8 +139,8 @@ def test_each_is_given_up_and_named(made: type[Talks], said: str) -> None:
     keys = {"step_seconds": 1.0 if late else LIMIT}
     scored = played(sampler(Scripted(lambda text: "a"), EnvironmentFactory(made), on_error=-1.0, **keys))
     assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
-    counted = RolloutBatch.of(scored)
-    assert (counted.reward_errors, counted.late_rewards) == (3, 3 if late else 0)
+    counted = RolloutBatch.from_results(scored)
+    assert (counted.reward_errors, counted.timed_out_rewards) == (3, 3 if late else 0)
     with pytest.raises(EnvironmentFailure, match=rf"prompt '3\*4', trajectory . of step 1, turn 1: {said}.*on_error"):
         played(sampler(Scripted(lambda text: "a"), EnvironmentFactory(made), **keys))
 
@@ -244,7 +244,7 @@ def test_a_prompt_that_is_poison_is_known_as_that_whatever_else_fails(fail: set[
             return await super().generate(request)
 
     ours = sampler(OfTheLast(lambda text: "a"), on_error="drop")
-    (one,) = played(replace(ours, made=EnvironmentFactory(numbered(ours, fail))))
+    (one,) = played(replace(ours, factory=EnvironmentFactory(numbered(ours, fail))))
     assert (one.reason, one.problem) == ("poison", "servers ended under it")
 
 
@@ -410,7 +410,7 @@ def test_what_those_that_fail_or_are_poison_sampled_is_counted(fail: set[int]) -
             self.turns += 1
             if self.turns == 2 and self.number in fail:
                 raise KeyError(self.number)
-            return EnvironmentStep(reward=1.0, observation=None if self.turns == 2 else Observation(said="."))
+            return EnvironmentStep(reward=1.0, observation=None if self.turns == 2 else Observation(content="."))
 
     class PoisonBehind(Scripted):
         async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
@@ -421,9 +421,9 @@ def test_what_those_that_fail_or_are_poison_sampled_is_counted(fail: set[int]) -
     engine = PoisonBehind(lambda text: "ab")
     ours = sampler(engine, on_error="drop")
     numbers = {ours._place(PROMPTS[0], "step 1", number).seed: number for number in range(12)}
-    (one,) = played(replace(ours, made=EnvironmentFactory(TwoTurns)))
+    (one,) = played(replace(ours, factory=EnvironmentFactory(TwoTurns)))
     assert one.group is None
-    assert RolloutBatch.of([one]).num_tokens == sum(map(len, engine.sampled.values()))
+    assert RolloutBatch.from_results([one]).num_tokens == sum(map(len, engine.sampled.values()))
 
 
 @pytest.mark.parametrize("equal", [False, True])
@@ -435,7 +435,7 @@ def test_those_of_a_kept_group_stay_counted_where_its_rewards_are_equal(equal: b
     async def taken() -> RolloutBatch:
         source = Spared(lambda _: 1.0, dropped=lambda _: equal)
         stream = stream_over(source, size=4, staleness=0, dynamic_sampling="drop")
-        stream.start_over()
+        stream.restart()
         try:
             return await stream.take(1)
         finally:
@@ -448,7 +448,7 @@ def test_those_of_a_kept_group_stay_counted_where_its_rewards_are_equal(equal: b
 
 class SaysMuch(Talks):
     async def start(self, task: Prompt, seed: int) -> Observation:
-        return Observation(said=task.text * 40)
+        return Observation(content=task.text * 40)
 
 
 class Poisonous(Scripted):
@@ -468,5 +468,5 @@ def test_other_failures_are_no_errors(made: type[Talks], engine: type[Scripted],
     ours = sampler(engine(lambda text: "a"), EnvironmentFactory(made), on_error="drop", seconds=seconds)
     ours = replace(ours, rollout=ours.rollout.model_copy(update={"on_long_prompt": "drop"}))
     (one,) = played(ours)
-    batch = RolloutBatch.of([one])
+    batch = RolloutBatch.from_results([one])
     assert (one.reason, batch.dropped_groups, batch.reward_errors) == (reason, 1, 0)

@@ -347,7 +347,7 @@ def test_every_family_is_served() -> None:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_it_holds_in_float32_what_files_of_weights_in_bfloat16_do(name: str, drafts: bool) -> None:
     """So that its checksums are those of what it loads, and no export rounds."""
-    shape = replace(NAMED[name], num_layers=4, drafts=drafts)
+    shape = replace(NAMED[name], num_layers=4, num_draft_layers=drafts)
     if shape.indexer is not None:
         shape = replace(shape, indexer=replace(shape.indexer, layers=(0, 1, 2, 3, *range(4, 4 + shape.draft_layers))))
     engine = LocalEngine(shape, slots=1, dtype=torch.bfloat16, device="meta", max_length=8)

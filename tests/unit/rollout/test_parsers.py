@@ -258,7 +258,7 @@ class Adds(Talks):
     """Answers calls of ``add``; what is no call ends the trajectory, well if it has the sum."""
 
     async def start(self, task: Prompt, seed: int) -> Observation:
-        return Observation(said=[{"role": "user", "content": task.text}], tools=TOOLS, state="asked")
+        return Observation(content=[{"role": "user", "content": task.text}], tools=TOOLS, state="asked")
 
     async def step(self, reply: ModelReply) -> EnvironmentStep:
         calls = reply.message.get("tool_calls", ())
@@ -266,7 +266,7 @@ class Adds(Talks):
             return EnvironmentStep(reward=float("23" in reply.message["content"]))
         total = sum(json.loads(call["function"]["arguments"])["a"] for call in calls)
         results = [{"role": "tool", "tool_call_id": call["id"], "content": str(total)} for call in calls]
-        return EnvironmentStep(observation=Observation(said=results))
+        return EnvironmentStep(observation=Observation(content=results))
 
 
 async def leaves_to_the_client(task: Prompt, model: AgentModelClient) -> float:

@@ -74,12 +74,12 @@ async def test_a_request_goes_on_from_what_was_begun_by_versions_before() -> Non
         fake.answer = answer
         engine = engine_of([fake])
         await push(engine, 7)
-        going = asyncio.create_task(engine.generate(replace(LONG, begun=BEGUN)))
+        going = asyncio.create_task(engine.generate(replace(LONG, partial=BEGUN)))
         await asyncio.sleep(0)
-        known = engine.so_far(LONG.id)
+        known = engine.partial_completion(LONG.id)
         (whole,) = await going
         assert known is BEGUN
-        assert engine.so_far(LONG.id) is None
+        assert engine.partial_completion(LONG.id) is None
     assert asked == [([1, 2, 3, 4], 3)]
     assert plain(whole) == ([3, 4, 5, 6, 7], [-1.0, -2.0, -0.5, -0.5, -0.5], "length", ((0, 1), (1, 2), (2, 7)), {})
 
@@ -88,7 +88,7 @@ async def test_a_request_goes_on_from_what_was_begun_by_versions_before() -> Non
 async def test_an_answer_that_had_ended_is_taken(fakes: list[Fake], tokens: tuple[int, ...], finish: str) -> None:
     engine = engine_of(fakes)
     await push(engine, 7)
-    (one,) = await engine.generate(replace(LONG, begun=completion(tokens, finish="abort", spans=((0, 3),))))
+    (one,) = await engine.generate(replace(LONG, partial=completion(tokens, finish="abort", spans=((0, 3),))))
     assert plain(one) == (list(tokens), [-0.5] * len(tokens), finish, ((0, 3),), {})
     assert "/generate" not in fakes[0].asked + fakes[1].asked
 
@@ -97,11 +97,11 @@ async def test_what_was_begun_is_one_completion(fakes: list[Fake], make_engine: 
     engine = engine_of(fakes)
     await push(engine, 7)
     with pytest.raises(EngineError, match="num_completions=2, but what was begun is one completion"):
-        await engine.generate(replace(LONG, begun=BEGUN, num_completions=2))
+        await engine.generate(replace(LONG, partial=BEGUN, num_completions=2))
     local: LocalEngine = make_engine(4)
     local.serve(1)
     with pytest.raises(EngineError, match=r"does not go on from what was begun; send it without, or set rollout=vllm"):
-        local.generate([replace(LONG, begun=BEGUN)])
+        local.generate([replace(LONG, partial=BEGUN)])
 
 
 @pytest.mark.parametrize("overtaken", [False, True], ids=["", "the first abort arrives too early"])
@@ -133,8 +133,8 @@ async def test_an_interrupt_knows_all_tokens_and_loses_none(overtaken: bool) -> 
         while not asked:
             await asyncio.sleep(0.01)
         async with asyncio.timeout(LIMIT):
-            await engine.interrupt()
-        known = engine.so_far(LONG.id)
+            await engine.collect_partials()
+        known = engine.partial_completion(LONG.id)
         go_on.set()
         (whole,) = await going
     assert known is not None
@@ -152,7 +152,7 @@ def replicas_of(count: int) -> list[Replica]:
 def test_completions_of_a_prompt_stay_together_until_that_is_two_slots_uneven() -> None:
     replicas, places, sent = replicas_of(2), ReplicaChooser(), list[int]()
     for number in range(6):
-        one = places.choose(replace(REQUEST, id=f"{number}", group="a"), replicas, None)
+        one = places.choose(replace(REQUEST, id=f"{number}", prefix_group="a"), replicas, None)
         one.server.in_flight += 1
         sent.append(one.number)
     assert sent == [0, 0, 1, 1, 0, 1]  # two ahead, then to the other; from then on both have the prompt
@@ -166,7 +166,7 @@ def test_prompts_are_computed_on_fewer_replicas_and_these_stay_even() -> None:
         held, running = set[tuple[int, int]](), list[Replica]()
         for prompt in range(128):
             for member in range(16):
-                request = replace(REQUEST, id=f"{prompt} {member}", group=f"{prompt}" if grouped else None)
+                request = replace(REQUEST, id=f"{prompt} {member}", prefix_group=f"{prompt}" if grouped else None)
                 least = min(replica.server.in_flight for replica in replicas)
                 one = places.choose(request, replicas, None)
                 assert one.server.in_flight - least < max(2, least / 16)
@@ -183,14 +183,14 @@ def test_prompts_are_computed_on_fewer_replicas_and_these_stay_even() -> None:
 
 def test_what_goes_on_goes_where_its_own_tokens_are_but_never_where_it_failed() -> None:
     replicas, places = replicas_of(3), ReplicaChooser()
-    first = places.choose(replace(REQUEST, id="mine", group="a"), replicas, None)
+    first = places.choose(replace(REQUEST, id="mine", prefix_group="a"), replicas, None)
     others = [replica for replica in replicas if replica is not first]
-    places.choose(replace(REQUEST, id="another", group="a"), others, None)
-    assert places.choose(replace(REQUEST, id="mine", group="a"), replicas, None) is first
-    assert places.choose(replace(REQUEST, id="mine", group="a"), replicas, first) is not first
+    places.choose(replace(REQUEST, id="another", prefix_group="a"), others, None)
+    assert places.choose(replace(REQUEST, id="mine", prefix_group="a"), replicas, None) is first
+    assert places.choose(replace(REQUEST, id="mine", prefix_group="a"), replicas, first) is not first
     first.server = Server("http://localhost:0", token=None, timeout_seconds=1.0)  # it was restarted: its cache is empty
     first.server.in_flight = 1
-    assert places.choose(replace(REQUEST, id="new", group="a"), replicas, None) is not first
+    assert places.choose(replace(REQUEST, id="new", prefix_group="a"), replicas, None) is not first
 
 
 @pytest.mark.parametrize("sampled", [[3], []])
@@ -220,7 +220,7 @@ def test_what_was_sent_last_is_remembered_and_no_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr("rl_megatron.engines.requests._REMEMBERED", 2)
     places = ReplicaChooser()
     for number in range(3):
-        places.choose(replace(REQUEST, id=f"{number}", group=None), replicas_of(1), None)
+        places.choose(replace(REQUEST, id=f"{number}", prefix_group=None), replicas_of(1), None)
     assert [*places._servers] == ["1", "2"]
 
 
@@ -231,7 +231,7 @@ def test_the_wait_before_a_retry_doubles_with_each_failure_that_nothing_explains
         async def too_many(failures: object) -> bool:
             return False
 
-        of: Any = SimpleNamespace(_too_many=too_many, _unexplained=lambda failures: unexplained)
+        of: Any = SimpleNamespace(_too_many=too_many, _count_unexplained=lambda failures: unexplained)
         failure = requests.AttemptError(replica, replica.server, None)
         await requests.RequestRetrier._wait(of, REQUEST, AttemptFailed("http://h: status 500"), [failure])
         return asyncio.get_running_loop().time()
@@ -250,10 +250,10 @@ def test_a_time_limit_counts_its_attempts_and_is_twice_as_long_once_it_was_over(
         return limit
 
     limit = run_at_once(spent())
-    assert (limit.spent, limit.left) == (2.5, 0.5)
-    limit.over = True
+    assert (limit.elapsed, limit.left) == (2.5, 0.5)
+    limit.has_expired = True
     limit.extend()
-    assert (limit.limit, limit.spent) == (6.0, 0.0)
+    assert (limit.limit, limit.elapsed) == (6.0, 0.0)
 
 
 async def test_of_a_request_that_was_answered_whole_nothing_is_kept(fakes: list[Fake]) -> None:
@@ -328,14 +328,14 @@ def test_one_without_a_token_waited_for_a_slot_and_gets_twice_as_long_each_time(
 
 def test_what_was_begun_before_a_resume_has_its_time_again() -> None:
     slow = Slow([5])
-    (late,) = sampled(slow, begun=completion((3, 4), finish="abort", spans=((0, 2),)))
+    (late,) = sampled(slow, partial=completion((3, 4), finish="abort", spans=((0, 2),)))
     assert plain(late) == ([3, 4, 5], [-0.5] * 3, "length", ((0, 2), (2, 7)), {})
     assert slow.seconds >= 0.05
 
 
 def test_what_its_time_had_ended_before_a_resume_stays_ended() -> None:
     slow, ended = Slow([5]), completion((3, 4), finish="length", spans=((0, 2),))
-    (late,) = sampled(slow, begun=ended)
+    (late,) = sampled(slow, partial=ended)
     assert plain(late) == plain(ended)
     assert slow.asked == []
 
@@ -420,10 +420,10 @@ async def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> Non
         engine = engine_of([fake])
         await push(engine, 1)
         fake.answer = behind
-        later = replace(REQUEST, birth=0)  # as a trajectory's later turns
+        later = replace(REQUEST, start_version=0)  # as a trajectory's later turns
         ahead = [asyncio.ensure_future(engine.generate(later)) for _ in range(2 * SECTION.max_concurrent_groups)]
         await asyncio.sleep(0)
-        await engine.generate(replace(REQUEST, id="evaluation: 2+2=", ahead=True))
+        await engine.generate(replace(REQUEST, id="evaluation: 2+2=", skips_queue=True))
         await asyncio.gather(*ahead)
         await engine.close()
 
@@ -567,7 +567,7 @@ def test_a_server_that_answers_strangers_is_known() -> None:
         server = Server(fake.url, token="t", timeout_seconds=5.0)
         for status, opened in ((200, True), (401, False), (403, False), (404, True)):
             fake.answer = lambda path, body, number, status=status: (status, {})
-            assert asyncio.run(server.open_to_strangers()) is opened
+            assert asyncio.run(server.allows_unauthenticated()) is opened
         assert set(fake.asked) == {"/openapi.json"}
 
 
@@ -581,8 +581,8 @@ def told(text: Sequence[int], scale: float) -> list[float]:
 
 
 class Told(Words):
-    async def judge(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
-        said = await server.sampled("/judge", {"text": list(text), "top": top}, json.loads)
+    async def score_top(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
+        said = await server.post_sampling("/judge", {"text": list(text), "top": top}, json.loads)
         ids = np.array(said["ids"], np.int32).reshape(len(text) - 1, top)
         return TopLogprobs(
             logprobs=np.array(said["logprobs"], np.float32), top_ids=ids, top_logprobs=-0.5 * ids.astype(np.float32) - 1
@@ -621,7 +621,7 @@ def groups() -> list[RolloutGroup]:
 
 def packed() -> tuple[Samples, Batch]:
     samples = to_samples(groups())
-    return samples, Packer(dims=ParallelDims(dp=2), max_tokens=8, attention_cost=0.0, unit=1).pack(samples)
+    return samples, Packer(dims=ParallelDims(dp=2), max_tokens=8, attention_cost=0.0, rows_per_unit=1).pack(samples)
 
 
 def scored(model: ServedTeacher, want: frozenset[Want]) -> dict[Want, torch.Tensor]:

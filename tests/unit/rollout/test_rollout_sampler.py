@@ -48,8 +48,8 @@ class AsyncEngine:
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         self.asked.append(request)
         await asyncio.sleep(0)
-        if request.begun is not None and len(request.begun.token_ids) >= request.params.max_new_tokens:
-            return [request.begun]
+        if request.partial is not None and len(request.partial.token_ids) >= request.params.max_new_tokens:
+            return [request.partial]
         return self._engine.generate([request])[0]
 
 
@@ -78,7 +78,7 @@ def sampler(make_engine: MakeEngine, reward: Reward, seed: int = 0, **section: o
 
 
 def sampled(ours: PolicySampler, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-    return RolloutBatch.of(asyncio.run(ours.groups(drawn(prompts, step))))
+    return RolloutBatch.from_results(asyncio.run(ours.groups(drawn(prompts, step))))
 
 
 def test_steps_of_a_reward_are_turns_of_what_is_trained_on_and_not_of_evaluations(make_engine: MakeEngine) -> None:
@@ -93,7 +93,7 @@ def test_steps_of_a_reward_are_turns_of_what_is_trained_on_and_not_of_evaluation
             assert row.token_ids.tolist() == old.token_ids.tolist()
             assert [len(turn.logprobs) for turn in row.turns] == [1] * (len(old.token_ids) - 2)
             assert one.reward == 0.5 * len(row.turns)
-    (held, *_) = asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
+    (held, *_) = asyncio.run(ours.sample_eval(EvalRequest(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
     assert [len(one.turns) for one in held.group.trajectories] == [1]
 
 
@@ -168,7 +168,7 @@ def test_only_what_later_requests_continued_is_decoded_for_a_stop_text(make_engi
     ]
     for one, begun in ways:
         says[:] = [one]
-        (found,) = asyncio.run(traced_generate(engine, replace(asked, begun=begun), spied))
+        (found,) = asyncio.run(traced_generate(engine, replace(asked, partial=begun), spied))
         assert (found.token_ids.tolist(), found.finish_reason, bool(decoded)) == ([3, 4, 5], "stop", True)
         decoded.clear()
     says[:] = [completion((3, 4, 5))]  # as an engine cuts what one request has sampled
@@ -276,7 +276,7 @@ def test_a_demonstration_is_judged_as_what_is_sampled_and_counts_as_nothing_that
         assert (turn.text, turn.spans, turn.logprobs.tolist()) == (text(row.token_ids[2:].tolist()), (), [0.0] * 4)
         assert group.demonstration.rewards == (4.0,)
     assert replace(batch, groups=()) == replace(plain, groups=())
-    (held, *_) = asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
+    (held, *_) = asyncio.run(ours.sample_eval(EvalRequest(prompts=PROMPTS[:1], params=ours.params(temperature=0.0))))
     assert held.group.demonstration is None
 
 
@@ -380,8 +380,8 @@ def test_each_group_of_an_evaluation_is_told_once_and_a_prompt_by_its_number(mak
     told: list[int] = []
     ours = sampler(make_engine, length_reward)
     params = ours.params(temperature=1.0)
-    asked = EvalRequest(prompts=[*PROMPTS[:2], PROMPTS[0]], params=params, samples=2, tell=told.append)
-    asyncio.run(ours.held_out(asked))
+    asked = EvalRequest(prompts=[*PROMPTS[:2], PROMPTS[0]], params=params, samples=2, on_progress=told.append)
+    asyncio.run(ours.sample_eval(asked))
     assert told == [2] * 3
     assert [one.id for one in ours.engine.asked] == ["evaluation: p0", "evaluation: p1", "evaluation, time 2: p0"]
 
@@ -389,7 +389,7 @@ def test_each_group_of_an_evaluation_is_told_once_and_a_prompt_by_its_number(mak
 def test_prompts_of_several_sources_come_back_in_their_order_from_their_own_samplers(make_engine: MakeEngine) -> None:
     usual, own = (sampler(make_engine, length_reward, seed) for seed in (0, 1))
     both = SourceSampler(
-        engine=usual.engine, rollout=usual.rollout, stop_token_ids=(), seed=0, usual=usual, own={"b": own}
+        engine=usual.engine, rollout=usual.rollout, stop_token_ids=(), seed=0, default=usual, source_samplers={"b": own}
     )
     prompts = [PROMPTS[0], replace(PROMPTS[1], source="b"), PROMPTS[2]]
     found = sampled(both, prompts, 1)
@@ -398,7 +398,7 @@ def test_prompts_of_several_sources_come_back_in_their_order_from_their_own_samp
 
 
 def _greedy_requests(ours: RolloutSampler) -> list[GenerationRequest]:
-    asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0))))
+    asyncio.run(ours.sample_eval(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=0.0))))
     return list(ours.engine.asked)
 
 
@@ -432,7 +432,7 @@ def test_a_text_follows_where_thinking_goes_on_and_only_what_was_sampled_is_trai
 ) -> None:
     """Up to its place a completion is the one that nobody interrupts."""
     engine = make_engine(8)
-    found, free = (groups(interrupting(engine, each, apart=apart)) for each in ({"earliest": 5}, None))
+    found, free = (groups(interrupting(engine, each, one_request_each=apart)) for each in ({"earliest": 5}, None))
     interrupted = 0
     for group, other in zip(found, free, strict=True):
         samples = to_samples([group])
@@ -506,7 +506,7 @@ def test_an_end_of_thinking_without_tokens_of_its_own_is_looked_for_in_the_text_
 def test_places_are_drawn_for_each_group_and_do_not_depend_on_how_it_is_asked_for(make_engine: MakeEngine) -> None:
     engine, seen = make_engine(8), []
     for apart in (False, True):
-        found = groups(interrupting(engine, {"earliest": 0.3, "latest": 9}, apart=apart))
+        found = groups(interrupting(engine, {"earliest": 0.3, "latest": 9}, one_request_each=apart))
         seen.append([{len(one.turns[0].logprobs) for one in g.trajectories if len(one.turns) == 2} for g in found])
     assert all(one == other for one, other in zip(*seen, strict=True) if one and other)
     assert all(sum(map(bool, places)) >= 4 for places in seen)
@@ -519,8 +519,8 @@ def test_places_are_drawn_for_each_group_and_do_not_depend_on_how_it_is_asked_fo
 def test_a_resume_goes_on_behind_the_text_from_what_a_checkpoint_has(make_engine: MakeEngine) -> None:
     """Of a completion that was at the text, or that had ended behind it."""
     engine = make_engine(8)
-    whole = groups(interrupting(engine, {"earliest": 5}, apart=True))
-    ours = interrupting(engine, {"earliest": 5}, apart=True)
+    whole = groups(interrupting(engine, {"earliest": 5}, one_request_each=True))
+    ours = interrupting(engine, {"earliest": 5}, one_request_each=True)
     for kept in ("first part", "all"):
         known = []
         for one in whole[0].trajectories:
@@ -555,7 +555,7 @@ async def test_a_checkpoint_keeps_what_is_before_the_text_and_what_goes_on_behin
     (hooks,) = interrupting(make_engine(8), {"earliest": 5}).hooks
     known = completion(range(20, 20 + begun), finish="length") if begun else None
     params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=14, stop_token_ids=(), seed=0)
-    request = GenerationRequest(id="p", token_ids=(3, 5), num_completions=1, params=params, begun=known)
+    request = GenerationRequest(id="p", token_ids=(3, 5), num_completions=1, params=params, partial=known)
     seen = list[object]()
 
     async def generate(asked: GenerationRequest) -> tuple[Completion, ...]:
@@ -573,7 +573,7 @@ def test_nothing_is_interrupted_where_no_token_would_follow_and_in_evaluations(m
     late = groups(interrupting(engine, {"earliest": 11}))
     assert all(len(one.turns) == 1 for group in late for one in group.trajectories)
     ours = interrupting(engine, {"earliest": 5})
-    held = asyncio.run(ours.held_out(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=1.0))))
+    held = asyncio.run(ours.sample_eval(EvalRequest(prompts=PROMPTS, params=ours.params(temperature=1.0))))
     assert all(len(one.turns) == 1 for each in held if each.group for one in each.group.trajectories)
 
 

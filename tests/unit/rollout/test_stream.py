@@ -38,7 +38,7 @@ from tests.virtual_time import run_at_once
 STEPS = 10
 TOKENS = np.zeros(301, np.int32)
 OF_WORLDS = PROMPTS[:200]  # no world draws as many
-ORDER = [prompt.id for prompt in PromptStream(OF_WORLDS, seed=0).take(len(OF_WORLDS))]
+ORDER = [prompt.id for prompt in PromptStream(OF_WORLDS, seed=0).next_prompts(len(OF_WORLDS))]
 
 
 @dataclass
@@ -97,10 +97,10 @@ class World:
         assert all(0 <= age <= self.staleness for age in ages), (self.seed, ages)
         self.reached |= self.staleness in ages
         await asyncio.sleep(self.training * self.random.random())
-        await stream.settled()
+        await stream.wait_until_pushable()
         self.trained += [(group.prompt.id, step) for group in batch.groups]
         self.left_out += batch.dropped_groups + batch.filtered_groups
-        stream.pushed(step)
+        stream.on_push(step)
 
     def check(self, stream: RolloutStream) -> None:
         """Every prompt drawn is trained on once, or left out, or waits; and no more were drawn than the rule allows."""
@@ -114,7 +114,7 @@ class World:
         counted = stream.row()
         assert counted["ledger/drawn"] == state.drawn, self.seed
         assert counted["ledger/trained"] == len(trained), self.seed
-        assert counted["ledger/buffered"] == sum(one.kept for one in state.places), self.seed
+        assert counted["ledger/buffered"] == sum(one.is_trainable for one in state.places), self.seed
         until = STEPS if self.served else STEPS + self.staleness
         assert state.drawn - state.opened <= min(stream.version + self.staleness + 1, until) * self.size, self.seed
         assert all(one.answered.reason for one in state.left_out if one.answered is not None)
@@ -207,13 +207,13 @@ def test_the_ledger_has_a_line_for_each_prompt_and_is_cut_back_with_the_run(tmp_
     async def run(steps: int, state: StreamState | None) -> StreamState:
         stream = stream_over(source, **options)
         if state is None:
-            stream.start_over()
+            stream.restart()
         else:
-            stream._prompts.take(state.drawn)
+            stream._prompts.next_prompts(state.drawn)
             stream.restore(state)
         for step in range(stream.version + 1, stream.version + steps + 1):
             await stream.take(step)
-            stream.pushed(step)
+            stream.on_push(step)
         state = stream.state()
         await stream.close()
         return state
@@ -224,7 +224,7 @@ def test_the_ledger_has_a_line_for_each_prompt_and_is_cut_back_with_the_run(tmp_
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
     assert {line["step"] for line in lines} == set(range(1, 8))
-    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(final.drawn)]
+    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).next_prompts(final.drawn)]
     assert [line["prompt"] for line in lines] == [order[line["ordinal"]] for line in lines]
     assert len({line["ordinal"] for line in lines}) == len(lines)
     waiting = {one.drawn.ordinal for one in (*final.places, *final.left_out)}
@@ -360,8 +360,8 @@ async def steps(stream: RolloutStream, count: int, seconds: float) -> list[tuple
         now = asyncio.get_running_loop().time()
         found += [(step, group.prompt.id, now) for group in batch.groups]
         await asyncio.sleep(seconds)
-        await stream.settled()
-        stream.pushed(step)
+        await stream.wait_until_pushable()
+        stream.on_push(step)
     await stream.close()
     return found
 
@@ -390,7 +390,7 @@ def test_servers_sample_what_steps_take_and_nothing_more_and_a_resume_makes_the_
     longer._prompts.restore(position)
     longer.restore(state)
     found += run_at_once(steps(longer, 3, 1.0))
-    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(4 * 9)]
+    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).next_prompts(4 * 9)]
     assert sorted(name for _, name, _ in found) == sorted(order)
     assert longer.state().places == ()
 
@@ -445,7 +445,7 @@ def test_a_resume_with_another_staleness_drops_nothing_and_keeps_what_is_due(bef
         found = []
         for step in range(1, 7):
             found += [(step, group.prompt.id, 0.0) for group in (await stream.take(step)).groups]
-            stream.pushed(step)
+            stream.on_push(step)
         await asyncio.sleep(0.5)  # groups are drawn one after the other, and none ends so soon
         state = stream.state()
         await stream.close()
@@ -455,12 +455,12 @@ def test_a_resume_with_another_staleness_drops_nothing_and_keeps_what_is_due(bef
     old = {place.drawn.prompt.id: place.due for place in state.places}
     assert len(old) == 4 * (before + 1 if before else 0)
     stream = stream_over(source, size=4, staleness=after)
-    stream._prompts.take(state.drawn)
+    stream._prompts.next_prompts(state.drawn)
     stream.restore(state)
     found += run_at_once(steps(stream, 12, 1.0))
     names = [name for _, name, _ in found]
     assert len(names) == len(set(names)) == 4 * 18
-    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(4 * 18)]
+    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).next_prompts(4 * 18)]
     assert set(order[: 4 * (18 - before - after)]) <= set(names)
     assert old.keys() <= set(names)
     for step, name, _ in found[24:]:
@@ -470,7 +470,7 @@ def test_a_resume_with_another_staleness_drops_nothing_and_keeps_what_is_due(bef
 
 @pytest.mark.parametrize("limit", [None, 8], ids=["all at once", "two groups at once"])
 def test_after_a_resume_without_staleness_nothing_is_sampled_while_the_learner_computes(limit: int | None) -> None:
-    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
+    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).next_prompts(len(PROMPTS))]
     source = Source(lambda name: 1.0 + order.index(name) / 4)  # what is due later takes longer
 
     async def run() -> tuple[int, list[int]]:
@@ -485,7 +485,7 @@ def test_after_a_resume_without_staleness_nothing_is_sampled_while_the_learner_c
         for step in range(7, 14):
             assert len((await stream.take(step)).groups) == 4
             met.append(source.now)
-            stream.pushed(step)
+            stream.on_push(step)
         await stream.close()
         return sum(place.answered is None for place in state.places), met
 
@@ -525,8 +525,8 @@ def test_a_row_has_the_share_of_the_time_for_which_the_learner_waited(seconds: f
         for step in range(1, 6):
             await stream.take(step)
             await asyncio.sleep(2.0)
-            await stream.settled()
-            stream.pushed(step)
+            await stream.wait_until_pushable()
+            stream.on_push(step)
             found.append(stream.row())
         await stream.close()
         return found
@@ -543,7 +543,7 @@ def test_steps_that_draw_nothing_again_leave_as_many_places_to_draw_as_before() 
         for step in range(1, 4):
             found.append(stream.state().credit)
             await stream.take(step)
-            stream.pushed(step)
+            stream.on_push(step)
         await stream.close()
         return found
 
@@ -556,7 +556,7 @@ def test_tokens_of_a_group_that_teaches_nothing_count_with_those_left_out_before
             group = RolloutGroup(prompt=prompt, trajectories=(trajectory([3]),))
             return replace(super()._answer(prompt), group=group, left_out_tokens=2)
 
-    first = PromptStream(PROMPTS, seed=0).take(1)[0].id
+    first = PromptStream(PROMPTS, seed=0).next_prompts(1)[0].id
 
     async def left_out() -> list[int]:
         stream = stream_over(
@@ -564,7 +564,7 @@ def test_tokens_of_a_group_that_teaches_nothing_count_with_those_left_out_before
         )
         places = (await stream.take(1)).places
         await stream.close()
-        return [one.answered.left_out_tokens for one in places if one.answered is not None and not one.kept]
+        return [one.answered.left_out_tokens for one in places if one.answered is not None and not one.is_trainable]
 
     assert run_at_once(left_out()) == [2 + 3]
 
@@ -577,9 +577,9 @@ def test_completions_in_flight_are_those_that_the_push_met_and_not_the_next_batc
         for step in range(1, 13):
             await stream.take(step)
             await asyncio.sleep(2.5)
-            await stream.settled()
+            await stream.wait_until_pushable()
             under_way = source.now
-            stream.pushed(step)
+            stream.on_push(step)
             await asyncio.sleep(0)
             found.append((8 * under_way, stream.row()["in_flight/completions"]))
         await stream.close()
@@ -591,7 +591,7 @@ def test_completions_in_flight_are_those_that_the_push_met_and_not_the_next_batc
 
 
 def test_a_group_that_hangs_holds_up_no_other_before_it_is_due() -> None:
-    first = PromptStream(PROMPTS, seed=0).take(1)[0].id
+    first = PromptStream(PROMPTS, seed=0).next_prompts(1)[0].id
     stream = stream_over(Source(lambda name: 500.0 if name == first else 1.0), size=4, staleness=3)
     stream.restore(replace(stream.state(), ahead=3))
     found = run_at_once(steps(stream, 6, 1.0))
@@ -609,7 +609,7 @@ def test_a_fault_of_sampling_ends_the_step_that_waits_and_the_push_that_follows(
         with pytest.raises(EngineError, match="no answer for p"):
             await stream.take(1)
         with pytest.raises(EngineError, match="no answer for p"):
-            await stream.settled()
+            await stream.wait_until_pushable()
         await stream.close()
 
     run_at_once(fails(served=True))
@@ -619,10 +619,10 @@ def test_a_fault_of_sampling_ends_the_step_that_waits_and_the_push_that_follows(
 @pytest.mark.parametrize("served", [True, False], ids=["served", "local"])
 def test_a_failed_draw_behind_a_group_fails_the_waiting_step(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails() -> None:
-        first = {prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(8)}
+        first = {prompt.id for prompt in PromptStream(PROMPTS, seed=0).next_prompts(8)}
         source = Source(lambda _: 1.0, dropped=first.__contains__)
         stream = stream_over(source, size=4, staleness=1, served=served, dynamic_sampling="refill")
-        take, drawn = PromptStream.take, 0
+        take, drawn = PromptStream.next_prompts, 0
 
         def take_eight(prompts: PromptStream, n: int) -> list[Prompt]:
             nonlocal drawn
@@ -631,7 +631,7 @@ def test_a_failed_draw_behind_a_group_fails_the_waiting_step(served: bool, monke
                 raise DataError("train.parquet: the file has changed")
             return take(prompts, n)
 
-        monkeypatch.setattr(PromptStream, "take", take_eight)
+        monkeypatch.setattr(PromptStream, "next_prompts", take_eight)
         with pytest.raises(DataError, match="the file has changed"):
             await stream.take(1)
         await stream.close()
@@ -654,7 +654,7 @@ def test_sampling_that_is_cancelled_before_the_stream_is_closed_fails_the_step_t
 
 def test_a_wait_is_for_what_is_due_from_when_a_batch_is_finished_without_it() -> None:
     """Step 2 waits from second 1 to 50 for the first prompt, and from 2 on the fourth and the fifth are finished."""
-    first, *_, sixth = (prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(6))
+    first, *_, sixth = (prompt.id for prompt in PromptStream(PROMPTS, seed=0).next_prompts(6))
     slow = {first: 50.0, sixth: 100.0}
 
     async def waits() -> list[tuple[float, list[int]]]:
@@ -663,7 +663,7 @@ def test_a_wait_is_for_what_is_due_from_when_a_batch_is_finished_without_it() ->
         for step in (1, 2):
             places = (await stream.take(step)).places
             found.append((asyncio.get_running_loop().time(), [place.drawn.ordinal for place in places]))
-            stream.pushed(step)
+            stream.on_push(step)
         await stream.close()
         return found
 

@@ -83,7 +83,7 @@ class World:
 
     async def group(self, name: str) -> None:
         count = self.members if self.apart else 1
-        request = replace(REQUEST, group=name if self.apart else None, num_completions=self.members // count)
+        request = replace(REQUEST, prefix_group=name if self.apart else None, num_completions=self.members // count)
         ids = [f"{name}, completion {n}" for n in range(count)] if self.apart else [name]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -144,7 +144,7 @@ class Deadly(Still):
         self.world = world
 
     async def generate(self, server: Any, request: GenerationRequest, request_id: str) -> list[Completion]:
-        world, name = self.world, (request.group or request.id)
+        world, name = self.world, (request.prefix_group or request.id)
         if server.dead.is_set():
             raise ServerUnreachable(f"{server.url}: nobody listens")
         server.running[name] += 1
@@ -207,9 +207,9 @@ def test_restarts_after_deaths_by_poison_do_not_count(worlds: list[World]) -> No
     for world in worlds:
         for replica in world.engine.replicas.all:
             if not world.deaths:
-                assert world.engine.tries(replica) == 0, world.seed
+                assert world.engine.attempt_count(replica) == 0, world.seed
             elif not world.dropped:
-                assert world.engine.tries(replica) == replica.restarts, world.seed
+                assert world.engine.attempt_count(replica) == replica.restarts, world.seed
             restarts[world.deaths > 0] += replica.restarts
     assert min(restarts[False], restarts[True]) > 20
 
@@ -298,24 +298,24 @@ async def test_servers_that_answer_errors_and_live_on_show_one_bad_prompt_after_
 @pytest.mark.parametrize(("size", "allowed"), [(1, 1), (8, 1), (20, 4)])
 def test_more_than_one_percent_of_twenty_steps_ends_the_run(size: int, allowed: int, tmp_path: Path) -> None:
     """The ledger has a line for each that was let pass, and a resume counts on."""
-    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
+    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).next_prompts(len(PROMPTS))]
     bad = {order[size * (2 + 3 * n)] for n in range(allowed + 1)}  # in steps 3, 6, ...
     source, path = Poisoned(lambda _: 1.0, poison=bad), tmp_path / "ledger.jsonl"
 
     async def run() -> int:
         stream = stream_over(source, size=size, staleness=0, path=path)
-        stream.start_over()
+        stream.restart()
         for step in range(1, 40):
             if step == 3 + 3 * allowed:
                 with pytest.raises(EngineError, match=f"{allowed + 1} of the last {20 * size} prompts drawn .*nan$"):
                     await stream.take(step)
                 return step
             await stream.take(step)
-            stream.pushed(step)
+            stream.on_push(step)
             state = stream.state()
             await stream.close()
             stream = stream_over(source, size=size, staleness=0, path=path)
-            stream._prompts.take(state.drawn)
+            stream._prompts.next_prompts(state.drawn)
             stream.restore(state)
         return 40
 
@@ -326,14 +326,14 @@ def test_more_than_one_percent_of_twenty_steps_ends_the_run(size: int, allowed: 
 
 
 def test_what_was_dropped_long_ago_counts_no_more() -> None:
-    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
+    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).next_prompts(len(PROMPTS))]
     source = Poisoned(lambda _: 1.0, poison={order[4 * step] for step in (1, 25, 50)})
 
     async def run() -> int:
         stream, dropped = stream_over(source, size=4, staleness=0), 0
         for step in range(1, 60):
             dropped += (await stream.take(step)).dropped_groups
-            stream.pushed(step)
+            stream.on_push(step)
         return dropped
 
     assert run_at_once(run()) == 3
@@ -366,7 +366,9 @@ class FailingWorld:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self.members):
-                    tasks.create_task(engine.generate(replace(REQUEST, group=name, id=f"{name}, completion {number}")))
+                    tasks.create_task(
+                        engine.generate(replace(REQUEST, prefix_group=name, id=f"{name}, completion {number}"))
+                    )
             self.answered.add(name)
         except* PoisonPrompt:
             self.dropped.add(name)
@@ -378,7 +380,7 @@ class Failing(Deadly):
     world: Any
 
     async def generate(self, server: Any, request: GenerationRequest, request_id: str) -> list[Completion]:
-        name = str(request.group)
+        name = str(request.prefix_group)
         await asyncio.sleep(self.world.seconds * self.world.random.random())
         if name in self.world.bad:
             self.world.failures[name] += 1
@@ -417,10 +419,10 @@ def test_what_was_dropped_is_asked_once_in_a_run_of_three_epochs_that_is_resumed
         weights = SimpleNamespace(push=lambda _: asyncio.sleep(0))
         return RLJob(
             config=load_config("tiny_cpu", []),
-            roles=cast(Any, SimpleNamespace(weights=weights)),
+            roles=cast(Any, SimpleNamespace(weight_sync=weights)),
             stream=stream,
             prompts=stream._prompts,
-            **dict.fromkeys(("evaluation", "start_folder", "recorder", "route"), cast(Any, None)),
+            **dict.fromkeys(("evaluation", "start_folder", "recorder", "push_route"), cast(Any, None)),
             update=cast(Any, SimpleNamespace(state=None, of_models=())),
         )
 
@@ -429,7 +431,7 @@ def test_what_was_dropped_is_asked_once_in_a_run_of_three_epochs_that_is_resumed
         for step in range(1, 15):
             now.number, batch = step, await now.stream.take(step)
             dropped += batch.dropped_groups
-            now.stream.pushed(step)
+            now.stream.on_push(step)
             if step == 6:
                 saved, now = as_json.dump_json(now.state()), job()
                 await now.restore(as_json.validate_json(saved))
@@ -498,7 +500,7 @@ async def sampled(adapter: Rows, *, grouped: bool) -> float:
     engine = ServerEngine(adapter, seats, ServerSection(), max_length=2000, vocab_size=2000)
     await push(engine, 1)
     params = replace(REQUEST.params, max_new_tokens=LONG, stop_token_ids=())
-    one = replace(REQUEST, group="a" if grouped else None, params=params)
+    one = replace(REQUEST, prefix_group="a" if grouped else None, params=params)
     answers = await asyncio.gather(*(engine.generate(replace(one, id=f"{n}")) for n in range(12)))
     for n, (answer,) in enumerate(answers):
         assert answer.token_ids.tolist() == list(range(adapter.lengths[f"{n}"]))

@@ -81,10 +81,10 @@ class Source:
     async def groups(self, drawn: Sequence[Draw]) -> list[GroupResult]:
         return [next(self.answers) for _ in drawn]
 
-    async def interrupt(self) -> None:
+    async def collect_partials(self) -> None:
         raise AssertionError
 
-    def so_far(self, drawn: Draw) -> tuple[()]:
+    def partial_completion(self, drawn: Draw) -> tuple[()]:
         return ()
 
 
@@ -108,7 +108,7 @@ def job(folder: Path, answers: Sequence[GroupResult], learner: Any, **sections: 
     rollout = {"prompts_per_step": WANTED, **sections.pop("rollout", {})}
     given = {"train": {"minibatches": 1}, "rollout": rollout, **sections}
     config = RunConfig.model_validate(given)
-    roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    roles = RunComponents(learners={"policy": learner}, frozen_models={}, engine=learner, weight_sync=learner)
     prompts = PromptStream([TEACHES.prompt] * 8, seed=0)
     return RLJob(
         config=config,
@@ -119,7 +119,7 @@ def job(folder: Path, answers: Sequence[GroupResult], learner: Any, **sections: 
         update=PolicyUpdate(config=config, roles=roles, attention_cost=0.0),
         start_folder=folder,
         recorder=Recorder(folder, config.log, Progress(1, "plain", "run", run_folder=folder)),
-        route="shared_file",
+        push_route="shared_file",
     )
 
 
@@ -245,18 +245,18 @@ async def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing
             await asyncio.Event().wait()
             raise AssertionError
 
-        async def closed(self) -> None:
+        async def wait_closed(self) -> None:
             """Nothing is released."""
 
     of = job(tmp_path, [], Steps(), warm_start={"steps": 0})
     of.evaluation = cast(Any, Evaluates())
-    pace = Intervals(steps=1, rows=1, evaluations=1, checkpoints=1)
+    pace = Intervals(steps=1, metrics=1, evaluations=1, checkpoints=1)
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, config={})
     it = Loop(job=of, pace=pace, checkpoints=store, recorder=of.recorder, stop=asyncio.Event())
     with pytest.raises(StopRequested, match="before the first step"):
         await it.run()
     assert not list(tmp_path.iterdir())
-    assert it.saved is None
+    assert it.last_saved is None
 
 
 async def test_an_end_waits_until_environments_that_failed_are_closed(tmp_path: Path) -> None:
@@ -272,9 +272,11 @@ async def test_an_end_waits_until_environments_that_failed_are_closed(tmp_path: 
 
     of = job(tmp_path, [], Steps())
     trains, own = (sampler(Scripted(lambda _: "a"), EnvironmentFactory(Fails), on_error="drop") for _ in range(2))
-    both = SourceSampler(engine=trains.engine, rollout=trains.rollout, stop_token_ids=(), seed=0, usual=trains, own={})
-    of.evaluation = replace(of.evaluation, sampler=both, own={"set": own})
-    for one in (both.over(trains.engine), own):
+    both = SourceSampler(
+        engine=trains.engine, rollout=trains.rollout, stop_token_ids=(), seed=0, default=trains, source_samplers={}
+    )
+    of.evaluation = replace(of.evaluation, sampler=both, own_samplers={"set": own})
+    for one in (both.with_engine(trains.engine), own):
         (group,) = await one.groups(drawn(PROMPTS[:1], 1))
         assert group.reason == "environment_error"  # it is not held up
     closing = asyncio.ensure_future(of.close())
@@ -360,7 +362,7 @@ class Kept(Answers):
         self.batch = batch
         return await super().backward(batch, loss)
 
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         """It has no scores."""
 
 
@@ -415,7 +417,7 @@ def test_rows_of_written_text_are_named_by_their_own_tokens(caplog: pytest.LogCa
     packer = Packer(dims=ParallelDims(), max_tokens=2, attention_cost=0.0)
     its = DatasetJob(
         config=RunConfig.model_validate({"job": "sft", "sft": {"batch_size": 4}, "train": {"steps": 1}}),
-        roles=RunComponents(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
+        roles=RunComponents(learners={"policy": learner}, frozen_models={}, engine=NONE, weight_sync=NONE),
         prompts=PromptStream(prompts, seed=0),
         size=4,
         units_of=units_of,
@@ -444,7 +446,7 @@ def written(folder: Path) -> Started:
 def warm(folder: Path) -> Started:
     prompts, learner = PromptStream(THREE_PROMPTS, seed=0), cast(Any, Steps())
     steps = OptimizerSteps(name="policy")
-    roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    roles = RunComponents(learners={"policy": learner}, frozen_models={}, engine=learner, weight_sync=learner)
     supervised = SupervisedSteps(learner=learner, packer=NONE, optimizer_steps=steps)
     fields: dict[str, Any] = {"config": RunConfig(), "tokenizer": NONE, "targets": NONE, "evaluation": NONE}
     fields |= {"end_token_ids": {"": 1}, "stop_token_ids": (1,), "vocab_size": 9}
@@ -470,14 +472,14 @@ def test_a_resume_goes_on_counting(start: Callable[[Path], Started], tmp_path: P
         its, steps = start(tmp_path)
         if state is not None:
             await its.restore(checkpoint.validate_json(checkpoint.dump_json(replace(state, stream=None))))
-        if steps.in_a_row < 3:
+        if steps.skipped_in_a_row < 3:
             assert await steps.step(Answers(bad(1)), BATCH, CrossEntropy(), 1.0, THREE_PROMPTS) is None
         return its.state(), steps
 
     state = None
     for count in (1, 2, 3):
         state, steps = asyncio.run(after(state))
-        assert steps.in_a_row == count
+        assert steps.skipped_in_a_row == count
     _, steps = asyncio.run(after(state))
     with pytest.raises(RLMegatronError, match=rf"the {steps.name}'s .* 4 optimizer steps in a row"):
         made(steps, bad(1))

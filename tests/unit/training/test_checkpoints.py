@@ -53,12 +53,12 @@ class Ranks:
         self.read: dict[int, tuple[str, ...]] = {}
         self.loaded = False
 
-    async def ask(self, name: str, arguments: Mapping[int, Any]) -> list[Any]:
+    async def call(self, name: str, arguments: Mapping[int, Any]) -> list[Any]:
         assert name == "verify"
         self.read = {rank: tuple(files) for rank, (_, files) in arguments.items()}
         return [RankModels.verify(cast(RankModels, self), *given) for given in arguments.values()]
 
-    async def each(self, name: str, *_: Any) -> None:
+    async def call_all(self, name: str, *_: Any) -> None:
         assert name == "load"
         self.loaded = True
 
@@ -236,18 +236,18 @@ def test_a_first_step_waits_for_no_checkpoint_of_the_start(tmp_path: Path, warm_
     prompts = cast(Any, SimpleNamespace(state=dict, left_out=(), table=None, read_ahead=lambda: None))
     job = RLJob(
         config=config,
-        roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
+        roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen_models={})),
         stream=make_stream(config, prompts, sampler, Ledger()),
         prompts=prompts,
-        evaluation=cast(Any, SimpleNamespace(row=row, closed=closed)),
+        evaluation=cast(Any, SimpleNamespace(row=row, wait_closed=closed)),
         update=cast(Any, SimpleNamespace(state=None, of_models=())),
         start_folder=tmp_path / "hf_start",
         recorder=recorder,
-        route="file",
+        push_route="file",
     )
     loop = Loop(
         job=job,
-        pace=Intervals(steps=0, rows=1, evaluations=1, checkpoints=1),
+        pace=Intervals(steps=0, metrics=1, evaluations=1, checkpoints=1),
         checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
         recorder=recorder,
         stop=asyncio.Event(),
@@ -261,12 +261,12 @@ def test_the_row_after_a_checkpoint_has_its_bytes_and_seconds(tmp_path: Path) ->
     rows, job = list[dict[str, Any]](), Failing({})
     loop = Loop(
         job=cast(Any, job),
-        pace=Intervals(steps=3, rows=1, evaluations=0, checkpoints=2),
+        pace=Intervals(steps=3, metrics=1, evaluations=0, checkpoints=2),
         checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
         recorder=cast(Any, SimpleNamespace(write=AsyncMock(side_effect=rows.append))),
         stop=asyncio.Event(),
     )
-    job.until[3] = lambda: not loop.in_hand or loop.in_hand.saved
+    job.until[3] = lambda: not loop.pending_save or loop.pending_save.saved
     assert asyncio.run(loop.run())
     after = {name: value for name, value in rows[2].items() if "checkpoint/" in name}
     assert after == {
@@ -537,7 +537,7 @@ class Slow(Shards):
         done, outer = await super().save(folder), self
 
         class Later(Ended):
-            async def written(self, *, wait: bool = False) -> bool:
+            async def is_written(self, *, wait: bool = False) -> bool:
                 outer.asked.set()
                 return outer.go
 
@@ -568,7 +568,7 @@ async def test_a_checkpoint_gets_its_name_though_nobody_asks_for_it(tmp_path: Pa
 
 
 async def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: Path) -> None:
-    """Two models, of which the second is written later; ``durable`` is the call with collectives."""
+    """Two models, of which the second is written later; ``finalize`` is the call with collectives."""
     events = list[str]()
 
     class Timed(Shards):
@@ -580,7 +580,7 @@ async def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: 
             done, outer = await super().save(folder), self
 
             class Later(Ended):
-                async def written(self, *, wait: bool = False) -> bool:
+                async def is_written(self, *, wait: bool = False) -> bool:
                     while wait and outer.turns:
                         outer.turns -= 1
                         await asyncio.sleep(0)
@@ -588,9 +588,9 @@ async def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: 
                         events.append(f"{outer.name} is written")
                     return not outer.turns
 
-                async def durable(self) -> SaveDigests:
+                async def finalize(self) -> SaveDigests:
                     events.append(f"{outer.name}'s ranks meet")
-                    return await super().durable()
+                    return await super().finalize()
 
             return Later(done.files)
 

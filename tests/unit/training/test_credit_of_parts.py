@@ -205,7 +205,7 @@ class Rooms:
 
     def _seen(self) -> Observation:
         self.asked += 1
-        return Observation(said=f"{self.asked}.", state=self.rooms[self.asked - 1])
+        return Observation(content=f"{self.asked}.", state=self.rooms[self.asked - 1])
 
     async def start(self, task: Prompt, seed: int) -> Observation:
         return self._seen()

@@ -145,27 +145,27 @@ def test_effective_samples_are_those_of_all_optimizer_steps_together() -> None:
 
 def test_each_metric_of_several_optimizer_steps_is_reduced_as_it_says_whatever_its_name() -> None:
     first: dict[str, Metric[float]] = {
-        "a/max": Metric(value=0.5, over="min"),
-        "b/min": Metric(value=1.5, over="max"),
+        "a/max": Metric(value=0.5, reduction="min"),
+        "b/min": Metric(value=1.5, reduction="max"),
         "c/sum": Metric(value=1.0),
-        "d": Metric(value=2.0, over="sum"),
+        "d": Metric(value=2.0, reduction="sum"),
         "e": Metric(value=1.0, weight=3.0),
     }
     second: dict[str, Metric[float]] = {
-        "a/max": Metric(value=0.7, over="min"),
-        "b/min": Metric(value=1.9, over="max"),
+        "a/max": Metric(value=0.7, reduction="min"),
+        "b/min": Metric(value=1.9, reduction="max"),
         "c/sum": Metric(value=2.0),
-        "d": Metric(value=3.0, over="sum"),
+        "d": Metric(value=3.0, reduction="sum"),
         "e": Metric(value=5.0, weight=1.0),
     }
     results = [
         CompletedStep(
             first | {"loss": Metric(value=1.0)},
-            StepResult(grad_norm=2.0, metrics={"moe/load_imbalance": Metric(value=1.0)}),
+            StepResult(grad_norm=2.0, observer_metrics={"moe/load_imbalance": Metric(value=1.0)}),
         ),
         CompletedStep(
             second | {"loss": Metric(value=3.0)},
-            StepResult(grad_norm=4.0, metrics={"moe/load_imbalance": Metric(value=2.0)}),
+            StepResult(grad_norm=4.0, observer_metrics={"moe/load_imbalance": Metric(value=2.0)}),
         ),
     ]
     own = {"a/max": 0.5, "b/min": 1.9, "c/sum": 1.5, "d": 5.0, "e": 2.0}
@@ -182,7 +182,7 @@ def test_a_metric_is_of_the_optimizer_steps_that_have_it() -> None:
         {"observer/second": Metric(value=4.0), "observer/in_part": Metric(value=5.0, weight=3.0)},
     ]
     row = policy_row(
-        [CompletedStep({"loss": Metric(value=0.0)}, StepResult(grad_norm=1.0, metrics=one)) for one in said]
+        [CompletedStep({"loss": Metric(value=0.0)}, StepResult(grad_norm=1.0, observer_metrics=one)) for one in said]
     )
     own = {"observer/first": 1.0, "observer/second": 3.0, "observer/in_part": 5.0}
     assert row == {"loss": 0.0, "grad_norm": 1.0, **own}
@@ -197,7 +197,7 @@ def numbered(count: int) -> Samples:
 
 def parts_of(samples: Samples, seeds: Sequence[int], *, most: int, unit: int = 1) -> list[Samples]:
     """Each minibatch fits one micro-batch; sequences of one length keep their order there."""
-    packer = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0, unit=unit)
+    packer = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0, rows_per_unit=unit)
     made = packer.minibatches(samples, most=most, seeds=seeds)
     return [finish_minibatch(batch).micro_batches[0][0] for batch in made]
 
@@ -231,7 +231,7 @@ GROUPS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 5])
 def groups_of_parts(seed: int, dp: int) -> list[list[int]]:
     """The groups of each minibatch's sequences, in the order of the batch."""
     samples = replace(numbered(12), group_of=GROUPS)
-    packer = Packer(dims=ParallelDims(dp=dp), max_tokens=3, whole_groups=True, attention_cost=0.0)
+    packer = Packer(dims=ParallelDims(dp=dp), max_tokens=3, keeps_groups=True, attention_cost=0.0)
     ranks, out = packer.ranks(samples, most=3, seed=seed), []
     for batch in packer.minibatches(samples, most=3, seeds=[seed]):
         for d, row in enumerate(batch.sequences):
@@ -253,7 +253,7 @@ def test_whole_groups_are_in_one_minibatch_each_whatever_the_ranks() -> None:
 
 def test_fewer_groups_than_minibatches_are_one_each_and_without_the_key_groups_are_cut() -> None:
     samples = replace(numbered(12), group_of=GROUPS)
-    packer = Packer(dims=ParallelDims(), max_tokens=100, whole_groups=True, attention_cost=0.0)
+    packer = Packer(dims=ParallelDims(), max_tokens=100, keeps_groups=True, attention_cost=0.0)
     assert len(list(packer.minibatches(samples, most=12, seeds=[0]))) == 6
     assert [part.num_sequences for part in parts_of(samples, [0], most=3)] == [4, 4, 4]
 
@@ -289,7 +289,10 @@ async def heard(folder: Path, *keys: str, fresh: bool) -> tuple[list[Any], list[
     policy, reference = (Toy(table(VOCABULARY, VOCABULARY, seed=seed)) for seed in (1, 3))
     engine = ToyEngine(policy, STARTED)
     roles: Any = RunComponents(
-        learners={"policy": policy}, frozen={"reference": reference}, engine=engine, weights=ToyWeights(engine)
+        learners={"policy": policy},
+        frozen_models={"reference": reference},
+        engine=engine,
+        weight_sync=ToyWeights(engine),
     )
     rig = Rig(folder, asyncio.get_running_loop())
     job = rig._trainer(config, roles)
@@ -344,15 +347,15 @@ async def test_a_step_and_held_out_pairs_are_those_of_plain_means_and_no_model_s
     policy, samples = Toy(weights), supervised_samples(rows())
     job = PairObjective(
         loss=pair_loss(2.0, per_token=True, reference_free=True, target_margin=1.0),
-        roles=RunComponents(learners={"policy": policy}, frozen={}, engine=NONE, weights=NONE),
-        packer=Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0, unit=2),
+        roles=RunComponents(learners={"policy": policy}, frozen_models={}, engine=NONE, weight_sync=NONE),
+        packer=Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0, rows_per_unit=2),
         optimizer_steps=OptimizerSteps(name="policy"),
         parts=[samples],
         reference=None,
     )
     watch = Stopwatch()
     await job.begin(fresh=True)
-    held_out, made = await job.held_out(), await job.step(samples, RATE, [], watch)
+    held_out, made = await job.eval_metrics(), await job.step(samples, RATE, [], watch)
     plain = weights.double().requires_grad_()
     logprobs = plain.log_softmax(-1)
     means = [[sum(logprobs[x, y] for x, y in pairwise(s)) / (len(s) - 1) for s in pair] for pair in PAIRS]
@@ -401,11 +404,11 @@ async def test_answers_with_labels_are_learned_by_trls_kto(
     loss, margins = loss.detach(), margins.detach()
     for max_tokens in (6, 30):
         policy.weights = tables[0]
-        packer = Packer(dims=ParallelDims(), max_tokens=max_tokens, attention_cost=0.0, unit=1)
+        packer = Packer(dims=ParallelDims(), max_tokens=max_tokens, attention_cost=0.0, rows_per_unit=1)
         job = LabeledAnswers(
             loss=KtoLoss(beta=0.7),
             roles=RunComponents(
-                learners={"policy": policy}, frozen={"reference": reference}, engine=NONE, weights=NONE
+                learners={"policy": policy}, frozen_models={"reference": reference}, engine=NONE, weight_sync=NONE
             ),
             packer=packer,
             optimizer_steps=OptimizerSteps(name="policy"),
@@ -414,10 +417,10 @@ async def test_answers_with_labels_are_learned_by_trls_kto(
             most=most,
         )
         await job.begin(fresh=True)
-        held_out, made = await job.held_out(), await job.step(samples, RATE, [], Stopwatch())
+        held_out, made = await job.eval_metrics(), await job.step(samples, RATE, [], Stopwatch())
         assert made is not None
         assert made.loss == pytest.approx(loss.item(), abs=1e-6)
-        assert made.of_loss["kl/reference"].value == pytest.approx(point, abs=1e-6)
+        assert made.loss_metrics["kl/reference"].value == pytest.approx(point, abs=1e-6)
         assert plain.grad is not None
         assert (policy.weights - (tables[0] - RATE * plain.grad)).abs().max() < 1e-6
         figures = {
@@ -426,7 +429,7 @@ async def test_answers_with_labels_are_learned_by_trls_kto(
             "preference_margin": margins.mean(),
         }
         assert held_out == pytest.approx({f"eval/{name}": float(value) for name, value in figures.items()}, abs=1e-6)
-        after = await job.held_out()  # of the policy that has learned, by another z0
+        after = await job.eval_metrics()  # of the policy that has learned, by another z0
         assert after["eval/loss"] < held_out["eval/loss"]
 
 

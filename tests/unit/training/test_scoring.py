@@ -74,7 +74,7 @@ class Ranks:
         self.held = [RankRows() for _ in range(dp)]
         self.asked: list[list[ForwardPass]] = []
 
-    def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+    def send(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         assert name == "score"
         given = {rank: wire.unpack(wire.pack(one)) for rank, one in arguments.items()}
         self.asked.append(list(given[0][0]))
@@ -84,11 +84,13 @@ class Ranks:
         return answers
 
     def scored(self, rank: int, passes: list[ForwardPass], share: Any) -> list[tuple[dict[Want, list[Tensor]], float]]:
-        rows, answers = self.held[rank].take(share), []
+        rows, answers = self.held[rank].micro_batches(share), []
         for one in passes:
-            seen = [micro_batch_for_pass(m, replays=one.replays, last_tokens=one.last_tokens) for m in rows]
+            seen = [
+                micro_batch_for_pass(m, replays=one.replays_routes, last_tokens=one.appends_last_targets) for m in rows
+            ]
             assert all(len(m.input_ids) <= MOST for m in seen)
-            found = {what: [self.said(one.role, what, m.input_ids) for m in seen] for what in one.want}
+            found = {what: [self.said(one.role, what, m.input_ids) for m in seen] for what in one.outputs}
             answers.append((found, SECONDS.get(one.role, 1.0)))
         return answers
 
@@ -115,10 +117,10 @@ def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> RunComponents:
     unused: Any = None
     return RunComponents(
         learners={role: model for role, model in models.items() if role in ("policy", "critic")},
-        frozen={role: model for role, model in models.items() if role not in ("policy", "critic")},
+        frozen_models={role: model for role, model in models.items() if role not in ("policy", "critic")},
         engine=unused,
-        weights=unused,
-        together=[
+        weight_sync=unused,
+        shared_ranks=[
             LearnerGroups([model for role, model in models.items() if of[role] == name], calls)
             for name, calls in calls_of.items()
         ],
@@ -179,7 +181,7 @@ def test_a_policy_that_is_its_own_critic_says_both_in_one_pass() -> None:
     found, row = asked("algorithm.critic.backbone=policy", learner=ranks)
     assert_right(found, "policy")
     assert [[one.role for one in request] for request in ranks.asked] == [["policy", "reference"]]
-    assert ranks.asked[0][0].want == {"logprobs", "values"}
+    assert ranks.asked[0][0].outputs == {"logprobs", "values"}
     assert "seconds/values" not in row
 
 
@@ -248,8 +250,8 @@ class Readers(Ranks):
 
     @override
     def scored(self, rank: int, passes: list[ForwardPass], share: Any) -> list[tuple[dict[Want, list[Tensor]], float]]:
-        rows = self.held[rank].take(share)
-        return [({what: [self.read(one.role, what, m) for m in rows] for what in one.want}, 1.0) for one in passes]
+        rows = self.held[rank].micro_batches(share)
+        return [({what: [self.read(one.role, what, m) for m in rows] for what in one.outputs}, 1.0) for one in passes]
 
     def read(self, role: str, what: Want, rows: Samples) -> Tensor:
         out = torch.zeros(len(rows.input_ids))
@@ -329,7 +331,7 @@ def test_what_a_server_reads_may_be_longer_than_a_micro_batch_of_the_learner() -
     assert hooks is not None
     (judge,) = hooks.judges(to_samples(groups()), long).asked
     assert judge.read is not None
-    batch = Packers(config=config, attention_cost=0.0).apart(judge.read, "teacher_me", judge.longest)
+    batch = Packers(config=config, attention_cost=0.0).pack_untrained(judge.read, "teacher_me", judge.longest)
     assert sorted(int(one) for row in batch.sequences for part in row for one in part) == [*range(6)]
 
 
@@ -375,7 +377,7 @@ class Learner:
     async def step(self, learning_rate: float) -> StepResult:
         return StepResult(grad_norm=0.0)
 
-    async def forget(self) -> None:
+    async def free_step(self) -> None:
         """It keeps nothing of a batch."""
 
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
@@ -412,7 +414,7 @@ def one_group() -> list[RolloutGroup]:
 def update(**algorithm: Any) -> Row:
     config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
     learner: Any = Learner()
-    roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    roles = RunComponents(learners={"policy": learner}, frozen_models={}, engine=learner, weight_sync=learner)
     return asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(one_group(), 1, Stopwatch()))
 
 
@@ -516,7 +518,7 @@ async def test_they_work_at_the_same_time_and_are_asked_in_order() -> None:
         return "reference log-probs"
 
     async with asyncio.timeout(LIMIT), RankTasks(watch) as at_once:
-        first, second = at_once.begin("logprobs", policy()), at_once.begin("reference", reference())
+        first, second = at_once.start("logprobs", policy()), at_once.start("reference", reference())
         assert [await at_once.end(first), await at_once.end(second)] == ["log-probs", "reference log-probs"]
     assert asked == ["policy", "reference"]
     row = watch.row()
@@ -538,7 +540,7 @@ async def test_the_first_that_fails_is_raised_and_the_others_are_left() -> None:
 
     async def ask() -> None:
         async with asyncio.timeout(LIMIT), RankTasks(Stopwatch()) as at_once:
-            critic, _ = at_once.begin("critic", dies()), at_once.begin("train", hangs())
+            critic, _ = at_once.start("critic", dies()), at_once.start("train", hangs())
             await at_once.end(critic)
 
     with pytest.raises(WorkerFailure, match="critic rank 1"):
@@ -558,8 +560,8 @@ async def test_an_error_of_the_one_who_asks_is_raised_and_all_are_left() -> None
                 left.append(name)
 
         async with asyncio.timeout(LIMIT), RankTasks(Stopwatch()) as at_once:
-            at_once.begin("critic", hangs("critic"))
-            at_once.begin("train", hangs("policy"))
+            at_once.start("critic", hangs("critic"))
+            at_once.start("train", hangs("policy"))
             await asyncio.sleep(0)
             raise DataError("these completions have no routes")
 
@@ -582,7 +584,7 @@ def test_ranks_do_not_wait_for_the_metrics_of_their_batch(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Packer, "metrics", late)
     learner: Any = Trains()
-    roles = RunComponents(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    roles = RunComponents(learners={"policy": learner}, frozen_models={}, engine=learner, weight_sync=learner)
     config = RunConfig.model_validate({"train": {"minibatches": 1}})
     row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(one_group(), 1, Stopwatch()))
     assert row["tokens/train"] == sum(SAMPLED_LENGTHS) + len(

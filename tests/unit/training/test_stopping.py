@@ -127,10 +127,10 @@ class Steps:
         with watch("eval"):
             return {"eval/accuracy": 1 - self.number / 10}
 
-    def enough(self, row: Row) -> bool:
+    def should_stop(self, row: Row) -> bool:
         return float(row.get("eval/accuracy") or 0) >= self.least
 
-    async def before_save(self, stop: asyncio.Event) -> None:
+    async def flush(self, stop: asyncio.Event) -> None:
         """Nothing is under way."""
 
     def state(self) -> TrainerState:
@@ -156,7 +156,7 @@ def run(folder: Path, at: str, *, saved: bool = True, least: float = 2.0) -> tup
         recorder = Recorder(folder, LogSection(), Progress(6, mode="plain"))
         loop = Loop(
             job=cast(Any, job),
-            pace=Intervals(steps=6, rows=1, evaluations=2, checkpoints=2),
+            pace=Intervals(steps=6, metrics=1, evaluations=2, checkpoints=2),
             checkpoints=CheckpointStore(folder / "checkpoints", keep=1, keep_best=2, config={}, measured_by="sums"),
             recorder=recorder,
             stop=stop,
@@ -233,14 +233,14 @@ class Writing(Shards):
         done, outer = await super().save(folder), self
 
         class Later(Ended):
-            async def written(self, *, wait: bool = False) -> bool:
+            async def is_written(self, *, wait: bool = False) -> bool:
                 return wait
 
-            async def durable(self) -> SaveDigests:
+            async def finalize(self) -> SaveDigests:
                 outer.asked += 1
                 if outer.problem is not None:
                     raise outer.problem
-                return await super().durable()
+                return await super().finalize()
 
         return Later(done.files)
 
@@ -248,7 +248,7 @@ class Writing(Shards):
 def loop_of(job: Failing, folder: Path) -> Loop:
     return Loop(
         job=cast(Any, job),
-        pace=Intervals(steps=9, rows=1, evaluations=0, checkpoints=1),
+        pace=Intervals(steps=9, metrics=1, evaluations=0, checkpoints=1),
         checkpoints=CheckpointStore(folder, keep=2, config={}),
         recorder=cast(Any, SimpleNamespace(write=AsyncMock(return_value=None))),
         stop=asyncio.Event(),
@@ -373,13 +373,15 @@ def test_a_save_that_failed_ends_the_run_with_the_next_step(tmp_path: Path) -> N
             outer = self
 
             class Failed(Ended):
-                async def durable(self) -> SaveDigests:
+                async def finalize(self) -> SaveDigests:
                     outer.asked += 1
                     raise CheckpointError("the disk is full")
 
             return Failed({})
 
-    job = Failing({}, shards=(full := Full()), until={3: lambda: loop.in_hand is None or loop.in_hand._saved.done()})
+    job = Failing(
+        {}, shards=(full := Full()), until={3: lambda: loop.pending_save is None or loop.pending_save._saved.done()}
+    )
     loop = loop_of(job, tmp_path)
     loop.pace = replace(loop.pace, checkpoints=2)
     with pytest.raises(CheckpointError, match="the disk is full"):
@@ -453,14 +455,18 @@ async def test_sources_with_an_environment_of_their_own_are_sampled_where_the_ot
     async with asyncio.timeout(30):
         training = Waits()
         one = sampler(training)
-        others: Any = {"stop_token_ids": one.stop_token_ids, "usual": one, "own": {"tool": sampler(training)}}
+        others: Any = {
+            "stop_token_ids": one.stop_token_ids,
+            "default": one,
+            "source_samplers": {"tool": sampler(training)},
+        }
         source = SourceSampler(engine=training, rollout=one.rollout, seed=0, **others)
         training.go.set()
         ours = beside(tmp_path, source, [PROMPTS[0], replace(PROMPTS[1], source="tool")])
         ours.begin(3)
         await ours.finish(4)
         assert len(training.asked) == 4
-        assert {request.birth for request in training.asked} == {LOWEST_PRIORITY}
+        assert {request.start_version for request in training.asked} == {LOWEST_PRIORITY}
 
 
 async def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
@@ -475,17 +481,17 @@ async def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None
                 raise EngineError("no server is left")
             return [completion([int(request.id)])]
 
-        def so_far(self, request_id: str) -> Completion | None:
+        def partial_completion(self, request_id: str) -> Completion | None:
             return completion([int(request_id)])
 
-        async def interrupt(self) -> None:
+        async def collect_partials(self) -> None:
             self.told += 1
 
     engine = Counts(calculates)
     few = LowPriorityEngine(engine, 3)
-    assert (begun := few.so_far("5")) is not None
+    assert (begun := few.partial_completion("5")) is not None
     assert begun.token_ids.tolist() == [5]
-    await few.interrupt()
+    await few.collect_partials()
     params = sampler(engine).params(temperature=1.0)
     asked = [GenerationRequest(id=f"{n}", token_ids=(1,), num_completions=1, params=params) for n in range(20)]
     answers = await asyncio.gather(*map(few.generate, asked), return_exceptions=True)
@@ -504,7 +510,7 @@ async def test_engines_take_its_requests_last_and_those_waited_for_first(kind: s
     await ours.finish(4)
     behind, engine.asked = engine.asked, []
     await ours.evaluation.row(6)
-    for request in (*behind, replace(ASKED, birth=1_000_000), *engine.asked):
+    for request in (*behind, replace(ASKED, start_version=1_000_000), *engine.asked):
         await adapter.generate(server, request, "id")
     assert len(behind) == len(engine.asked) == 4
     sign = {"vllm": 1, "sglang": -1}[kind]  # SGLang's highest goes first

@@ -143,7 +143,7 @@ def updated(config: RunConfig) -> tuple[dict[str, Any], list[tuple[AlgorithmSect
         "policy": policy,
         **({"critic": Toy(table(VOCABULARY, seed=2))} if config.algorithm.needs_critic else {}),
     }
-    roles = RunComponents(learners=learners, frozen={}, engine=unused, weights=unused)
+    roles = RunComponents(learners=learners, frozen_models={}, engine=unused, weight_sync=unused)
     row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(groups(4, ENGINE), 4, Stopwatch()))
     heard: list[Any] = policy.heard
     return dict(row), [(call[1], call[2]) for call in heard if call[0] == "row"], policy
@@ -254,7 +254,7 @@ class Rig:
         self.policy, self.critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
         learners = {"policy": self.policy, **({"critic": self.critic} if config.algorithm.needs_critic else {})}
         unused = Toy(torch.zeros(1))
-        self.roles: Any = RunComponents(learners=learners, frozen={}, engine=unused, weights=unused)
+        self.roles: Any = RunComponents(learners=learners, frozen_models={}, engine=unused, weight_sync=unused)
         self.config = config
         self.update = PolicyUpdate(config=config, roles=self.roles, attention_cost=0.0)
 
@@ -626,7 +626,7 @@ def experts_of(weights: Tensor, tokens: Tensor) -> Tensor:
 def updated_with_flips(replay: str) -> tuple[Row, Tensor, Tensor]:
     """The row of an update, and the policy's table before and after it."""
     policy, unused = Routed(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen_models={}, engine=unused, weight_sync=unused)
     config = RunConfig.model_validate(
         {"algorithm": {"routing_replay": replay}, "train": {"route_flips": True, "learning_rate": 40.0}}
     )
@@ -663,7 +663,7 @@ def test_with_replay_no_route_flips_in_an_update(replay: str) -> None:
 
 def update_of(keys: dict[str, Any]) -> PolicyUpdate:
     unused = Toy(torch.zeros(1))
-    roles: Any = RunComponents(learners={"policy": unused}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": unused}, frozen_models={}, engine=unused, weight_sync=unused)
     return PolicyUpdate(config=RunConfig.model_validate(keys), roles=roles, attention_cost=0.0)
 
 
@@ -688,4 +688,4 @@ def test_completions_without_routes_are_refused_by_the_key_that_needs_them(route
 
 @pytest.mark.parametrize("routed", [(), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
 def test_routes_that_the_run_does_not_ask_for_any_more_are_left_out(routed: tuple[int, ...]) -> None:
-    assert update_of({})._samples_of(with_routes(*routed)).extra == {}
+    assert update_of({})._build_samples(with_routes(*routed)).extra == {}

@@ -188,9 +188,9 @@ def assert_as_plain_loops(config: RunConfig) -> None:
     needs, unused = config.algorithm, Toy(torch.zeros(1))
     roles: Any = RunComponents(
         learners={"policy": policy, **({"critic": critic} if needs.needs_critic else {})},
-        frozen={"reference": reference} if needs.needs_reference else {},
+        frozen_models={"reference": reference} if needs.needs_reference else {},
         engine=unused,
-        weights=unused,
+        weight_sync=unused,
     )
     update, plain = PolicyUpdate(config=config, roles=roles, attention_cost=0.0), PlainUpdate(config, *tables)
     engine = tables[0] + 0.5 * table(VOCABULARY, VOCABULARY, seed=4)
@@ -218,7 +218,7 @@ def test_the_learner_is_asked_only_for_what_is_used(old_logprobs: str, routing_r
     algorithm = {"old_logprobs": old_logprobs, "routing_replay": routing_replay}
     config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
     policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen_models={}, engine=unused, weight_sync=unused)
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
     asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     heard: list[Any] = policy.heard
@@ -232,7 +232,9 @@ def test_the_row_tells_the_means_of_the_optimizer_steps_of_each_model() -> None:
     policy, critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
     models, unused = {"": policy, "critic/": critic}, Toy(torch.zeros(1))
     before = {name: model.weights for name, model in models.items()}
-    roles: Any = RunComponents(learners={"policy": policy, "critic": critic}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(
+        learners={"policy": policy, "critic": critic}, frozen_models={}, engine=unused, weight_sync=unused
+    )
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
     row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     for name, model in models.items():
@@ -252,7 +254,9 @@ def test_the_policys_share_of_its_gpus_peak_is_of_every_sequence_of_every_pass()
     config = RunConfig.model_validate({"algorithm": CRITIC, "train": {"minibatches": 2, "epochs": 3}})
     policy, critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
     unused, heard = Toy(torch.zeros(1)), list[int]()
-    roles: Any = RunComponents(learners={"policy": policy, "critic": critic}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(
+        learners={"policy": policy, "critic": critic}, frozen_models={}, engine=unused, weight_sync=unused
+    )
 
     def a_second_a_position(lengths: Iterable[int]) -> float:
         heard.extend(added := list(lengths))
@@ -288,7 +292,7 @@ def test_the_columns_of_one_minibatch_are_held_at_a_time() -> None:
     tokens = {"choose": "top_entropy", "share": 0.3}
     config = RunConfig.model_validate({"algorithm": {"tokens": tokens}, "train": {"minibatches": 4, "epochs": 2}})
     policy, unused = Counting(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen_models={}, engine=unused, weight_sync=unused)
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
     row = asyncio.run(PolicyUpdate(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     assert "tokens/chosen_fraction" in row
@@ -303,7 +307,7 @@ def test_what_visits_every_token_runs_beside_the_event_loop() -> None:
     )
     policy, reference, unused = (Toy(table(VOCABULARY, *more, seed=1)) for more in ([VOCABULARY], [VOCABULARY], []))
     roles: Any = RunComponents(
-        learners={"policy": policy}, frozen={"reference": reference}, engine=unused, weights=unused
+        learners={"policy": policy}, frozen_models={"reference": reference}, engine=unused, weight_sync=unused
     )
     update, in_loops_thread = PolicyUpdate(config=config, roles=roles, attention_cost=0.0), set[str]()
     sampled = groups(3, policy.weights)
@@ -373,7 +377,7 @@ def policy() -> Toy:
 def made(c: RunConfig, toy: Toy) -> PolicyUpdate:
     unused = Toy(torch.zeros(1))
     reference = {"reference": Toy(table(VOCABULARY, VOCABULARY, seed=3))} if c.algorithm.needs_reference else {}
-    roles: Any = RunComponents(learners={"policy": toy}, frozen=reference, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": toy}, frozen_models=reference, engine=unused, weight_sync=unused)
     return PolicyUpdate(config=c, roles=roles, attention_cost=0.0)
 
 
@@ -448,7 +452,9 @@ def test_rows_of_a_trajectory_stay_in_one_minibatch_and_on_the_ranks_foreseen() 
 
 def test_pairs_of_several_rows_are_refused() -> None:
     toy, unused = policy(), Toy(torch.zeros(1))
-    roles: Any = RunComponents(learners={"policy": toy}, frozen={"reference": policy()}, engine=unused, weights=unused)
+    roles: Any = RunComponents(
+        learners={"policy": toy}, frozen_models={"reference": policy()}, engine=unused, weight_sync=unused
+    )
     c = config({"preference": {"beta": 0.1}, "old_logprobs": "rollout"})
     pair = [trajectory([2], total=1.0), branched(trajectory([1, 2], total=0.0))]
     with pytest.raises(DataError, match="pairs completions of one row"):
@@ -481,7 +487,7 @@ ENGINE = table(VOCABULARY, VOCABULARY, seed=4)
 def row_of(sampled: list[RolloutGroup], **algorithm: Any) -> Row:
     given = {"algorithm": {"demonstration_gamma": 0.1, **algorithm}, "train": {"minibatches": 1, "max_staleness": 2}}
     policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = RunComponents(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    roles: Any = RunComponents(learners={"policy": policy}, frozen_models={}, engine=unused, weight_sync=unused)
     update = PolicyUpdate(config=RunConfig.model_validate(given), roles=roles, attention_cost=0.0)
     return asyncio.run(update(sampled, 3, Stopwatch()))
 

@@ -46,7 +46,7 @@ DATA = [
     Prompt(id=f"train:{line}", text="?", token_ids=(63,), answer="a" * (10 + line if line in LONG else 3))
     for line in range(1, 11)
 ]
-ORDER = [one.id for one in PromptStream(DATA, seed=0).take(len(DATA))]
+ORDER = [one.id for one in PromptStream(DATA, seed=0).next_prompts(len(DATA))]
 FIRST = next(int(name.split(":")[1]) for name in ORDER if int(name.split(":")[1]) in LONG)
 TOLD = f"prompt 'train:{FIRST}' has {FIRST + 12} tokens with its answers, sft.max_tokens=10"
 
@@ -65,7 +65,7 @@ def job(
     packer = Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0)
     return DatasetJob(
         config=RunConfig.model_validate({"job": "sft", "sft": sft, "train": {"steps": steps}}),
-        roles=RunComponents(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
+        roles=RunComponents(learners={"policy": learner}, frozen_models={}, engine=NONE, weight_sync=NONE),
         prompts=PromptStream(prompts, seed=0),
         size=len(prompts),
         units_of=units_of,
@@ -97,7 +97,7 @@ def test_what_happens_is_logged_and_the_look_changes_no_draw(on_long: str, caplo
     with caplog.at_level(logging.WARNING):
         asyncio.run(its.start(fresh=True))
     assert caplog.messages == [f"3 of the first 10 sequences to train on are too long: {TOLD}; sft.on_long={on_long}"]
-    assert [one.id for one in its.prompts.take(len(DATA))] == ORDER
+    assert [one.id for one in its.prompts.next_prompts(len(DATA))] == ORDER
 
 
 @pytest.mark.parametrize("on_long", ["drop", "cut"])
@@ -155,7 +155,7 @@ async def test_rows_that_were_looked_at_are_made_once_and_trained_on_in_the_orde
         assert row["steps/skipped"] == 0
     await its.close()
     dropped = learned
-    drawn = [prompt.id for prompt in PromptStream(DATA, seed=0).take(12)]
+    drawn = [prompt.id for prompt in PromptStream(DATA, seed=0).next_prompts(12)]
     batches = [drawn[start : start + 3] for start in range(0, 12, 3)]
     assert dropped == [sum(int(name.split(":")[1]) in LONG for name in batch) for batch in batches]
     assert made == [*batches[:3], batches[3][:1], batches[3]]
@@ -172,13 +172,13 @@ def test_a_look_that_takes_its_time_shows_how_far_it_is(monkeypatch: pytest.Monk
 
 def test_prompts_are_drawn_in_the_thread_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are read from a file and tokenized, the event loop would wait for them."""
-    threads, take, its = list[str](), PromptStream.take, job("drop", 2)
+    threads, take, its = list[str](), PromptStream.next_prompts, job("drop", 2)
 
     def noted(self: PromptStream, count: int) -> list[Prompt]:
         threads.append(threading.current_thread().name)
         return take(self, count)
 
-    monkeypatch.setattr(PromptStream, "take", noted)
+    monkeypatch.setattr(PromptStream, "next_prompts", noted)
     asyncio.run(its.step(1, Stopwatch()))
     assert threads[0].startswith("rows")
     assert set(threads) == {threads[0]}
@@ -219,7 +219,7 @@ def talk(line: int, *, role: str = "user", weight: int = 1) -> Prompt:
 
 def drawn(count: int) -> list[int]:
     """The lines of ``count`` rows in the order in which they are drawn."""
-    return [int(one.id[2:]) for one in PromptStream([talk(line) for line in range(count)], seed=0).take(count)]
+    return [int(one.id[2:]) for one in PromptStream([talk(line) for line in range(count)], seed=0).next_prompts(count)]
 
 
 def data(count: int, *refused: int, context: Sequence[int] = ()) -> list[Prompt]:
@@ -320,7 +320,7 @@ def test_a_run_of_which_no_row_has_a_turn_to_learn_ends_before_its_first_step() 
 def test_a_resume_may_end_with_rows_of_which_none_has_one() -> None:
     its = its_job(data(6, context=(3, 4, 5)), 2)
     its.number = 1
-    its.prompts.take(3)
+    its.prompts.next_prompts(3)
     asyncio.run(its.start(fresh=False))
     (row,) = asyncio.run(rows_of(its, 2, 2))
     assert (row["data/dropped"], row["tokens/train"]) == (3, 0)
@@ -390,7 +390,7 @@ def test_epochs_that_weights_make_other_passes_of_are_told_with_them(caplog: pyt
 def test_those_that_are_left_of_a_resume_count_by_its_weights(caplog: pytest.LogCaptureFixture) -> None:
     its = mixed({"small": 1.0, "big": 1.0}, epochs=1)
     its.number = 2
-    its.prompts.take(6)
+    its.prompts.next_prompts(6)
     state = its.prompts.state()
     its.prompts = mixed({"small": 1.0, "big": 5.0}).prompts
     its.prompts.restore(state)
@@ -410,7 +410,7 @@ async def test_each_step_records_those_that_it_ends() -> None:
     its, drawn = mixed({"small": 1.0, "big": 1.0}), mixed({"small": 1.0, "big": 1.0}).prompts
     await its.start(fresh=True)
     for row in [dict(await its.step(number, Stopwatch())) for number in range(1, 5)]:
-        drawn.take(3)
+        drawn.next_prompts(3)
         assert {name: row[f"source/{name}/epoch"] for name in SIZES} == drawn.epochs()
 
 
@@ -429,7 +429,7 @@ def warm_start(data: Sequence[Prompt], targets: Targets = answers, *keys: str) -
     learner = Kept(MADE)
     return WarmStart(
         config=load_config("tiny_cpu", [*given, *keys]),
-        roles=RunComponents(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
+        roles=RunComponents(learners={"policy": learner}, frozen_models={}, engine=NONE, weight_sync=NONE),
         prompts=PromptStream(data, seed=0),
         tokenizer=byte_tokenizer(),
         end_token_ids={"": 257},
@@ -476,19 +476,19 @@ def test_an_answer_that_is_marked_as_bad_is_named_before_the_first_step() -> Non
 def test_an_answer_that_just_fits_is_learned_in_the_order_of_the_seed() -> None:
     ours, data = warm_start(prompts(1, 2, 3, 30, 4, 5)), prompts(1, 2, 3, 30, 4, 5)
     asyncio.run(ours.start(fresh=True))
-    assert ours.prompts.take(6) == PromptStream(data, seed=0).take(6)
+    assert ours.prompts.next_prompts(6) == PromptStream(data, seed=0).next_prompts(6)
 
 
 def test_a_resume_looks_at_what_is_left() -> None:
     data = prompts(1, 2, 3, 31, 4, 5)
-    drawn = [prompt.id for prompt in PromptStream(data, seed=0).take(6)]
+    drawn = [prompt.id for prompt in PromptStream(data, seed=0).next_prompts(6)]
     done = drawn.index("train:4") // 2 + 1  # steps, the long answer's among them
     ours = warm_start(data)
-    ours.prompts.take(2 * done)
+    ours.prompts.next_prompts(2 * done)
     ours.number = done
     assert ours.state().ends == {"": 257}  # that another version, or another tokenizer's, is compared with
     asyncio.run(ours.start(fresh=False))
-    assert [prompt.id for prompt in ours.prompts.take(6 - 2 * done)] == drawn[2 * done :]
+    assert [prompt.id for prompt in ours.prompts.next_prompts(6 - 2 * done)] == drawn[2 * done :]
 
 
 def test_a_demonstration_that_is_long_in_a_later_epoch_is_named_in_its_step() -> None:
@@ -518,7 +518,7 @@ async def test_rows_of_the_first_epoch_are_made_once_and_learned_as_they_were_lo
         learned.append([int(ids[-1]) for part in kept.batch.micro_batches[0] for ids in (part.input_ids,)])
     assert learned == [[ord(f"{number}")] for number in range(1, 5)]
     assert [step for step, _ in made] == [1, 2, 3, 4]
-    drawn = [prompt.id for prompt in PromptStream(prompts(1, 2, 3, 4), seed=0).take(8)]
+    drawn = [prompt.id for prompt in PromptStream(prompts(1, 2, 3, 4), seed=0).next_prompts(8)]
     assert [name for _, names in made for name in names] == drawn
 
 

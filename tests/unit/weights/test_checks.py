@@ -248,7 +248,7 @@ def reports(ranks: list[Rank]) -> list[ChecksumReport]:
 
 def differing(ranks: list[Rank], private: frozenset[str] = frozenset()) -> set[str]:
     found = compare(SEALED, SHAPES, reports(ranks), private)
-    assert not found.unseen
+    assert not found.unchecked
     return set(found.differing)
 
 
@@ -293,7 +293,7 @@ def test_a_layout_of_the_kernels_own_is_told_from_corruption(ranks: list[Rank]) 
     assert compare(SEALED, SHAPES, said, frozenset()).private(said) == {"w13"}
     again = compare(SEALED, SHAPES, said, frozenset({"w13"}))
     assert set(again.differing) == {"router"}
-    assert again.unseen == {n for n in SHAPES if n.endswith(("gate", "up"))}
+    assert again.unchecked == {n for n in SHAPES if n.endswith(("gate", "up"))}
     assert ServerComparisons().find("it", SEALED, SHAPES, said) == again
 
 
@@ -305,7 +305,7 @@ def test_a_parameter_too_small_for_its_box_is_not_compared(ranks: list[Rank]) ->
 
 def test_a_tensor_of_no_elements_is_as_sealed_though_no_rank_holds_it() -> None:
     found = compare({"empty": 0}, {"empty": (0, HIDDEN)}, [ChecksumReport(rows=[], seconds=0.0)], frozenset())
-    assert (dict(found.differing), found.unseen) == ({}, frozenset())
+    assert (dict(found.differing), found.unchecked) == ({}, frozenset())
 
 
 def test_a_learners_report_tells_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,9 +369,9 @@ def test_tensors_that_a_loader_joins_are_boxes(dim: int, share: slice) -> None:
     assert not param.any()
     load(wide.items())
     for one in held:
-        assert one.whole == tuple(wide[one.hf].shape)
-        assert torch.equal(one.of(param), wide[one.hf][tuple(slice(*part) for part in one.box)])
-    assert sum(one.of(param).numel() for one in held) == param.numel() - 12
+        assert one.full_shape == tuple(wide[one.hf].shape)
+        assert torch.equal(one.local_slice(param), wide[one.hf][tuple(slice(*part) for part in one.box)])
+    assert sum(one.local_slice(param).numel() for one in held) == param.numel() - 12
 
 
 def test_a_rank_that_padding_leaves_nothing_holds_no_box() -> None:

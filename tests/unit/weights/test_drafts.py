@@ -105,7 +105,7 @@ def test_a_folder_of_qwens_without_one_has_none_after_a_conversion(tmp_path: Pat
     path.write_text(json.dumps(told))
     convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
     assert json.loads((tmp_path / "megatron/config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 0
-    assert not convert.converted_shape(tmp_path / "megatron").drafts
+    assert not convert.converted_shape(tmp_path / "megatron").num_draft_layers
 
 
 def test_megatron_finds_each_where_its_layers_save_it(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_names_are_mbridges() -> None:
 
     bridge = object.__new__(DeepseekV3Bridge)  # its rules alone
     bridge.config = SimpleNamespace(mtp_num_layers=1, num_layers=61)
-    shape = replace(NAMED["deepseek-v3"], drafts=True)
+    shape = replace(NAMED["deepseek-v3"], num_draft_layers=True)
     assert list(shape.drafted) == [61]
     layout = megatron_layout(shape)
     drafts = [spec for spec in layout.rows() if spec.name.startswith("mtp.")]
@@ -143,11 +143,11 @@ def test_names_are_mbridges() -> None:
 
 
 def test_they_are_on_the_last_stage_and_cut_like_the_last_layer() -> None:
-    shape = replace(NAMED["deepseek-v3"], drafts=True)
+    shape = replace(NAMED["deepseek-v3"], num_draft_layers=True)
     dims = ParallelDims(tp=2, pp=4, dp=2, ep=4)
     stages = (15, 15, 15, 16)
     layout = megatron_layout(shape, dims, stages=stages)
-    without = megatron_layout(replace(shape, drafts=False), dims, stages=stages)
+    without = megatron_layout(replace(shape, num_draft_layers=False), dims, stages=stages)
     assert layout.local_shapes(0) == without.local_shapes(0)
     held = layout.local_shapes(15)
     more = held.keys() - without.local_shapes(15).keys()
@@ -257,7 +257,7 @@ def test_a_merge_of_adapters_that_change_is_refused(saved: tuple[Path, dict[str,
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_mirrors_config_says_it(drafts: bool, saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     """vLLM skips tensors of draft layers by this number, and refuses them as unknown where it is 0."""
-    shape = replace(read_shape(saved[0]), drafts=drafts)
+    shape = replace(read_shape(saved[0]), num_draft_layers=drafts)
     path = tmp_path / "private" / "weights"
     Mirror.make(path, hf_layout(shape).local_shapes(0), torch.float32, saved[0] / "config.json", None, writers=1)
     assert json.loads((path.parent / "config.json").read_text())["num_nextn_predict_layers"] == (2 if drafts else 0)

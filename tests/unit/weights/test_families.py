@@ -181,7 +181,7 @@ def test_no_row_is_without_a_model(family: str, saved: Path) -> None:
     for table in FAMILIES[family].tables.values():
         used = set()
         for shape, tied, scores, drafts, pp in product(shapes, *[(False, True)] * 3, (1, 2)):
-            known = replace(shape, tie_embeddings=tied, scores=scores, drafts=drafts, draft_layers=1)
+            known = replace(shape, tie_embeddings=tied, has_score_head=scores, num_draft_layers=drafts, draft_layers=1)
             layout = Layout(table=table, shape=known, dims=ParallelDims(pp=pp))
             used |= {id(row) for row in layout.rows() if layout.layer_stages(row)}
         assert [row.name for row in table if id(row) not in used] == []

@@ -155,7 +155,7 @@ def test_parts_of_one_tensor_in_several_dtypes_are_refused(odd: DType, tmp_path:
 
     def row(name: str, start: int, stop: int) -> ParamSpec:
         band = (Piece(hf="fused", start=start, stop=stop),)
-        return ParamSpec(name=name, bands=lambda _m, _d: (band,), others=lambda _m: (3,))
+        return ParamSpec(name=name, bands=lambda _m, _d: (band,), other_axes=lambda _m: (3,))
 
     shape = tiny_shape(SPEC)
     hf, parts = (Layout(table=rows, shape=shape) for rows in ([row("fused", 0, 4)], [row("a", 0, 2), row("b", 2, 4)]))

@@ -134,7 +134,7 @@ def test_a_table_that_holds_rows_in_two_ways_is_refused() -> None:
     def bands(_m: ModelShape, _degree: int) -> tuple[tuple[Piece, ...], ...]:
         return ((Piece(hf="model.norm.weight", start=0, stop=5),),)
 
-    twice = ParamSpec(name="again", bands=bands, others=lambda _m: ())
+    twice = ParamSpec(name="again", bands=bands, other_axes=lambda _m: ())
     hf = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
     with pytest.raises(WeightError, match=r"model\.norm\.weight: the source holds .* which overlap"):
         plan(Layout(table=[*HF_QWEN3_MOE, twice], shape=SHAPE), hf)

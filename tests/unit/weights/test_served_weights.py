@@ -121,16 +121,16 @@ class Both:
             self.params[self.flipped].view(torch.uint8).view(-1)[5] ^= 1
         views = {n: (s, (1,) if len(s) == 1 else (8, 1), 0) for n, s in SHAPES.items()}
         held = [
-            ParameterBox(hf=n, whole=s, dtype=DTYPE, box=whole_box(s), param=n, view=views[n])
+            ParameterBox(hf=n, full_shape=s, dtype=DTYPE, box=whole_box(s), param=n, view=views[n])
             for n, s in SHAPES.items()
         ]
         beside = BackgroundChecksums()
         for name, tensor in self.mirror.tensors.items():
             beside.read(name, tensor + 1 if name == self.misread else tensor)
-        beside.held(without_private(held, private.get("it", ())), self.params)
+        beside.checksum_boxes(without_private(held, private.get("it", ())), self.params)
         return {"it": [beside.report()]}
 
-    async def sample_everywhere(
+    async def sample_on_all(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> Mapping[str, list[list[Completion]]]:
         self.probes += 1
@@ -139,7 +139,7 @@ class Both:
     def _answer(self, logprob: float) -> Completion:
         return completion((1, 2), (-1.0, logprob), finish="length", spans=((0, 1),))
 
-    async def score_everywhere(
+    async def score_on_all(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None
     ) -> Mapping[str, list[list[float]]]:
         self.probes += 1
@@ -554,7 +554,12 @@ def test_of_delta_nets_what_engines_hold_whole_is_not_quantised(kind: str, famil
     """Convolutions and gates, whose heads have a row each; experts that are one tensor are refused."""
     form = Quantization(kind)
     shape = replace(
-        NAMED["qwen3-next-80b-a3b"], family=family, num_layers=4, delta_layers=(0, 1, 2), num_experts=2, drafts=True
+        NAMED["qwen3-next-80b-a3b"],
+        family=family,
+        num_layers=4,
+        delta_layers=(0, 1, 2),
+        num_experts=2,
+        num_draft_layers=True,
     )
     layout = form.layout(megatron_layout(shape, ParallelDims(tp=2)), hf_layout(shape))
     held = {name for rank in range(2) for name in layout.local_shapes(rank) if name.endswith(form.blocks.suffix)}

@@ -133,7 +133,7 @@ def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> 
     assert member.group is None  # it would be alone in it
     member.group = member._new_group(1, timedelta(seconds=LIMIT))
     try:
-        assert member.tell({"a": [1, None]}) == {"a": [1, None]}
+        assert member.broadcast({"a": [1, None]}) == {"a": [1, None]}
         assert member.gather(["b"]) == [["b"]]
         assert words.gather_json(["b"], member.group) == [["b"]]
         with pytest.raises(SyncError, match="rank 3 sent no compressed JSON"):
@@ -155,7 +155,7 @@ def test_values_that_no_key_of_the_store_holds_arrive_whole() -> None:
 
     def come(rank: int) -> tuple[object, list[object]]:
         member = RendezvousMember(rendezvous, rank)
-        return member.tell(said[0][rank]), member.gather(said[1][rank])
+        return member.broadcast(said[0][rank]), member.gather(said[1][rank])
 
     with ThreadPoolExecutor(2) as threads:
         for told, gathered in threads.map(come, (0, 1)):
@@ -178,7 +178,10 @@ def test_a_store_that_is_lost_fails_what_was_asked_of_it() -> None:
     member = RendezvousMember(keeper.rendezvous(1, learners=1, backend="gloo"), 0)
     port = member.rendezvous.port
     del keeper
-    asks = ((partial(member.meet, "version 3"), "version 3"), (partial(member.tell, 1), "joining the group/said/1"))
+    asks = (
+        (partial(member.barrier, "version 3"), "version 3"),
+        (partial(member.broadcast, 1), "joining the group/said/1"),
+    )
     for ask, what in asks:
         with pytest.raises(SyncError, match=rf"{what} failed, .* rank 0 asked the controller's store at \S+:{port}"):
             ask()
@@ -225,7 +228,7 @@ def test_ranks_with_other_libraries_find_it_out_when_they_meet(tmp_path: Path, m
 def test_ranks_have_alike_only_what_they_use_together() -> None:
     """Rank 2 is a member of the group, rank 3 gets all through rank 1's memory."""
     known, places = dict.fromkeys(FIELDS, "1"), [Place(node=node, name="", gpu=node) for node in "abcb"]
-    rendezvous = Rendezvous(host="", port=0, name="", size=4, learners=2, seconds=1.0, backend="nccl")
+    rendezvous = Rendezvous(host="", port=0, name="", size=4, num_learner_ranks=2, seconds=1.0, backend="nccl")
 
     def unlike(rank: int, **other: str) -> str:
         have = [{**known, **(other if rank == one else {})} for one in range(4)]
@@ -253,17 +256,17 @@ class Pushed(Ends):
 
     def _come(self, rendezvous: Rendezvous, rank: int) -> None:
         self.members[rank] = RendezvousMember(rendezvous, rank)
-        self.members[rank].tell("of several parts" if rank == 0 else None)
+        self.members[rank].broadcast("of several parts" if rank == 0 else None)
         self.members[rank].gather(rank)
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[ChecksumReport]]:
-        await asyncio.to_thread(self.members[0].meet, f"version {version}")
+        await asyncio.to_thread(self.members[0].barrier, f"version {version}")
         return WeightUpdate(version=version, num_bytes=0, seconds=0.0), [ChecksumReport(rows=[], seconds=0.0)]
 
     async def load(
         self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
     ) -> Mapping[str, Sequence[ChecksumReport]]:
-        await asyncio.to_thread(self.members[1].meet, f"version {version}")
+        await asyncio.to_thread(self.members[1].barrier, f"version {version}")
         return {"it": [ChecksumReport(rows=[], seconds=0.0)]}
 
 
@@ -532,10 +535,10 @@ def test_ragged_steps_pin_what_the_fullest_takes_and_no_two_pieces_share_a_byte(
         sizes = [draw.randrange(1, 3 * SLAB // 2) for _ in range(draw.randrange(1, 12))]
         held: list[tuple[int, list[Extent]]] = []
         for number, size in enumerate(sizes):
-            extents = memory.take(size, stream)  # type: ignore[arg-type]
+            extents = memory.allocate(size, stream)  # type: ignore[arg-type]
             rest = size
             for extent in extents:
-                part = memory.of(extent)
+                part = memory.view(extent)
                 assert len(part) == extent[1] - extent[0]
                 part.fill_(number)
                 rest -= len(part)
@@ -544,17 +547,17 @@ def test_ragged_steps_pin_what_the_fullest_takes_and_no_two_pieces_share_a_byte(
         most = max(most, sum(-(-size // 512) * 512 for size in sizes))
         draw.shuffle(held)
         for number, extents in held:
-            assert all(bool((memory.of(extent) == number).all()) for extent in extents)
-            memory.give(extents, Moment(done=draw.random() < 0.5))  # type: ignore[arg-type]
+            assert all(bool((memory.view(extent) == number).all()) for extent in extents)
+            memory.free(extents, Moment(done=draw.random() < 0.5))  # type: ignore[arg-type]
         assert memory.num_bytes == -(-most // SLAB) * SLAB
 
 
 def test_what_is_still_copied_is_written_only_after_it_was_waited_for() -> None:
     memory, stream = PinnedPool(SLAB), Stream()
-    first = memory.take(SLAB, stream)  # type: ignore[arg-type]
+    first = memory.allocate(SLAB, stream)  # type: ignore[arg-type]
     copying = Moment(done=False)
-    memory.give(first, copying)  # type: ignore[arg-type]
-    second = memory.take(512, stream)  # type: ignore[arg-type]
+    memory.free(first, copying)  # type: ignore[arg-type]
+    second = memory.allocate(512, stream)  # type: ignore[arg-type]
     assert copying.done
     assert second == [(0, 512)]
     assert memory.num_bytes == SLAB
@@ -563,8 +566,8 @@ def test_what_is_still_copied_is_written_only_after_it_was_waited_for() -> None:
 @pytest.mark.parametrize("size", [1, 511, 512, SLAB, SLAB + 1])
 def test_a_piece_may_be_larger_than_a_slab(size: int) -> None:
     memory = PinnedPool(SLAB)
-    extents = memory.take(size, Stream())  # type: ignore[arg-type]
-    assert torch.cat([memory.of(extent) for extent in extents])[:size].numel() == size
+    extents = memory.allocate(size, Stream())  # type: ignore[arg-type]
+    assert torch.cat([memory.view(extent) for extent in extents])[:size].numel() == size
     assert memory.num_bytes == -(-size // SLAB) * SLAB
 
 
@@ -595,7 +598,7 @@ def test_a_cpus_parts_fit_its_cache() -> None:
     size = PIECE_BYTES // end.dst[name].dtype.itemsize
 
     def sizes() -> list[int]:
-        buckets = end.cut(0, [transfer(name, 3 * size)], 8 * PIECE_BYTES)
+        buckets = end.split_buckets(0, [transfer(name, 3 * size)], 8 * PIECE_BYTES)
         return [part.num_elements for bucket in buckets for part in bucket.parts]
 
     assert sizes() == [size] * 3
@@ -608,7 +611,7 @@ def test_rows_that_fit_together_are_one_part() -> None:
 
 
 def test_what_goes_through_a_ring_begins_with_the_ranks_own_carrier() -> None:
-    bucket = Bucket(dtype=torch.float32, turn=0, number=0, parts=[])
+    bucket = Bucket(dtype=torch.float32, layer_position=0, number=0, parts=[])
     member: Any = SimpleNamespace(number_of=lambda to: 1, lane_of=lambda to: 0, grouped=range(3))
     assert [frm for _, frm, _ in in_turn({sender: [bucket] for sender in range(3)}, 9, member)] == [1, 0, 2]
 

@@ -128,10 +128,12 @@ class _Examination:
     async def findings(self, num_prompts: int, num_completions: int) -> list[Finding]:
         """Returns the findings on every cause."""
         try:
-            await self.roles.weights.push(1)
+            await self.roles.weight_sync.push(1)
         except SyncError as error:
             return _not_served(str(error))
-        prompts = PromptStream(self.data.train, seed=self.config.seed).take(min(num_prompts, len(self.data.train)))
+        prompts = PromptStream(self.data.train, seed=self.config.seed).next_prompts(
+            min(num_prompts, len(self.data.train))
+        )
         rollout, dtype = self.config.rollout, self.config.learner.dtype
         setting = Setting(
             learner_dtype=dtype,
@@ -178,10 +180,10 @@ class _Examination:
             compared = min(count for count, _ in answers.values())
             how = f"with {where}" if compared else "(it keeps none as it was sent)"
             return WeightCheck(compared=compared, total=total, differing=differing, how=how)
-        assert isinstance(roles.weights, WeightGroup)
-        before = await roles.weights.held()
-        await roles.weights.push(2)
-        after = await roles.weights.held()
+        assert isinstance(roles.weight_sync, WeightGroup)
+        before = await roles.weight_sync.mirror_checksums()
+        await roles.weight_sync.push(2)
+        after = await roles.weight_sync.mirror_checksums()
         pairs = list(zip(before, after, strict=True))
         differing = tuple(
             f"{name} on rank {rank}" for rank, (b, a) in enumerate(pairs) for name in a if b[name] != a[name]

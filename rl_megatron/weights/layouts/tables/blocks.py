@@ -81,8 +81,8 @@ def decoder(*blocks: Block, planned: bool = True) -> Tables:
         matrix(EMBED, whole(EMBED, vocab)),
         *(row for block in blocks for row in block.hf),
         vector(NORM, NORM, hidden),
-        replace(matrix(HEAD, whole(HEAD, vocab)), exists=untied),
-        replace(matrix(SCORE, whole(SCORE, one)), exists=has_score),
+        replace(matrix(HEAD, whole(HEAD, vocab)), condition=untied),
+        replace(matrix(SCORE, whole(SCORE, one)), condition=has_score),
     )
     megatron = (
         vocabulary("embedding.word_embeddings.weight", EMBED, stage="first"),
@@ -90,7 +90,7 @@ def decoder(*blocks: Block, planned: bool = True) -> Tables:
         vector("decoder.final_layernorm.weight", NORM, hidden, stage="last"),
         vocabulary("output_layer.weight", HEAD, stage="last", exists=untied),
         vocabulary("output_layer.weight", EMBED, stage="last", exists=tied_over_stages),
-        replace(matrix("output_layer.weight", whole(SCORE, one)), stage="last", exists=has_score),
+        replace(matrix("output_layer.weight", whole(SCORE, one)), stage="last", condition=has_score),
     )
     engine = (
         vocabulary(EMBED, EMBED, stage="first"),
@@ -133,11 +133,11 @@ def attention(
     ]
     if qkv_bias:
         names = [(f"{_ATTENTION}{x}_proj.bias", rows) for x, rows in parts]
-        hf += [replace(vector(name, name, rows), exists=_has_qkv_bias) for name, rows in names]
+        hf += [replace(vector(name, name, rows), condition=_has_qkv_bias) for name, rows in names]
         fused = cut_vector(_SELF + "linear_qkv.bias", lambda m, _: _grouped(m, "bias"), unit=_group_rows)
         stacked = cut_vector(_ATTENTION + "qkv_proj.bias", lambda m, n: _stacked(m, n, "bias"), unit=_head_dim)
-        megatron.append(replace(fused, exists=_has_qkv_bias))
-        engine.append(replace(stacked, exists=_has_qkv_bias))
+        megatron.append(replace(fused, condition=_has_qkv_bias))
+        engine.append(replace(stacked, condition=_has_qkv_bias))
     if qk_norm:
         sizes = (_head_dim, _head_dim) if qk_norm == "head" else (_q_rows, _kv_rows)
         hf += [_qk_norm(name, name, size) for name, size in zip((_Q_NORM, _K_NORM), sizes, strict=True)]
@@ -232,7 +232,7 @@ def stacks(
     """Parts of all experts of a layer in one tensor each, cut between experts: their names after ``prefix``, and
     after ``hf`` in files, and the sizes of an expert's."""
     return tuple(
-        ParamSpec(name=prefix + name, bands=whole(hf + name, num_experts), others=of, axis=axis, layers=moe_layers)
+        ParamSpec(name=prefix + name, bands=whole(hf + name, num_experts), other_axes=of, axis=axis, layers=moe_layers)
         for name, of in parts
     )
 
@@ -273,7 +273,7 @@ def _buffer(name: str, hf: str) -> ParamSpec:
 
 def _qk_norm(name: str, hf: str, size: Size, *, cut: bool = False) -> ParamSpec:
     row = cut_vector(name, whole(hf, size), unit=_head_dim) if cut else vector(name, hf, size)
-    return replace(row, exists=_has_qk_norm)
+    return replace(row, condition=_has_qk_norm)
 
 
 def _grouped(m: ModelShape, kind: str) -> tuple[Band, ...]:

@@ -76,12 +76,12 @@ def _value_rows(m: ModelShape) -> int:
 
 def _squeezed(spec: ParamSpec) -> ParamSpec:
     """The row, for shapes with a latent for queries."""
-    return replace(spec, exists=lambda m, _: _latent(m).query_rank is not None)
+    return replace(spec, condition=lambda m, _: _latent(m).query_rank is not None)
 
 
 def _straight(spec: ParamSpec) -> ParamSpec:
     """The row, for shapes without a latent for queries."""
-    return replace(spec, exists=lambda m, _: _latent(m).query_rank is None)
+    return replace(spec, condition=lambda m, _: _latent(m).query_rank is None)
 
 
 def _heads(name: str, hf: str, rows: Size, head: Size, columns: Size = hidden) -> ParamSpec:

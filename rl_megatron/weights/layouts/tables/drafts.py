@@ -100,8 +100,8 @@ def _moved(row: ParamSpec) -> ParamSpec:
         row,
         name=name,
         layers=_layers,
-        alone="{layer}" not in name,
-        exists=lambda m, dims: m.drafts and row.exists(m, dims),
+        is_first_only="{layer}" not in name,
+        condition=lambda m, dims: m.num_draft_layers and row.condition(m, dims),
     )
 
 
@@ -115,7 +115,7 @@ def _either(stacked: Sequence[ParamSpec], apart: Sequence[ParamSpec]) -> list[Pa
 
 
 def _where(row: ParamSpec, *, stacked: bool) -> ParamSpec:
-    return replace(row, exists=lambda m, dims: row.exists(m, dims) and m.stacked_drafts == stacked)
+    return replace(row, condition=lambda m, dims: row.condition(m, dims) and m.stacked_drafts == stacked)
 
 
 def _own(names: DraftNames, *, megatron: bool) -> tuple[ParamSpec, ...]:
@@ -134,5 +134,6 @@ def _own(names: DraftNames, *, megatron: bool) -> tuple[ParamSpec, ...]:
         vector(final, names.final_norm, hidden),
     )
     return tuple(
-        replace(row, layers=_layers, alone="{layer}" not in row.name, exists=lambda m, _: m.drafts) for row in rows
+        replace(row, layers=_layers, is_first_only="{layer}" not in row.name, condition=lambda m, _: m.num_draft_layers)
+        for row in rows
     )

@@ -132,7 +132,7 @@ def _taps(name: str, *, cut: bool) -> ParamSpec:
     return ParamSpec(
         name=name,
         bands=_by_head(lambda n, head: _mixed(_CONV, n, head)) if cut else whole(_CONV, lambda m: _delta(m).mixed),
-        others=lambda m: (1, _delta(m).kernel),
+        other_axes=lambda m: (1, _delta(m).kernel),
         axis="tp" if cut else None,
         unit=(lambda m: _delta(m).mixed // _delta(m).key_heads) if cut else (lambda m: 1),
         layers=_delta_layers,

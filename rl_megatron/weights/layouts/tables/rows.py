@@ -33,7 +33,7 @@ expert_width: Size = attrgetter("expert_width")
 
 def untied(m: ModelShape, _dims: ParallelDims) -> bool:
     """True if there is an output matrix that is not tied to the embedding."""
-    return not m.tie_embeddings and not m.scores
+    return not m.tie_embeddings and not m.has_score_head
 
 
 def tied_over_stages(m: ModelShape, dims: ParallelDims) -> bool:
@@ -43,7 +43,7 @@ def tied_over_stages(m: ModelShape, dims: ParallelDims) -> bool:
 
 def has_score(m: ModelShape, _dims: ParallelDims) -> bool:
     """True if the output is a score."""
-    return m.scores
+    return m.has_score_head
 
 
 def whole(hf: str, rows: Size) -> Bands:
@@ -65,12 +65,12 @@ def vector(
     name: str, hf: str, size: Size, *, stage: Literal["first", "last"] | None = None, layers: OfLayers = every_layer
 ) -> ParamSpec:
     """A norm's scale or a bias, replicated on every rank."""
-    return ParamSpec(name=name, bands=whole(hf, size), others=lambda m: (), stage=stage, layers=layers)
+    return ParamSpec(name=name, bands=whole(hf, size), other_axes=lambda m: (), stage=stage, layers=layers)
 
 
 def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: OfLayers = every_layer) -> ParamSpec:
     """A bias or a norm's scale that tp cuts like the rows that it belongs to."""
-    return ParamSpec(name=name, bands=bands, others=lambda m: (), axis="tp", unit=unit, layers=layers)
+    return ParamSpec(name=name, bands=bands, other_axes=lambda m: (), axis="tp", unit=unit, layers=layers)
 
 
 def matrix(
@@ -83,7 +83,7 @@ def matrix(
     layers: OfLayers = every_layer,
 ) -> ParamSpec:
     """A matrix with rows that ``axis`` cuts."""
-    return ParamSpec(name=name, bands=bands, others=lambda m: (columns(m),), axis=axis, unit=unit, layers=layers)
+    return ParamSpec(name=name, bands=bands, other_axes=lambda m: (columns(m),), axis=axis, unit=unit, layers=layers)
 
 
 def row_cut(
@@ -107,7 +107,7 @@ def vocabulary(
     exists: Callable[[ModelShape, ParallelDims], bool] = lambda m, dims: True,
 ) -> ParamSpec:
     """An embedding or output matrix, padded and cut by tp over the vocabulary."""
-    return replace(matrix(name, whole(hf, vocab), axis="tp"), stage=stage, padded=True, exists=exists)
+    return replace(matrix(name, whole(hf, vocab), axis="tp"), stage=stage, padded=True, condition=exists)
 
 
 def under(prefix: str, spec: ParamSpec, *, named_so: bool, instead: str = "model.") -> ParamSpec:

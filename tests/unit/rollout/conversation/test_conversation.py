@@ -341,7 +341,7 @@ def test_the_text_that_the_next_turn_must_extend_is_the_templates(name: str) -> 
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     _, before = template.begin(messages[:1], ())
     messages.append({"role": "user", "content": "sure?"})
-    found = template.proceed(before, messages, (), tokenizer_of(name).convert_tokens_to_ids(FAMILIES[name].stop))
+    found = template.extend(before, messages, (), tokenizer_of(name).convert_tokens_to_ids(FAMILIES[name].stop))
     assert not isinstance(found, str)
     assert found[1].text == template.render(messages, ())
 

@@ -119,7 +119,7 @@ def probed(name: str) -> TemplateReport:
 )
 def test_it_names_what_families_do_and_what_it_costs(name: str, habit: str, rows: float) -> None:
     found = probed(name)
-    assert (found.habit, found.rows, found.refused) == (habit, rows, {})
+    assert (found.habit, found.rows, found.refusals) == (habit, rows, {})
     assert found.shows_tools == (name != "deepseek")
     assert ("it shows no tools" in found.describe()) == (name == "deepseek")
 
@@ -138,7 +138,7 @@ def test_a_template_that_shows_the_number_of_messages_makes_every_turn_a_row() -
 
 def test_what_it_refuses_is_said() -> None:
     found = probed("llama3")
-    assert list(found.refused) == ["two results"]
+    assert list(found.refusals) == ["two results"]
     assert "refused: two results: the model's chat template refuses these messages: " in found.describe()
     assert "single tool-calls at once" in found.describe()
 
@@ -146,7 +146,10 @@ def test_what_it_refuses_is_said() -> None:
 def test_the_tiny_models_template_appends_all_but_thinking() -> None:
     tokenizer = byte_tokenizer()
     found = probe_template(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
-    assert {name for name, why in found.begun.items() if why} == {"thinking before calls", "thinking before answers"}
+    assert {name for name, why in found.row_reasons.items() if why} == {
+        "thinking before calls",
+        "thinking before answers",
+    }
 
 
 # Messages and tools that a family's template passes over are refused, and a developer's are the system's.
@@ -244,8 +247,8 @@ def test_plain_texts_show_no_tools_at_any_turn() -> None:
     _, before = template.begin([ASKED], ())
     for shown in (
         lambda: template.begin([ASKED], TOOLS),
-        lambda: template.proceed(before, [*SAID, ASKED], TOOLS, None),
-        lambda: template.shows_alike(SAID, SAID, TOOLS),
+        lambda: template.extend(before, [*SAID, ASKED], TOOLS, None),
+        lambda: template.renders_equal(SAID, SAID, TOOLS),
     ):
         with pytest.raises(UnsupportedMessages, match=r"environment.template=plain shows no tools.*set environment"):
             shown()
