@@ -17,8 +17,6 @@ import typer
 from rich.console import Console
 
 from launcher.hosts.slurm.calls import call_slurm
-from launcher.runs.folder import is_running
-from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.observability.files import STEPS, JsonValue, from_the_end, text_at_end
 from rl_megatron.observability.log import last_line
@@ -44,6 +42,8 @@ def describe(run: Path) -> str:
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
     steps, done, total = _steps(run)
     if found is None:
+        from launcher.runs.folder import is_running
+
         how = "running" if is_running(run) else "done" if 0 < total <= done else "not running"
         resume = [f"rl-megatron train --config {shlex.quote(str(run))}/config.yaml --resume"]
         last = [last_line(run)] if how != "done" else []
@@ -58,6 +58,8 @@ def describe(run: Path) -> str:
 
 def _steps(run: Path) -> tuple[list[str], int, int]:
     """Returns the run's lines of its last accuracy and last step, the number of that step, and how many it makes."""
+    from rl_megatron.config.io import load_config  # takes most of a second
+
     try:
         total = load_config(str(run / "config.yaml"), []).train.steps
     except ConfigError:  # another version wrote it
