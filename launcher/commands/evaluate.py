@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from launcher.completion import Overrides, complete_config
 from launcher.preflight import devices, engine, own_code, problems_of_data
 from launcher.preflight.model_files import raise_unread_files
 from launcher.preflight.subject import PreflightContext, run_check
@@ -56,10 +57,13 @@ def evaluate(
         Path | None,
         typer.Argument(help="a Hugging Face folder, a run's folder (its newest checkpoint), or checkpoints/step_N"),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    overrides: Overrides = None,
     config: Annotated[
         str | None,
-        typer.Option(help="a name under conf/, or a YAML file [default: the run's own; for another folder tiny_cpu]"),
+        typer.Option(
+            help="a name under conf/, or a YAML file [default: the run's own; for another folder tiny_cpu]",
+            autocompletion=complete_config,
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="of the results' file [default: the checkpoint's, with the next free number]")

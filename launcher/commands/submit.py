@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from launcher.build.model import starting_shape
 from launcher.commands.status import Status, job_commands, job_status
+from launcher.completion import Overrides, complete_config
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
@@ -43,8 +44,11 @@ _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs", "code", _LOCK
 
 
 def submit(
-    config: Annotated[str, typer.Argument(help="a name under conf/, or a YAML file", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    config: Annotated[
+        str,
+        typer.Argument(help="a name under conf/, or a YAML file", show_default=False, autocompletion=complete_config),
+    ],
+    overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="write and check the script, but do not submit it")
     ] = False,

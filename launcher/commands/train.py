@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from launcher.build.model import starting_shape
 from launcher.commands.report import RunCosts, recorded
+from launcher.completion import Overrides, complete_config
 from launcher.preflight.checks import preflight
 from launcher.processes.environment import gc_disabled
 from launcher.processes.stacks import LoopWatch
@@ -54,8 +55,10 @@ _REPORT_SHARE = 30  # times as long as a report took passes until the next
 
 
 def train(
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
-    config: Annotated[str, typer.Option(help="a name under conf/, or a YAML file")] = "tiny_cpu",
+    overrides: Overrides = None,
+    config: Annotated[
+        str, typer.Option(help="a name under conf/, or a YAML file", autocompletion=complete_config)
+    ] = "tiny_cpu",
     resume: Annotated[bool, typer.Option("--resume", help="continue the run from its last checkpoint")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="check the configuration on this machine, and start nothing")

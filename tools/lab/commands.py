@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from launcher.completion import Overrides
 from rl_megatron.errors import ConfigError
 from tools.lab.states import CellState, drift_of, find_states, states_table, write_config
 from tools.lab.study import Cell, Study, cells_of, outcome_folder, read_study
@@ -105,7 +106,7 @@ def report(
 
 def mismatch(
     target: Annotated[str, typer.Argument(help="a run's folder, a name under conf/, or a YAML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=1, help="number of prompts to sample from")] = 16,
     completions: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 4,
 ) -> None:

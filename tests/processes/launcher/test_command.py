@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
+from typer.testing import CliRunner
 
 import launcher
 from launcher.__main__ import app
@@ -121,6 +122,26 @@ print(*(name for name in sys.modules if name.startswith("launcher.commands.")), 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\nlauncher.commands.status False\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("train algorithm=gs", ["algorithm=gspo", "algorithm=gspo_token"]),
+        ("train algorithm = gs", ["gspo", "gspo_token"]),  # as bash splits them
+        ("train rollout.group", ["rollout.group_size="]),
+        ("train --config tiny", ["tiny_cpu"]),
+        ("submit tiny", ["tiny_cpu"]),
+        ("eval runs/x reward.on_e", ["reward.on_error="]),
+    ],
+)
+def test_keys_groups_and_configurations_are_completed(words: str, completed: list[str]) -> None:
+    given = ["rl-megatron", *words.split()]
+    variables = {"_RL_MEGATRON_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(given)}
+    result = CliRunner().invoke(
+        app, prog_name="rl-megatron", env={**variables, "COMP_CWORD": str(len(given) - 1)}, catch_exceptions=False
+    )
+    assert result.output.split() == completed
 
 
 # A project's folder with packages of our packages' names: ours run, and its own modules are found.
