@@ -22,7 +22,7 @@ from rl_megatron.observability.verdicts import READS
 
 HERE = Path(__file__).parent
 COMMON = (
-    *("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false", "log.samples_per_step=1"),
+    *("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.sinks=[]", "log.samples_per_step=1"),
     *("rollout.group_size=8", "checkpoint.every=1000", "eval.every=10", "train.steps=100"),
 )
 WARM = ("train.steps=1", "train.learning_rate=1e-6")  # ends with the exported model of the warm start
