@@ -76,6 +76,8 @@ def import_file(path: Path, format_name: str | None = None) -> Imported:
                 return convert(reader.read(text, path))
             except ConfigError as error:
                 raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
+            except RecursionError as error:
+                raise ConfigError(f"{path}: expressions or sections are nested too deep") from error
     raise ConfigError(
         f"{path}: not a file of verl (a script with main_ppo, or its YAML), of TRL (a YAML for trl, or a Python script "
         "with its Config and Trainer) or of slime (a script with its arguments); name one with --from"
@@ -228,7 +230,12 @@ class _Conversion:
         function: Callable[..., object] = next(
             getattr(one, cell.how) for one in self.functions if hasattr(one, cell.how)
         )
-        return function(*values)
+        try:
+            return function(*values)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise NoCounterpart("the value is not a number, where one is needed") from error
 
     def _not_carried(self) -> Iterator[str]:
         """A line for each key of theirs that no line of ours follows from."""

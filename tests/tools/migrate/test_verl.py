@@ -216,6 +216,7 @@ def test_losses_without_an_example(tmp_path: Path, arguments: tuple[str, ...], e
     [
         ("actor_rollout_ref.rollout.n=$(nproc)", "only the shell knows $(nproc); write the value out"),
         ("algorithm.adv_estimator=mine", "no row of conf/algorithm has this loss"),
+        ("data.train_batch_size=many", "the value is not a number"),
         ("algorithm.adv_estimator=gdpo", "algorithm=gdpo compares reward.parts"),
         ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "no aggregation here divides so"),
         ("actor_rollout_ref.rollout.repetition_penalty=1.1", "a penalty changes the distribution"),
@@ -228,6 +229,13 @@ def test_values_that_change_the_loss_are_refused(tmp_path: Path, argument: str, 
         import_script(tmp_path, argument)
     assert message in str(caught.value)
     assert argument.split("=", maxsplit=1)[0] in str(caught.value)
+
+
+def test_yaml_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"trainer:\n  nnodes: 1\ndata:\n  train_files: {'[' * 5000}{']' * 5000}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: expressions or sections are nested too deep"):
+        import_file(file)
 
 
 def test_a_value_that_only_the_shell_knows_is_left_to_the_user(tmp_path: Path) -> None:
