@@ -211,6 +211,12 @@ def _learning(run: _Run, needs_differences: bool) -> Verdict | None:
     return verdict("watch", f"Not learning yet: {moved} (± {2 * reward.error:.2g}) in {run.steps} steps.")
 
 
+def _has_fallen(run: _Run) -> bool:
+    has_accuracy = len(run[_ACCURACY]) >= 4
+    fell = bool(run.reward) and run.change(run.reward).fell
+    return fell or (has_accuracy and bool(_fall(run, run.change(_ACCURACY, 3))))
+
+
 def _fall(run: _Run, held_out: _Change) -> str:
     """Describes how far held-out accuracy fell from its start or its best three evaluations; empty if it did not."""
     start = float(run[_ACCURACY][0])
@@ -262,6 +268,8 @@ def _groups(run: _Run) -> Verdict | None:
             state, advice = "good", "The run has solved its data"
         elif is_solved:
             advice = "Use harder data"
+        elif wrong >= SOLVED and _has_fallen(run):
+            advice = "The policy has lost what it could do"
         elif wrong >= SOLVED:
             advice = "Use easier data, partial credit or a warm start"
         else:

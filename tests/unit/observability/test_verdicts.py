@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_megatron.observability.verdicts import MIN_STEPS, READS, State, Verdict, read_run
 
 Row = dict[str, object]
+RECORDS = Path(__file__).parents[2] / "verdicts"
+WANTED: dict[str, tuple[str, State, str]] = {
+    "collapsed": ("learning", "bad", "fell"),
+    "stalled": ("groups", "bad", "Use"),
+    "overfitted": ("learning", "bad", "Overfitting"),
+    "mismatched": ("mismatch", "bad", "doctor mismatch"),
+}
+"""The verdict that each recorded run of a kind must get: topic, state, and a part of the sentence."""
 STEPS = 50
 
 
@@ -48,6 +60,8 @@ def test_a_run_that_learns() -> None:
         ("groups", "good", "has solved its data", lambda k: {"groups/zero_advantage_fraction": 1.0}
          | {"groups/all_correct": k / STEPS, "groups/none_correct": 0.0}),
         ("groups", "good", "10 % of", lambda k: {"groups/zero_advantage_fraction": 0.2, "groups/filtered": 56}),
+        ("groups", "bad", "has lost what", lambda k: {"groups/zero_advantage_fraction": 1.0, "groups/none_correct": 1.0}
+         | {"reward/mean": float(k < 20), "groups/all_correct": 0.0}),
         ("entropy", "bad", "collapsed", lambda k: {"entropy": 0.8**k}),
         ("entropy", "good", "healthy", lambda k: {"entropy": 0.8**k, "groups/all_correct": 0.9}),
         ("mismatch", "bad", "doctor mismatch", lambda k: {"mismatch/logprob_abs_mean": 0.06}),
@@ -75,3 +89,33 @@ def test_what_the_verdicts_depend_on() -> None:
     assert "groups" not in states(read_run(rows(bfloat16), needs_differences=False))
     losses = [{"step": k, "eval/loss": value, "grad_norm": 1.0} for k, value in enumerate([2.0, 1.0, 1.5, 2.5] * 5)]
     assert [(one.topic, one.state) for one in read_run(losses)] == [("learning", "bad")]
+
+
+def recorded(kind: str, parity: int | None = None) -> list[dict[str, Any]]:
+    """The recorded runs of a kind, of one half of the seeds: 0 for even ones, on which thresholds were chosen."""
+    runs = json.loads(gzip.decompress((RECORDS / f"{kind}.json.gz").read_bytes()))["runs"]
+    return [run for run in runs if parity is None or run["seed"] % 2 == parity]
+
+
+def read(run: dict[str, Any]) -> list[Verdict]:
+    columns = run["columns"]
+    return read_run([dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)])
+
+
+@pytest.mark.parametrize("kind", WANTED)
+def test_bad_runs_of_odd_seeds_get_their_verdict(kind: str) -> None:
+    topic, state, text = WANTED[kind]
+    runs = recorded(kind, 1)
+    assert (len(runs), len(recorded(kind))) == (2, 4)
+    for run in runs:
+        found = {one.topic: one for one in read(run)}
+        assert (found[topic].state, text in found[topic].sentence) == (state, True), (run["command"], found)
+
+
+def test_no_verdict_on_a_healthy_run_is_a_warning() -> None:
+    runs = recorded("healthy")
+    assert len(runs) >= 10
+    for run in runs:
+        found = read(run)
+        assert [one for one in found if one.state != "good"] == [], run["command"]
+        assert [one.topic for one in found] == ["learning", "groups", "entropy", "mismatch", "time"]
