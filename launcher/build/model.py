@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
 from rl_megatron.weights.layouts.families import read_shape
@@ -19,9 +20,12 @@ def starting_folder(config: RunConfig) -> Path:
     return make_tiny_model(_tiny(config), config.model.cache_dir, config.seed)
 
 
-def starting_shape(config: RunConfig) -> ModelShape:
+def starting_shape(config: RunConfig, *, off_cluster: bool = False) -> ModelShape:
     """Returns the sizes of the model that the run trains, without making it. Raises ConfigError for a folder without a
-    model that is known and fits the job."""
+    model that is known and fits the job. ``off_cluster``: the folder may be missing if ``model.name`` is known."""
+    named = NAMED.get(config.model.name or "")
+    if off_cluster and named is not None and not (config.model.path or Path()).is_dir():
+        return job_shape(config, named)
     if config.model.path is not None:
         return job_shape(config, read_shape(config.model.path, config.learner.model))
     return job_shape(config, tiny_shape(_tiny(config)))

@@ -52,6 +52,9 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="write and check the script, but do not submit it")
     ] = False,
+    off_cluster: Annotated[
+        bool, typer.Option("--elsewhere", help="with --dry-run, away from the cluster: leave out checks of its files")
+    ] = False,
     smoke: Annotated[
         bool,
         typer.Option(
@@ -62,10 +65,12 @@ def submit(
     """Train on a Slurm cluster: check the configuration, write the job's script to runs/<name>/ and submit it."""
     if smoke and dry_run:
         raise ConfigError("--smoke submits a job and waits for it, but --dry-run submits none; leave one out")
+    if off_cluster and not dry_run:
+        raise ConfigError("--elsewhere: only --dry-run works away from the cluster; add it")
     loaded, stem = load_config(config, overrides or []), Path(config).stem
     if smoke:
         loaded, stem = smoke_of(for_slurm(loaded)), f"{stem}{SUFFIX}"
-    with prepare(loaded, stem) as job:
+    with prepare(loaded, stem, off_cluster=off_cluster) as job:
         print(job.checked.describe(), job.findings.describe(), sep="\n", flush=True)
         verify_script(job, cluster=not dry_run)
         if dry_run:
@@ -106,8 +111,11 @@ class PreparedJob:
     findings: Preflight
 
 
-def resolve_job(config: RunConfig) -> ResolvedJob:
-    """Places all ranks and servers. Raises ConfigError if they do not fit; `preflight` finds all other problems."""
+def resolve_job(config: RunConfig, *, off_cluster: bool = False) -> ResolvedJob:
+    """Places all ranks and servers. Raises ConfigError if they do not fit; `preflight` finds all other problems.
+
+    ``off_cluster`` as in `PreflightContext`.
+    """
     nodes = placeholder_nodes(config)
     placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *separate(config))]
     seats = server_placements(config, nodes[LEARNER], nodes.get("engines", ()))
@@ -116,7 +124,7 @@ def resolve_job(config: RunConfig) -> ResolvedJob:
     return ResolvedJob(
         placement=placement,
         separate=tuple(others),
-        memory=load_own(PLANNER, "fullest")(config, starting_shape(config)) if known else "",
+        memory=load_own(PLANNER, "fullest")(config, starting_shape(config, off_cluster=off_cluster)) if known else "",
         server_placements=seats,
         roles=_roles(config),
     )
@@ -157,13 +165,13 @@ def _advice(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def prepare(config: RunConfig, config_name: str) -> Iterator[PreparedJob]:
+def prepare(config: RunConfig, config_name: str, *, off_cluster: bool = False) -> Iterator[PreparedJob]:
     """Yields a new run's folder (`choose`), or that of a dry run of the same job, with config.yaml, job.sbatch and
     placement.txt. No other submit takes it while the context is open. Raises ConfigError before it writes any."""
     config = for_slurm(config)
-    findings = preflight(config, for_job=True, tries=True)
+    findings = preflight(config, for_job=True, tries=True, off_cluster=off_cluster)
     findings.raise_problems()
-    found = resolve_job(config)
+    found = resolve_job(config, off_cluster=off_cluster)
     held = set[Path]()
 
     def free(path: Path) -> bool:

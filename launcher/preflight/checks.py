@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.preflight import devices, engine, model_files, own_code, problems_of_data, sinks, sizes
-from launcher.preflight.subject import Check, Finding, PreflightContext, run_check
+from launcher.preflight.subject import Check, Finding, PreflightContext, run_check, unchecked
 from rl_megatron.config.run import RunConfig
 from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError
@@ -70,9 +70,16 @@ class Preflight:
         return "\n".join(lines)
 
 
-def preflight(config: RunConfig, *, for_job: bool = False, tries: bool = False) -> Preflight:
-    """Runs all checks. ``for_job``: the run will be a job, on other machines. ``tries`` as in `PreflightContext`."""
-    began, subject = time.monotonic(), PreflightContext(config, for_job, tries)
-    each = checks()
+_ON_THE_CLUSTER = ("model files", "data", "engine", "versions")
+
+
+def preflight(config: RunConfig, *, for_job: bool = False, tries: bool = False, off_cluster: bool = False) -> Preflight:
+    """Runs all checks. ``for_job``: the run will be a job, on other machines. ``tries`` and ``off_cluster`` as in
+    `PreflightContext`."""
+    began, subject = time.monotonic(), PreflightContext(config, for_job, tries, off_cluster)
+    left_out = {name: lambda _, name=name: iter([unchecked(name)]) for name in _ON_THE_CLUSTER if off_cluster}
+    each = {**checks(), **left_out}
     found = dict.fromkeys(one for name, check in each.items() for one in run_check(name, check(subject)))
-    return Preflight(found=tuple(found), seconds=time.monotonic() - began, names=tuple(each))
+    return Preflight(
+        found=tuple(found), seconds=time.monotonic() - began, names=tuple(name for name in each if name not in left_out)
+    )

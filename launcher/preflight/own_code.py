@@ -211,6 +211,8 @@ def _within(limit: float, work: Callable[[], T]) -> T | None:
 def first_prompt(subject: PreflightContext, source: str = "") -> Prompt | None:
     """Returns the first problem of a source or a set, else of the first source. None where it cannot be read, as the
     check of the data says."""
+    if subject.off_cluster:
+        return None
     config, own = subject.config, subject.config.eval.sets.get(source.removeprefix("eval.sets."))
     sources = {name_of(key): (key, one) for key, one in data_sources(config.data).items()}
     key, data = sources.get(source) or next(iter(sources.values()))

@@ -32,11 +32,12 @@ class PreflightContext:
     config: RunConfig
     for_job: bool
     tries: bool = False  # a process tries custom losses and environments, which takes seconds
+    off_cluster: bool = False  # files of the cluster are not on this machine
 
     @cached_property
     def shape(self) -> ModelShape:
         """The shape of the model that the run starts from. Raises ConfigError."""
-        return starting_shape(self.config)
+        return starting_shape(self.config, off_cluster=self.off_cluster)
 
     @property
     def environment(self) -> Mapping[str, str]:

@@ -448,3 +448,18 @@ def test_what_cannot_be_is_said(slurm: Path, capsys: pytest.CaptureFixture[str])
     assert "--smoke submits a job and waits for it" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"its smoke run cannot be:\nrun\.name"):
         smoke_of(load_config("tiny_cpu", [f"run.name={'x' * 200}"]))
+
+
+def test_a_dry_run_elsewhere_names_what_only_the_cluster_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = ("model.path=/away/model", "rollout.python=/away/python", "slurm.partition=p", "run.name=x")
+    assert status_of("submit", "qwen3_30b_a3b", "--elsewhere", *keys) == 1
+    assert "only --dry-run works away from the cluster" in capsys.readouterr().err
+    assert status_of("submit", "qwen3_30b_a3b", "--dry-run", "--elsewhere", *keys) == 0
+    said = capsys.readouterr().out
+    assert "memory: up to 112.6 GB a GPU" in said
+    assert "not checked: model files; data; " in said
+    assert (tmp_path / "runs/x/job.sbatch").is_file()
+    assert status_of("submit", "qwen3_30b_a3b", "--dry-run", "--elsewhere", *keys, "learner.tp=3") == 1
