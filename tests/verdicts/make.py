@@ -33,7 +33,7 @@ ALGORITHMS = ("gspo", "grpo", "dr_grpo", "cispo", "rloo")
 KINDS: Mapping[str, Sequence[int]] = {
     "healthy": range(10),
     "collapsed": range(4),
-    "stalled": range(4),
+    "stalled": (0, 1, 2, 3, 6, 7),
     "overfitted": range(4),
     "mismatched": range(4),
 }

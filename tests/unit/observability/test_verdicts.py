@@ -106,7 +106,7 @@ def read(run: dict[str, Any]) -> list[Verdict]:
 def test_bad_runs_of_odd_seeds_get_their_verdict(kind: str) -> None:
     topic, state, text = WANTED[kind]
     runs = recorded(kind, 1)
-    assert (len(runs), len(recorded(kind))) == (2, 4)
+    assert len(runs) == len(recorded(kind)) / 2 >= 2
     for run in runs:
         found = {one.topic: one for one in read(run)}
         assert (found[topic].state, text in found[topic].sentence) == (state, True), (run["command"], found)
