@@ -35,6 +35,7 @@ _PACKAGES = (
     ("sglang", "sglang", "optional: rollout engine"),
     ("ray", "ray", "optional: launching over nodes"),
     ("wandb", "wandb", "optional: log.sinks=wandb"),
+    ("mlflow", "mlflow-skinny", "optional: log.sinks=mlflow"),
 )
 IMPORT_SECONDS = 300.0  # limit for the learner's modules, from a cold disk
 

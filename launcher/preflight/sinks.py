@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from launcher.preflight.subject import Finding, PreflightContext, problem, unchecked
 from rl_megatron.errors import ConfigError
+from rl_megatron.observability.sinks import mlflow
 from rl_megatron.observability.sinks.sink import SinkSettings, make_sink
 from rl_megatron.observability.sinks.webhook import VARIABLE
+
+_VARIABLES = {"mlflow": mlflow.VARIABLE, "webhook": VARIABLE}
 
 
 def check(subject: PreflightContext) -> Iterator[Finding]:
@@ -21,8 +24,9 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
     if VARIABLE in config.slurm.environment:
         yield problem(f"slurm.environment.{VARIABLE}: config.yaml would hold this secret; export it where you submit")
     for name in config.log.sinks:
-        if name == "webhook" and subject.for_job and config.slurm.setup and VARIABLE not in subject.environment:
-            yield unchecked(f"{VARIABLE}, which slurm.setup may export")
+        variable = _VARIABLES.get(name)
+        if variable and variable not in subject.environment and subject.for_job and config.slurm.setup:
+            yield unchecked(f"{variable}, which slurm.setup may export")
             continue
         try:
             make_sink(name, settings)

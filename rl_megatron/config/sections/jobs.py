@@ -185,7 +185,7 @@ class LogSection(Section):
     """Where metrics go besides metrics.jsonl (docs/cluster.md), as a list or text such as tensorboard,wandb. The sink
     wandb:offline stores metrics to send later. A sink that fails or hangs does not end the run."""
     project: str = "rl_megatron"
-    """Project at Weights & Biases."""
+    """Project at Weights & Biases, and experiment at MLflow."""
 
     @property
     def names_project(self) -> bool:

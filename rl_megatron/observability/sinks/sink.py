@@ -16,6 +16,7 @@ from typing import Literal
 
 from rl_megatron.entries import declared, describe_entry, load_entry
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.files import write_atomically
 from rl_megatron.observability.files import JsonRow
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,22 @@ def tagged_numbers(row: JsonRow) -> tuple[dict[str, float], int]:
         return numbers, int(numbers["step"])
     tags = {n if n.startswith("warm_start/") else f"warm_start/{n}": v for n, v in numbers.items()}
     return tags, int(tags.get("warm_start/step", 0))
+
+
+def kept_id(path: Path, *, fresh: bool) -> str | None:
+    """Returns the id that `keep_id` wrote for a run that resumes. None in a copy of its folder with another name.
+
+    An id that an older version wrote has no name, and counts.
+    """
+    if fresh or not path.exists():
+        return None
+    identity, _, name = path.read_text().strip().partition(" ")
+    return identity if name in ("", path.parent.name) else None
+
+
+def keep_id(path: Path, identity: str) -> None:
+    """Writes the id of a run elsewhere into its folder, with the folder's name. Raises OSError without the folder."""
+    write_atomically(path, f"{identity} {path.parent.name}\n".encode())
 
 
 class _SinkThread:

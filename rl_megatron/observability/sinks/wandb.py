@@ -9,9 +9,16 @@ from typing import Any
 from typing_extensions import override
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.files import write_atomically
 from rl_megatron.observability.files import JsonRow
-from rl_megatron.observability.sinks.sink import MetricSink, RunEnd, SinkSettings, need_package, tagged_numbers
+from rl_megatron.observability.sinks.sink import (
+    MetricSink,
+    RunEnd,
+    SinkSettings,
+    keep_id,
+    kept_id,
+    need_package,
+    tagged_numbers,
+)
 
 
 class WandbSink(MetricSink):
@@ -52,16 +59,12 @@ class WandbSink(MetricSink):
 
 
 def _wandb_id(folder: Path, *, fresh: bool) -> str:
-    """Returns the run's id, which no other run has, whatever the names of folders. It is drawn once and kept in the
-    folder with the folder's name: a copy under another name draws its own. Ids of older runs are without a name. If
-    W&B's own folder exists and no id, the run was begun when its name was the id."""
+    """Returns the run's id, which no other run has, whatever the names of folders. If W&B's own folder exists and no
+    id, an older version began the run, and its name was the id."""
     path = folder / "wandb_id.txt"
-    if not fresh and path.exists():
-        kept, _, name = path.read_text().strip().partition(" ")
-        if name in ("", folder.name):
-            return kept
-    elif not fresh and (folder / "wandb").exists():
+    if (known := kept_id(path, fresh=fresh)) is not None:
+        return known
+    if not fresh and not path.exists() and (folder / "wandb").exists():
         return folder.name
-    identity = secrets.token_hex(8)
-    write_atomically(path, f"{identity} {folder.name}\n".encode())
+    keep_id(path, identity := secrets.token_hex(8))
     return identity

@@ -38,6 +38,7 @@ from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.metrics import METRICS
 from rl_megatron.observability.recorder import MetricsWriter
 from rl_megatron.observability.sinks import sink as sinks_module
+from rl_megatron.observability.sinks.mlflow import MlflowSink
 from rl_megatron.observability.sinks.prometheus import PrometheusSink, _Handler
 from rl_megatron.observability.sinks.sink import MAX_ROWS, MetricSink, RunEnd, Sinks, SinkSettings, make_sink
 from rl_megatron.observability.sinks.tensorboard import TensorBoardSink
@@ -515,11 +516,103 @@ def test_the_webhook_of_a_job_is_exported_by_its_setup_and_not_by_its_configurat
     assert found("slurm.environment.RL_MEGATRON_WEBHOOK=https://x.org/") == ["problem"]
 
 
+# MLflow, by its client where it is installed.
+@pytest.fixture
+def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address: of a database, where MLflow's client is installed with what that needs."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    for package in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(package)
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_mlflow_keeps_rows_and_the_end_and_a_resume_continues_the_run(tmp_path: Path, tracking: str) -> None:
+    """Not in CI, which has no MLflow."""
+    from mlflow import MlflowClient
+
+    for fresh, row, state in ((True, WARM, "stopped"), (False, ROW, "finished"), (False, ROW, "failed")):
+        given = settings(tmp_path / "run7", fresh=fresh, MLFLOW_TRACKING_URI=tracking)
+        sink = make_sink("mlflow", given)
+        sink.open()
+        sink.log(row)
+        sink.close(RunEnd(state=state))  # type: ignore[arg-type]
+    client = MlflowClient(tracking_uri=tracking)
+    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run7", "FAILED")
+    (loss,) = {(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")}
+    assert loss == (3, 0.25)
+    warm = client.get_metric_history(run.info.run_id, "warm_start/loss")
+    assert [(one.step, one.value) for one in warm] == [(40, 1.25)]
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """The client of a module in MLflow's place."""
+    package = MagicMock()
+    entities = types.ModuleType("mlflow.entities")
+    entities.Metric = lambda *values: values  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    client: MagicMock = package.MlflowClient.return_value
+    client.create_run.return_value.info.run_id = "r1"
+    client.create_experiment.return_value = "e1"
+    return client
+
+
+def test_mlflow_gets_one_run_with_its_rows_its_status_and_its_resume(tmp_path: Path, mlflow: MagicMock) -> None:
+    mlflow.get_experiment_by_name.return_value = None
+    for fresh, state in ((True, "stopped"), (False, "failed")):
+        sink = MlflowSink(settings(tmp_path / "run7", fresh=fresh, MLFLOW_TRACKING_URI="http://127.0.0.1:5000"))
+        sink.open()
+        sink.log(ROW)
+        sink.close(RunEnd(state=state))  # type: ignore[arg-type]
+    calls = [(name, *one) for name, one, _ in mlflow.method_calls if name not in ("log_batch",)]
+    assert calls == [
+        ("get_experiment_by_name", "p"),
+        ("create_experiment", "p"),
+        ("create_run", "e1"),
+        ("set_terminated", "r1", "KILLED"),
+        ("update_run", "r1"),
+        ("set_terminated", "r1", "FAILED"),
+    ]
+    identity, metrics = mlflow.log_batch.call_args.args[0], mlflow.log_batch.call_args.kwargs["metrics"]
+    assert (identity, [(name, value, x) for name, value, _, x in metrics]) == (
+        *("r1", [("step", 3.0, 3), ("loss", 0.25, 3), ("reward/mean", 0.5, 3)]),
+    )
+
+
+def test_mlflow_takes_an_experiment_that_another_run_creates_meanwhile(tmp_path: Path, mlflow: MagicMock) -> None:
+    mlflow.create_experiment.side_effect = RuntimeError("it exists")
+    mlflow.get_experiment_by_name.side_effect = [None, MagicMock(experiment_id="e2")]
+    MlflowSink(settings(tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:5000")).open()
+    assert mlflow.create_run.call_args.args == ("e2",)
+    mlflow.get_experiment_by_name.side_effect = [None, None]
+    with pytest.raises(RuntimeError, match="it exists"):
+        MlflowSink(settings(tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:5000")).open()
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("", "MLFLOW_TRACKING_URI is not set"),
+        ("https://me:hidden@example.org", r"holds a secret \(user name and password\)"),
+    ],
+)
+@pytest.mark.usefixtures("mlflow")
+def test_mlflow_has_an_address_without_a_secret(tmp_path: Path, address: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        make_sink("mlflow", settings(tmp_path, MLFLOW_TRACKING_URI=address))
+    assert "hidden" not in str(caught.value)
+
+
 # W&B, by a module in its place.
-def test_wandb_that_is_not_installed_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"log\.sinks=wandb needs .*rl-megatron\[wandb\].*remove wandb from log\.s"):
-        make_sink("wandb:offline", settings(tmp_path))
+@pytest.mark.parametrize(("package", "name"), [("wandb", "wandb:offline"), ("mlflow", "mlflow")])
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"log\.sinks={package} needs .*rl-megatron\[{package}\].*from log\.sinks"):
+        make_sink(name, settings(tmp_path))
 
 
 @pytest.mark.parametrize(("argument", "mode"), [("", "online"), ("offline", "offline")])
