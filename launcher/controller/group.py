@@ -515,7 +515,7 @@ class WorkerGroup:
             async with asyncio.timeout(STOP_SECONDS):
                 await self.call_all("close")
         except TimeoutError:
-            logger.warning("not all learner processes left their process groups within %g s; ending them", STOP_SECONDS)
+            logger.warning("some ranks did not leave their process groups within %g s; killing them", STOP_SECONDS)
             for handle in self.workers:
                 handle.process.kill()
 

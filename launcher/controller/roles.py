@@ -92,7 +92,7 @@ class WeightGroup(WeightSync):
         """Stages and commits. Stages corrupted transfers again, once."""
         updates, failures = await self._stage(version, beside)
         if failures:
-            logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
+            logger.warning("weights were corrupted in transfer; sending them again: %s", failures[0])
             again, failures = await self._stage(version, beside)
             updates += again
         if failures:

@@ -92,16 +92,17 @@ def _server_problems() -> Iterator[Rule]:
     yield Needs(when=On("rollout.server.token_file"), all=RUNNING, why="it is for rollout.server.addresses, and the "
           "run makes a token for servers that it starts", fix="leave it out")
     yield Excludes(one=On("rollout.router_noise", Above(0)), other=On("rollout.engine", Not("local")),
-          why="servers compute routers in kernels of their own, to which nothing can be added",
+          why="servers compute routers in their own kernels, without noise",
           fix="set rollout.engine=local, or rollout.router_noise=0")
     yield Needs(when=On("learner.offload.while_sampling"), all=(SERVED, COLOCATED),
-          why="no servers take turns with the learner", fix="set rollout.server.colocated=true with rollout=vllm or "
+          why="only colocated servers take turns with the "
+                "learner", fix="set rollout.server.colocated=true with rollout=vllm or "
           "sglang, or leave it out")
     yield from _excluded((COLOCATED, SERVED),
         (STALE, "colocated servers cannot sample while the learner trains", "set one of them to its default"),
         ((ON_GPUS, On("rollout.server.addresses", UNSET), On("rollout.server.memory_fraction", UNSET)),
-         "an engine takes nearly a whole GPU, where the learner's weights and optimizer stay",
-         "set rollout.server.memory_fraction to a share that they leave"),
+         "by default an engine takes nearly a whole GPU, and the learner's weights and optimizer stay there",
+         "set rollout.server.memory_fraction to the share that is left"),
         (ENGINE_NODES, "those nodes are for servers alone", _LEAVE_OUT))
     yield from _all_excluded((On("rollout.engine", "local"), On("rollout.server.replicas")), (ON_GPUS, *started[1:],
           RUNNING, On("rollout.server.options"), DIRECT), "these servers are one process each on CPUs, and load "
@@ -111,21 +112,23 @@ def _server_problems() -> Iterator[Rule]:
         (NOT_SERVED, f"{_IN_LEARNER} with torch's products, whose last bits depend on the number of rows",
          "set rollout=vllm or sglang, or leave it out"),
         (ON_CPU, "the engines' kernels for it need GPUs", "leave it out"),
-        (RUNNING, "it is for servers that the run starts", "start those so (docs/troubleshooting.md) and leave it out"))
+        (RUNNING, "it is for servers that the run starts", "start those servers that way (docs/troubleshooting.md) and "
+         "leave it out"))
     yield from _excluded((invariant, *ONE_NCCL),
         (On("rollout.engine", Not("sglang")), *_NCCL),
         ((On("rollout.engine", "sglang"), On("rollout.server.ranks", Above(1), "rollout.server.tp")), *_NCCL))
     kept = On("rollout.server.running_requests", "keep_cache"), SERVED
     yield from _excluded(kept,
         (COLOCATED, "servers release their caches before each training, so nothing is left to keep", _LEAVE_OUT))
-    yield Excludes(one=STALE, other=(GREEDY, SERVED), why="weights may be pushed between a group's completions and its "
-          "greedy one, whose reward would be another policy's baseline", fix="set one of them to its default")
+    yield Excludes(one=STALE, other=(GREEDY, SERVED), why="a push between a group's completions and its greedy one "
+          "would make the baseline another policy's reward", fix="set one of them to its default")
 
 
 def _of_sampling() -> Iterator[Rule]:
     """Stop texts, limits of time and number."""
     yield Excludes(one=On("rollout.completion_timeout_seconds"), other=NOT_SERVED,
-          why=f"{_IN_LEARNER} a whole batch in one call, which ends no completion before the others", fix=_WITH_SERVERS)
+          why=f"{_IN_LEARNER} a whole batch in one call, and cannot end one completion before the "
+                "others", fix=_WITH_SERVERS)
     yield Excludes(one=On("rollout.stop", Not(())), other=On("rollout.ignore_eos", True),
           why="ignore_eos ends no completion early", fix=_LEAVE_OUT)
     limit = "rollout.max_in_flight"
@@ -143,7 +146,8 @@ def _of_learner() -> Iterator[Rule]:
          "set rollout=vllm or sglang, or leave it out"),
         (ONE_NCCL, f"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, and {_NCCL[0]}", _NCCL[1]))
     yield Excludes(one=On("learner.head_dtype"), other=On("algorithm.needs_top", True, "algorithm.kl.estimator"),
-          why="it makes logits of a few positions at a time and keeps none", fix="leave it out, or set "
+          why="it computes logits of a few positions at a time and keeps none, but top_k needs "
+                "them", fix="leave it out, or set "
           "kl.estimator=k1, k2 or k3")
 
 
@@ -155,17 +159,19 @@ def _of_algorithm() -> Iterator[Rule]:
         (On("rollout.group_size", Below(2)), "pairs are of a group's completions", "set rollout.group_size=2 or more"),
         (On("algorithm.old_logprobs", "interpolated"), "pairs have no ratio to an old policy",
          "set old_logprobs=rollout"),
-        (KL, "the loss of pairs holds its own pull to a reference, or has none", "set algorithm.kl.coefficient=0"))
+        (KL, "losses of pairs have a KL of their own, or none", "set algorithm.kl.coefficient=0"))
     yield from _excluded(DEMONSTRATIONS,
-        (On("algorithm.old_logprobs", "interpolated"), "no version sampled it", "set learner or rollout"),
-        (CORRECTION, "no engine has its log-probs",
+        (On("algorithm.old_logprobs", "interpolated"), "a demonstration was not sampled by any version of the "
+         "policy", "set learner or rollout"),
+        (CORRECTION, "a demonstration has no log-probs of an engine",
          "leave algorithm.correction out"),
         (KL, "that KL is estimated from what the policy samples", "set kl.coefficient=0"),
         (On("algorithm.old_kl_limit"), "that KL is estimated from what the policy samples", "set old_kl_limit=null"),
-        (On("algorithm.tokens.choose", Not("all")), "these are chosen among the tokens that were sampled",
+        (On("algorithm.tokens.choose", Not("all")), "tokens are chosen among sampled ones, and a demonstration was not "
+         "sampled",
          "set tokens.choose=all"),
         (On("algorithm.credit", Not("completion")), "a demonstration has one advantage", "set credit=completion"),
-        (ENVIRONMENT, "a demonstration is the text of one answer, which no environment leads", _LEAVE_OUT))
+        (ENVIRONMENT, "a demonstration is one answer, without turns of an environment", _LEAVE_OUT))
     yield Needs(when=On("sources@fields.demonstration"), all=DEMONSTRATIONS, why="nothing reads it",
           fix="set that, or leave it out")
 
@@ -176,38 +182,40 @@ def _of_advantages() -> Iterator[Rule]:
     whole, of_batch = On(mean, OneOf(("greedy", "moving", "tracked"))), OneOf(("batch", "advantages"))
     yield from _all_excluded(On(credit, OneOf(("gae", "optimal"))), (On(mean, Not("none")), On(std, Not("none"))),
           "it has a baseline of its own", "set both to none")
-    yield Excludes(one=On(credit, "optimal"), other=CORRECTION, why="the baseline is the best without its weights",
+    yield Excludes(one=On(credit, "optimal"), other=CORRECTION, why="its baseline is optimal only without a "
+          "correction's weights",
           fix="leave the correction out")
     yield Excludes(one=On(std, "advantages"), other=On(mean, Not("group")), why="one baseline for the batch leaves the "
           "std of its rewards as it is", fix="set advantage_std=batch, or advantage_mean=group")
     yield Excludes(one=GREEDY, other=On(std, Not("none")), why="the difference from the greedy completion is not "
           "divided", fix="set advantage_std=none")
     yield Excludes(one=(On("algorithm.whiten_of", "completions"), On("algorithm.whiten", True)), other=On(credit,
-          Not("completion")), why="a completion has no one advantage there", fix="set whiten_of=tokens, or "
+          Not("completion")), why="a completion has several advantages there", fix="set whiten_of=tokens, or "
           "credit=completion")
     yield from _excluded(TURNS,
-        (whole, "that baseline is the reward of a whole completion, and turns' rewards are compared here",
+        (whole, "that baseline is the reward of a whole completion, and credit=turn compares rewards of turns",
          "set advantage_mean=group, batch or none"),
-        ((KL, IN_REWARDS), "the KL of all turns would be in the reward of the last", "set kl.placement=loss"))
-    for baseline, alike in (("index", "turns of one number"), ("state", "turns that began from one state")):
+        ((KL, IN_REWARDS), "the KL of all turns would go into the last turn's reward", "set kl.placement=loss"))
+    for baseline, alike in (("index", "turns with the same number"), ("state", "turns that began from one state")):
         yield from _all_excluded((TURNS, On("algorithm.turn_baseline", baseline)), (On(mean, of_batch), On(std,
               of_batch)), f"{alike} are compared within their group", "set it to group or none, or turn_baseline=all")
     yield Excludes(one=(TURNS, On("algorithm.turn_baseline", "state")), other=(On("algorithm.turn_compared",
-          "rewards"), On("algorithm.gamma_turn", Not(0))), why="a reward after which no other turn began from the same "
-          "state would be lost to the turns before it", fix="set turn_compared=returns, or gamma_turn=0")
+          "rewards"), On("algorithm.gamma_turn", Not(0))), why="turns before a reward get none of it if no other turn "
+          "began from the same state", fix="set turn_compared=returns, or gamma_turn=0")
     of_sum = "it changes the sum", "leave it out, and make it a part or a weight"
     yield from _excluded(On("algorithm.advantage_of", "parts"),
         (whole, "that baseline is of the sum, and parts are compared with their own",
          "set advantage_mean=group, batch or none"),
-        (On(credit, OneOf(("turn", "gae"))), "parts are compared with those of whole completions, which leaves nothing "
-         "for turns or a critic to be", "set credit=completion or discounted, or advantage_of=sum"),
+        (On(credit, OneOf(("turn", "gae"))), "parts are compared between whole completions, so turns and a critic "
+         "would have no effect", "set credit=completion or discounted, or advantage_of=sum"),
         (On("algorithm.unfinished_reward"), *of_sum),
         (On("algorithm.overlong_buffer", Above(0)), *of_sum),
-        ((KL, On("algorithm.kl.placement", "completion_reward")), "the KL is no part", "set kl.placement=loss"))
+        ((KL, On("algorithm.kl.placement", "completion_reward")), "the KL is not one of the parts that are "
+         "compared", "set kl.placement=loss"))
     yield from _excluded(On("algorithm.best_of", Above(1)),
-        (TURNS, "it is a group's completions that are compared", "set best_of=1"),
-        (On("algorithm.advantage_of", "parts"), "a part has bests of its own", "set best_of=1"),
-        (On(std, of_batch), "the std is that of the group's bests", "set advantage_std=group or none"))
+        (TURNS, "best_of compares a group's completions, not turns", "set best_of=1"),
+        (On("algorithm.advantage_of", "parts"), "each part would have other best completions", "set best_of=1"),
+        (On(std, of_batch), "best_of uses the std of a group's best rewards", "set advantage_std=group or none"))
 
 
 def _of_losses() -> Iterator[Rule]:
@@ -223,43 +231,45 @@ def _of_losses() -> Iterator[Rule]:
     yield from _all_excluded(On("learner.padding.sequences", 1), (PAIRS, On("kind.rows", "pairs", "job")),
           "the two sequences of a pair are of one micro-batch", "set it to 2 or more")
     yield Excludes(one=On("algorithm.objective", "gmpo"), other=On("algorithm.aggregation", Not("seq_mean_token_mean")),
-          why="a sequence has one loss, the same for each of its tokens, which its length would weigh", fix=by_mean)
+          why="a sequence has one loss for all of its tokens, and its length would weight it", fix=by_mean)
     for low, high in (("cap_low", "cap_high"), ("correction.low", "correction.high"),
                       ("parameters.covariance_low", "parameters.covariance_high")):
         yield Excludes(one=On(f"algorithm.{low}", Above(f"algorithm.{high}")), why="the least is above the greatest",
               fix="swap them")
     yield Excludes(one=On("algorithm.correction.level", "worst"), other=On("algorithm.correction.mode",
-          OneOf(("truncate", "mask", "band"))), why="a weight is of a token or a whole sequence, and only a divergence "
-          "of its worst token", fix="set level=token, sequence or product, or mode=reject")
+          OneOf(("truncate", "mask", "band"))), why="weights are per token or per sequence; only mode=reject can use "
+          "the worst token", fix="set level=token, sequence or product, or mode=reject")
     estimator, placement = "algorithm.kl.estimator", "algorithm.kl.placement"
     yield from _excluded(KL,
-        ((On(placement, "token_reward"), On("algorithm.credit", "completion")), "an advantage of the whole completion "
-         "has no place for a token's reward", "set kl.placement=completion_reward, or credit=discounted, optimal or "
+        ((On(placement, "token_reward"), On("algorithm.credit", "completion")), "the advantage is per completion, so a "
+         "token's reward would have no effect", "set kl.placement=completion_reward, or credit=discounted, optimal or "
          "gae"),
-        ((On(estimator, "top_k"), IN_REWARDS), "a divergence over tokens that were not sampled has a gradient of its "
-         "own, and is no reward of the one that was", "set kl.placement=loss or estimator=k1"),
+        ((On(estimator, "top_k"), IN_REWARDS), "top_k compares tokens that were not sampled, so it cannot be a reward "
+         "of the sampled one", "set kl.placement=loss or estimator=k1"),
         ((On(estimator, OneOf(("k1", "abs"))), On(placement, "loss"), On("algorithm.kl.importance_weighted", False)),
-         "the estimator's gradient, over tokens that the policy samples, is not the KL's (of k1 it is 0 on average)",
+         "on tokens that the policy samples, its gradient is not the KL's (the gradient of k1 is 0 on average)",
          "set kl.importance_weighted=true, or k2 or k3"))
     for key in ("algorithm.preference", "dpo"):
         yield Excludes(one=On(f"{key}.target_margin", Above(0)), other=On(f"{key}.loss", Not("dpo")),
               why="the loss does not read it", fix="set it to 0, or loss=dpo")
         yield Needs(when=On(f"{key}.loss", "orpo"), all=(On(f"{key}.per_token", True), On(f"{key}.reference_free",
               True)), why="it compares the odds of answers' mean probabilities", fix="set both to true")
-    yield Excludes(one=On("algorithm.preference.loss", "kto"), why="it is of single answers with a label, and this "
-          "section trains on pairs of completions", fix="set another loss, or job=dpo dpo.loss=kto")
+    yield Excludes(one=On("algorithm.preference.loss", "kto"), why="kto trains on single answers with a label, and "
+          "this section on pairs of completions", fix="set another loss, or job=dpo dpo.loss=kto")
 
 
 def _of_rewards() -> Iterator[Rule]:
     for key in ("reward", "data.sources.*.reward", "eval.sets.*.reward"):
-        yield Excludes(one=On(f"{key}.length.min_tokens", Above(f"{key}.length.max_tokens")), why="no length is in it",
+        yield Excludes(one=On(f"{key}.length.min_tokens", Above(f"{key}.length.max_tokens")), why="no length is in "
+              "that range",
               fix="raise the second or lower the first")
 
 
 def _of_environments() -> Iterator[Rule]:
     plain = On("environments@template", "plain")
     yield from _excluded(plain,
-        (On("environments@thinking", Not("template")), "no template drops anything", "leave thinking out"),
+        (On("environments@thinking", Not("template")), "without a chat template no thinking is "
+         "dropped", "leave thinking out"),
         (On("environments@tool_parser"), "plain texts show neither tools nor calls",
          "set template=chat, or leave tool_parser out"))
     yield Excludes(one=On("environments@min_turn_tokens", Above("environments@max_tokens")),
@@ -269,29 +279,30 @@ def _of_environments() -> Iterator[Rule]:
           "environment.function")
     own, function = "data.sources.*.environment", "data.sources.*.environment.function"
     yield Excludes(one=On(own, SET, function), other=On(function, UNSET),
-          why="an environment of a source has a function", fix="name one, or leave the section out, for what the run "
-          "has")
+          why="a source's environment needs a function", fix="name one, or leave the section out to use the run's "
+          "environment")
     yield from _excluded(On(own, SET, function),
         (On("data.sources.*.reward"), "the environment gives the reward", _LEAVE_OUT),
         (WARM_START, "a warm start learns the answers of rows, or the demonstrations of the run's environment",
          "set warm_start.steps=0"),
-        (On("algorithm.overlong_buffer", Not(0)), "sources have other greatest lengths, and the buffer is below one",
+        (On("algorithm.overlong_buffer", Not(0)), "the buffer is subtracted from the longest length, which differs by "
+         "source",
          "leave the buffer out"))
     yield from _all_excluded(On("algorithm.compares_states", True, "algorithm.turn_baseline"), STEPS,
-          "a step begins where the one before it ends, and nothing that was read in between tells states apart",
+          "steps of a completion read nothing in between, so states cannot be told apart",
           "set turn_baseline=all or index")
     yield from _excluded(ENVIRONMENT,
         (PAIRS, "pairs are of single completions", _LEAVE_OUT),
-        (GREEDY, "a greedy turn leads to other observations, so its trajectory is no baseline of the sampled ones",
+        (GREEDY, "greedy turns lead to other observations, so the greedy trajectory is not a baseline for sampled ones",
          "set advantage_mean=group"),
         (On("rollout.completion_timeout_seconds"), "environment.seconds bounds a trajectory, sampling included",
          "leave completion_timeout_seconds out"),
         ((On("algorithm.advantage_of", "parts"), SAMPLES), "an environment gives one reward", "set advantage_of=sum"))
     yield from _all_excluded(On("environment.function"), (On("reward", Not(RewardSection())),
           On("data.sources.*.reward"), On("eval.sets.*.reward")), "the environment gives the reward",
-          "leave the keys of reward out, or have its score call what they name")
+          "leave the keys of reward out, or call that reward in the environment's score")
     yield Excludes(one=(On("environment.function"), On("environment.template", "chat")), other=WARM_START,
-          why="an environment's demonstrations are plain texts, and its conversations would be the chat template's",
+          why="an environment's demonstrations are plain text, but template=chat makes conversations",
           fix="set environment.template=plain, or warm_start.steps=0")
 
 
@@ -306,7 +317,7 @@ def _of_jobs() -> Iterator[Rule]:
         (On("slurm.engines.container"), "Ray starts servers outside of containers",
          "set run.launcher=slurm, or leave it out"),
         (On("slurm.container"), "the controller, outside the container, would not reach Ray inside",
-         "set run.launcher=slurm, or have Ray in slurm.python"))
+         "set run.launcher=slurm, or install Ray in slurm.python"))
     separate = "set roles.{}=learner"
     yield Excludes(one=On("roles.critic", "separate"), other=On("algorithm.needs_critic", False, "algorithm.credit"),
           why="the algorithm has no critic", fix=separate.format("critic"))
@@ -322,7 +333,7 @@ def _of_jobs() -> Iterator[Rule]:
         (NOT_SERVED, f"{_IN_LEARNER}, which train meanwhile", "set rollout.server.replicas, or rollout=vllm or sglang, "
          "or eval.mode=blocking"),
         ((SERVED, COLOCATED), "servers leave their GPUs while the learner trains", "set eval.mode=blocking"),
-        ((On("eval.at_once"), On("environments@function")), "a turn that waits for its place would use up its "
+        ((On("eval.at_once"), On("environments@function")), "time that a turn waits for its place counts for its "
          "trajectory's environment.seconds", "leave at_once out"))
     yield Needs(when=(BACKGROUND, On("eval.every", 0)), all=On("eval.sets.*.every", Above(0)),
           why="nothing is evaluated between the first and the last step", fix="set eval.every")
@@ -334,8 +345,9 @@ def _of_jobs() -> Iterator[Rule]:
     yield from _excluded(On("dpo.loss", "kto"),
         (On("dpo.per_token", True), "it compares sums over an answer's tokens with an estimate of the KL", _LEAVE_IT),
         (On("dpo.reference_free", True), "it estimates the KL to a frozen model", _LEAVE_IT),
-        (On("dpo.label_smoothing", Above(0)), "it has no order of two answers that could be wrong", _LEAVE_IT),
-        (On("dpo.nll", Above(0)), "it has no better answer of a pair", _LEAVE_IT),
+        (On("dpo.label_smoothing", Above(0)), "kto has single answers, so no pair can be in the wrong "
+         "order", _LEAVE_IT),
+        (On("dpo.nll", Above(0)), "kto has single answers, and nll is for the better one of a pair", _LEAVE_IT),
         (On("dpo.batch_size", Below(2)), "it estimates the KL on each prompt with the answer of another row of the "
          "batch", "set it to 2 or more"))
 
@@ -355,7 +367,7 @@ def _of_shape() -> Iterator[Rule]:
 def _reads() -> Iterator[Rule]:
     """The readers of keys that are not of the algorithm alone; reads.py has the keys that its choices read."""
     of_learner = f"{_IN_LEARNER}, and only servers read it"
-    yield _read("is the model, and no tiny one is made", "model.tiny", "model.cache_dir", any_of=On("model.path",
+    yield _read("is the model, and no tiny model is created", "model.tiny", "model.cache_dir", any_of=On("model.path",
           UNSET))
     yield _read("there is no warm start", "warm_start", any_of=WARM_START)
     yield _read(of_learner, "rollout.python", "rollout.server", "weights.folder", "weights.rendezvous_host",

@@ -429,7 +429,7 @@ class RequestRetrier:
         if replica.number in refusals:
             return False  # no other was left
         refusals[replica.number] = error
-        logger.warning("request %r: %s; asking another server", request.id, error)
+        logger.warning("request %r failed (%s); retrying on another server", request.id, error)
         return any(one.number not in refusals for one in self._replicas.healthy())
 
     async def _attempt(

@@ -254,8 +254,8 @@ def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
     for name in shared:
         if unlike := differing_reward_keys(*((each.config, each.sets[name].section) for each in (first, second))):
             raise DataError(
-                f"set {name}: the two were judged otherwise, by {', '.join(unlike)}, so their difference is not of the "
-                "models alone; evaluate both with the same keys"
+                f"set {name}: the two evaluations have other rewards, by {', '.join(unlike)}, so their scores cannot "
+                "be compared; evaluate both with the same keys"
             )
     return [row for name in shared for row in _of_set(name, first.sets[name], second.sets[name])]
 

@@ -115,7 +115,10 @@ def _of_recompute(learner: LearnerSection, shape: ModelShape) -> dict[str, objec
     modules, model = list[str](section.parts), dict[str, object]()
     fused = uses_transformer_engine(learner, shape)
     if "layernorm" in modules and not fused:
-        raise ConfigError("learner.recompute.parts=layernorm: TransformerEngine is not installed here; leave it out")
+        raise ConfigError(
+            "learner.recompute.parts=layernorm: it needs TransformerEngine, which is not installed; "
+            "install it, or leave this part out"
+        )
     if "mla_up_proj" in modules and not fused:
         modules.remove("mla_up_proj")
         model["recompute_up_projections"] = True

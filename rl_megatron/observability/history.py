@@ -128,7 +128,7 @@ def _sample(path: Path, row: JsonRow) -> SampleRow:
             if None not in turns:
                 return replace(found, turns=tuple(turn for turn in turns if turn is not None))
     fields = ", ".join(field.name for field in dataclass_fields(SampleRow))
-    raise DataError(f"{path}: a row of step {row['step']} has the fields {', '.join(row)}; a sample has {fields}")
+    raise DataError(f"{path}: a row of step {row['step']} has the fields {', '.join(row)}; expected {fields}")
 
 
 def _turn(given: object) -> SampleTurn | None:

@@ -199,8 +199,8 @@ def test_a_policy_that_is_its_own_critic_is_refused_beside_what_would_not_fit(ke
     [
         (
             ["rollout=sglang", "rollout.router_noise=0.1"],
-            "router_noise=0.1 with rollout.engine=sglang: servers compute routers in kernels of their own, to which "
-            "nothing can be added; set rollout.engine=local",
+            "router_noise=0.1 with rollout.engine=sglang: servers compute routers in their own kernels, without "
+            "noise; set rollout.engine=local",
         ),
         (["rollout.router_noise=-1"], "rollout.router_noise=-1"),
     ],
@@ -281,18 +281,18 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ([LUFFY, "algorithm.old_logprobs=interpolated", "train.max_staleness=1"], "no version sampled it; set learner"),
-        ([LUFFY, "algorithm.correction.mode=truncate"], "correction.mode=truncate: no engine has its log-probs"),
+        ([LUFFY, "algorithm.old_logprobs=interpolated", "train.max_staleness=1"], "was not sampled by any version"),
+        ([LUFFY, "algorithm.correction.mode=truncate"], "correction.mode=truncate: a demonstration has no log-probs"),
         ([LUFFY, "algorithm.kl.coefficient=0.1"], "kl.coefficient=0.1: that KL is estimated from what the policy"),
         ([LUFFY, "algorithm.old_kl_limit=0.1", "train.minibatches=2"], "old_kl_limit=0.1: that KL is estimated from"),
-        ([LUFFY, "algorithm.tokens.choose=top_entropy"], "tokens.choose=top_entropy: these are chosen among the"),
+        ([LUFFY, "algorithm.tokens.choose=top_entropy"], "tokens.choose=top_entropy: tokens are chosen among"),
         ([LUFFY, "algorithm.balance.share=0.4"], "gamma=0.1: it is of clipped ratios, and a demonstration has none"),
         ([LUFFY, "algorithm.credit=discounted"], "credit=discounted: a demonstration has one advantage; set credit=c"),
         ([LUFFY, "algorithm.routing_replay=r3"], "algorithm.routing_replay=r3: no engine chose its experts; leave one"),
         ([LUFFY, "train.route_flips=true"], "train.route_flips=true: no engine chose its experts; leave one of them"),
         (
             [LUFFY, "environment.function=calculator", "environment.template=plain", "warm_start.steps=0"],
-            "environment.function=calculator: a demonstration is the text of one answer, which no environment leads",
+            "environment.function=calculator: a demonstration is one answer, without turns",
         ),
         (["algorithm=dpo", "algorithm.demonstration_gamma=0.1"], "demonstration_gamma=0.1 does nothing:"),
         ([*FILES, "data.fields.demonstration=x"], "fields.demonstration=x with algorithm.demonstration_gamma=null: no"),
@@ -387,7 +387,7 @@ OF_COMPLETIONS = {
     **{f"algorithm={name}": " with algorithm" for name in (*PAIR_ROWS, "remax")},
     "algorithm=scalerl": ": only single completions",
     "algorithm=grpo_process": " with reward=.*: the environment gives",  # environments judge their own turns
-    "algorithm=luffy": ": a demonstration is the text of one answer",
+    "algorithm=luffy": ": a demonstration is one answer",
     "algorithm=gdpo": " with algorithm.advantage_of=parts and job=rl: an environment gives one reward",
 }
 

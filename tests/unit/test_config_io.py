@@ -256,13 +256,14 @@ def test_rules_between_keys_stay_readable() -> None:
         "slurm.engines.nodes=1: those nodes are for servers alone; leave one of them out",
     ]
     (found,) = problems("tiny_cpu", ["rollout=vllm", "algorithm=remax", "train.max_staleness=2"])
-    assert "max_staleness=2 with algorithm.advantage_mean=greedy and rollout.engine=vllm: weights may be" in found
+    assert "max_staleness=2 with algorithm.advantage_mean=greedy and rollout.engine=vllm: a push between" in found
     alone = ["learner.offload.while_sampling=gradients", "learner.device=cuda"]
-    turns = "set rollout.server.colocated=true with rollout=vllm or sglang, or leave it out"
+    fix = "set rollout.server.colocated=true with rollout=vllm or sglang, or leave it out"
+    turns = f"servers take turns with the learner; {fix}"
     for engine in ("local", "vllm"):
         (line,) = problems("tiny_cpu", [*alone, f"rollout={engine}"])
         assert line.startswith("learner.offload.while_sampling=gradients with ")
-        assert line.endswith(f"rollout.server.colocated=false: no servers take turns with the learner; {turns}")
+        assert line.endswith(f"rollout.server.colocated=false: only colocated {turns}")
     on_cpus = ["learner.offload.while_sampling=optimizer", "rollout=vllm", "rollout.server.colocated=true"]
     (line,) = problems("tiny_cpu", on_cpus)
     assert "with learner.device=cpu: there is no GPU to leave; leave it out" in line

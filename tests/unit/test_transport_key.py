@@ -147,7 +147,7 @@ def test_several_ranks_of_servers_may_share_a_gpu_of_the_learners() -> None:
 def test_servers_that_take_turns_on_gpus_leave_room_for_the_learners_state() -> None:
     given = [*SERVED, "learner.device=cuda", "rollout.server.colocated=true"]
     (problem,) = problems(given)
-    assert problem.endswith("stay; set rollout.server.memory_fraction to a share that they leave")
+    assert problem.endswith("stay there; set rollout.server.memory_fraction to the share that is left")
     load_config("tiny_cpu", [*given, "rollout.server.memory_fraction=0.5"])
     load_config("tiny_cpu", [*given, "rollout.server.addresses=http://a:1"])  # their own matter
 

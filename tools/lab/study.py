@@ -350,7 +350,9 @@ def arms_of(study: Study) -> dict[str, list[str]]:
     for row in itertools.islice(rows, _MOST_CELLS + 1):
         name = " ".join(label for label, _ in row) or "base"
         if name in arms:
-            raise ConfigError(f"two arms are named {name!r}; give their levels labels, as `label: override`")
+            raise ConfigError(
+                f"two arms are named {name!r}; add labels to their levels, for example `low: train.learning_rate=1e-6`"
+            )
         arms[name] = [override for _, given in row for override in given]
     return arms
 

@@ -128,7 +128,7 @@ def rows_to_keep(
     if len(rows):
         kept[rows] = False
         logger.warning(
-            "dropped %d of %d training problems that are there twice; the first is %s, which is %s again",
+            "dropped %d of %d training problems, which are duplicates; the first is %s, a copy of %s",
             *(len(rows), texts.size, texts.place(int(rows[0])), texts.place(int(firsts[0]))),
         )
     found, places = find_leaks(texts, hashes, held_out)

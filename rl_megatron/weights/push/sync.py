@@ -124,7 +124,11 @@ class ServedWeights(ServedSync):
             return None
         checksums = (await self._delivery.filled(served.version)).checksums
         if any(checksums.get(tensor) != before for tensor, before in served.checksums.items()):
-            logger.info("%s waits for the next push: the learner no longer has version %d", name, served.version)
+            logger.info(
+                "%s will be updated at the next push, because the learner no longer has version %d",
+                name,
+                served.version,
+            )
             return None
         return replace(served, checksums=checksums)
 

@@ -148,7 +148,7 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
             r"steps=x seed=0 and 2 more: train.steps='x': must be a valid integer",
         ),
         ({"axes": {"a": ["train.steps=400", "train.learning_rate=1e-3"]}}, r"are one configuration; a level changes"),
-        ({"axes": {"a": [{"x": "train.steps=3"}, {"x": "train.steps=4"}]}}, r"two arms are named 'x'; give their"),
+        ({"axes": {"a": [{"x": "train.steps=3"}, {"x": "train.steps=4"}]}}, r"two arms are named 'x'; add labels"),
         (
             {
                 "base": "sft_tiny",

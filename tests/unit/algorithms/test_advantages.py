@@ -145,10 +145,10 @@ def test_the_datas_demonstration_is_one_more_completion_of_the_group() -> None:
     [
         (["rollout.group_size=4"], r"best_of=4 with rollout\.group_size=4 and leave_one_out=false: .*group_size=5 or"),
         (["rollout.group_size=3", "algorithm.leave_one_out=true"], r"leave_one_out=true: .*rollout\.group_size=4 or"),
-        (["algorithm.advantage_std=batch"], r"best_of=4 with algorithm\.advantage_std=batch: the std is that of the"),
+        (["algorithm.advantage_std=batch"], r"best_of=4 with algorithm\.advantage_std=batch: best_of uses the std"),
         (["algorithm.advantage_mean=batch"], r"best_of=4 does nothing: algorithm\.advantage_mean=batch does not read"),
-        (["algorithm.advantage_of=parts"], r"best_of=4 with algorithm\.advantage_of=parts: a part has bests of its"),
-        (["algorithm.credit=turn"], r"best_of=4 with algorithm\.credit=turn: it is a group's completions"),
+        (["algorithm.advantage_of=parts"], r"best_of=4 with algorithm\.advantage_of=parts: each part would have"),
+        (["algorithm.credit=turn"], r"best_of=4 with algorithm\.credit=turn: best_of compares"),
         (["algorithm.preference.beta=0.1"], r"best_of=4 does nothing: algorithm\.preference\.beta=0\.1 trains on"),
     ],
 )

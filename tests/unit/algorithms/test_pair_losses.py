@@ -150,10 +150,10 @@ def test_an_answer_without_a_trained_token_is_padding_for_kto() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("nll=1",), "dpo.loss=kto with dpo.nll=1: it has no better answer of a pair; leave it out"),
+        (("nll=1",), "dpo.loss=kto with dpo.nll=1: kto has single answers, and nll is"),
         (("per_token=true",), "dpo.loss=kto with dpo.per_token=true: it compares sums over an answer's tokens"),
         (("reference_free=true",), "dpo.loss=kto with dpo.reference_free=true: it estimates the KL to a frozen model"),
-        (("label_smoothing=0.1",), r"dpo.loss=kto with dpo.label_smoothing=0\.1: it has no order"),
+        (("label_smoothing=0.1",), r"dpo.loss=kto with dpo.label_smoothing=0\.1: kto has single"),
         (("target_margin=1",), "dpo.target_margin=1 with dpo.loss=kto: the loss does not read it"),
         (("batch_size=1",), "dpo.loss=kto with dpo.batch_size=1: it estimates the KL on each prompt with the answer o"),
         (("loss=dpo", "desirable_weight=2"), "weight=2 does nothing: with dpo.loss=dpo answers have no labels"),

@@ -115,16 +115,16 @@ def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
     [
         (["advantage_mean=moving"], "advantage_mean=moving: that baseline is the reward of a whole completion"),
         (["advantage_mean=greedy", "advantage_std=none"], "advantage_mean=greedy: that baseline is the reward of a"),
-        (["turn_baseline=index", "advantage_std=batch"], "turns of one number are compared within their group"),
-        (["turn_baseline=index", "advantage_std=advantages"], "turns of one number are compared within their group"),
+        (["turn_baseline=index", "advantage_std=batch"], "turns with the same number are compared within their"),
+        (["turn_baseline=index", "advantage_std=advantages"], "turns with the same number are compared within their"),
         (["turn_baseline=state", "advantage_std=batch", "turn_compared=returns"], "from one state are compared"),
         (["turn_baseline=state"], r"=rewards and algorithm\.gamma_turn=1: .* set turn_compared=returns, or g"),
         (["turn_compared=returns", "gamma_turn=0"], "turn_compared=returns does nothing.* is its own reward"),
         (["turn_compared=returns", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),
         (["advantage_mean=batch", "advantage_std=advantages"], "leaves the std of its rewards as it is"),
         (["advantage_std=none", "std_unbiased=false"], r"advantage_std=none does not read it.*=group or batch or"),
-        (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the reward of the last; set kl.placement=loss"),
-        (["kl.coefficient=0.1", "kl.placement=token_reward"], "the reward of the last; set kl.placement=loss"),
+        (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the last turn's reward; set kl.placement=loss"),
+        (["kl.coefficient=0.1", "kl.placement=token_reward"], "the last turn's reward; set kl.placement=loss"),
         (["turn_baseline=index", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),
         (["ratio_level=turn"], r"ratio_level=turn with .* long sequence.*; set aggregation=seq_mean_token_mean"),
     ],
@@ -155,7 +155,7 @@ def test_steps_of_a_completion_have_no_states() -> None:
     mixed += [f"data.sources.{name}.type=arithmetic" for name in ("judged", "played")]
     for of, beside in (("reward", []), ("data.sources.judged.reward", mixed)):
         keys = ["algorithm=gigpo", f"{of}.steps=true", f"{of}.function=tests.toy_roles:grade_steps", *beside]
-        with pytest.raises(ConfigError, match=r"turn_baseline=state with .*reward\.steps=true: a step begins"):
+        with pytest.raises(ConfigError, match=r"turn_baseline=state with .*reward\.steps=true: steps of a"):
             load_config("tiny_cpu", keys)
         load_config("tiny_cpu", [*keys, "algorithm.turn_baseline=index"])
 

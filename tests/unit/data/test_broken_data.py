@@ -173,8 +173,8 @@ def test_leaks_are_dropped_or_kept_with_their_number(tmp_path: Path, caplog: pyt
 def test_of_equal_problems_the_first_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert [one.id for one in loaded(tmp_path, ["a b", "c", "a  b", "C", " c"], ["z"])] == ["t:1", "t:2", "t:4"]
-    assert "dropped 2 of 5 training problems that are there twice; the first is " in caplog.text
-    assert f"{tmp_path}/t.jsonl:3, which is {tmp_path}/t.jsonl:1 again" in caplog.text
+    assert "dropped 2 of 5 training problems, which are duplicates; the first is " in caplog.text
+    assert f"{tmp_path}/t.jsonl:3, a copy of {tmp_path}/t.jsonl:1" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -167,10 +167,10 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
             ],
             "every source of data.sources and every set of eval.sets with data of its own has a reward",
         ),
-        (["data.sources.sums.environment.max_turns=1"], "data.sources.sums.environment.function=null: an environment"),
+        (["data.sources.sums.environment.max_turns=1"], "data.sources.sums.environment.function=null: a source's"),
         ([*LED, "warm_start.steps=2"], "data.sources.sums.environment.function=calculator with warm_start.steps=2: a"),
         ([*LED, "data.sources.sums.reward.function=length"], "function=calculator with data.sources.sums.reward={func"),
-        ([*LED, "algorithm.overlong_buffer=2", "algorithm.overlong_factor=1"], "have other greatest lengths, and the"),
+        ([*LED, "algorithm.overlong_buffer=2", "algorithm.overlong_factor=1"], "length, which differs by source"),
         (
             [*LED, "data.sources.math.environment.function=guess", "data.sources.math.chat_template=true"],
             "data.sources.math.environment.function=guess with data.sources.math.chat_template=true: an environment's",

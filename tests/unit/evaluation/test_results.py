@@ -102,7 +102,7 @@ def evaluated(folder: Path, *keys: str) -> Results:
 def test_samples_that_were_judged_otherwise_are_not_compared(tmp_path: Path, key: str, said: str) -> None:
     plain = ["environment.template=plain"] if key.startswith("environment") else []
     first, second = evaluated(tmp_path), evaluated(tmp_path, key, *plain)
-    with pytest.raises(DataError, match=f"set one: the two were judged otherwise, by .*{said}.* with the same keys"):
+    with pytest.raises(DataError, match=f"set one: the two evaluations have .*{said}.* with the same keys"):
         paired_figures(first, second)
 
 
@@ -120,7 +120,7 @@ TESTS = ("reward.parts.tests=1",)
 )
 def test_keys_that_a_reward_names_judge_too(tmp_path: Path, keys: tuple[str, ...], other: str, said: str) -> None:
     first, second = evaluated(tmp_path, *keys), evaluated(tmp_path, *keys, other)
-    with pytest.raises(DataError, match=f"set one: the two were judged otherwise, by {said}, so "):
+    with pytest.raises(DataError, match=f"set one: the two evaluations have other rewards, by {said}, so "):
         paired_figures(first, second)
 
 

@@ -345,5 +345,5 @@ def test_what_a_run_would_log_of_rows_is_told_once(tmp_path: Path, caplog: pytes
     files = (f"data.train={rows}", f"data.eval={held}", "warm_start.steps=0")
     found = [*problems_of_data.check(PreflightContext(load_config("gsm8k_tiny", files), for_job=False))]
     (said,) = [one.text for one in found if one.kind == "fact"]
-    assert said.startswith("dropped 1 of 2 training problems that are there twice; the first is ")
+    assert said.startswith("dropped 1 of 2 training problems, which are duplicates; the first is ")
     assert not caplog.records

@@ -118,7 +118,7 @@ def test_turns_are_read_back_and_a_sample_of_one_has_none(tmp_path: Path) -> Non
 def test_turns_that_are_none_are_named(tmp_path: Path, turns: str) -> None:
     row = json.dumps({"step": 4, "prompt": "", "completion": "", "answer": "", "reward": 1})
     (tmp_path / "samples.jsonl").write_text(f'{row[:-1]}, "turns": {turns}}}\n')
-    with pytest.raises(DataError, match=r"a row of step 4 .* a sample has step, prompt"):
+    with pytest.raises(DataError, match=r"a row of step 4 .* expected step, prompt"):
         read_samples(tmp_path / "samples.jsonl")
 
 
@@ -127,7 +127,7 @@ def test_turns_that_are_none_are_named(tmp_path: Path, turns: str) -> None:
 )
 def test_rows_that_are_no_samples_are_named(tmp_path: Path, row: str) -> None:
     (tmp_path / "samples.jsonl").write_text(row + "\n")
-    with pytest.raises(DataError, match=r"samples\.jsonl: a row of step 4 .* a sample has step, prompt"):
+    with pytest.raises(DataError, match=r"samples\.jsonl: a row of step 4 .* expected step, prompt"):
         read_samples(tmp_path / "samples.jsonl")
 
 

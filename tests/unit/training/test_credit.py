@@ -289,7 +289,7 @@ def test_unknown_combinations_are_refused_with_their_reasons() -> None:
         with pytest.raises(ValueError, match=f"credit={credit} with .*: it has a baseline of its own"):
             RunConfig.model_validate({"algorithm": {"credit": credit}})
     optimal = {"credit": "optimal", "advantage_mean": "none", "advantage_std": "none"}
-    with pytest.raises(ValueError, match=r"credit=optimal with algorithm\.correction.*: the baseline is the best"):
+    with pytest.raises(ValueError, match=r"credit=optimal with algorithm\.correction.*: its baseline is optimal"):
         RunConfig.model_validate({"algorithm": {**optimal, "correction": {"mode": "truncate"}}})
 
 

@@ -604,7 +604,7 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
         (["rollout.server.replicas=1", "eval.every=0"], "eval.every=0 .*: nothing is evaluated between"),
         (
             ["rollout.server.replicas=1", "eval.at_once=4", "environment.function=calculator"],
-            "eval.at_once=4 and environment.function=calculator: a turn that waits",
+            "eval.at_once=4 and environment.function=calculator: time that a turn",
         ),
         (["rollout.server.replicas=1", "checkpoint.keep_best=1"], "keep_best=1 with .*eval.mode=background: a check"),
     ],
