@@ -176,8 +176,8 @@ def test_the_first_screen_has_accuracy_reward_and_time(page: Browser, report: Pa
     names = "[...document.querySelectorAll('figure [role=img]')].map((e) => e.getAttribute('aria-label'))"
     expected = ["Reward", "Held-out accuracy", "Loss"]
     assert [name.split(".")[0].split(",")[0] for name in page.value(names)[:3]] == expected
-    last = 2 if width > 600 else 0  # of the charts, in the window
-    bottom = f"document.querySelectorAll('figure [role=img]')[{last}].getBoundingClientRect().bottom"
+    last = "figure [role=img]')[2]" if width > 600 else ".tile')[4]"  # that is in the window
+    bottom = f"document.querySelectorAll('{last}.getBoundingClientRect().bottom"
     assert page.value(bottom) <= height
 
 
@@ -250,6 +250,8 @@ def test_a_line_is_smoothed_by_steps_and_the_values_stay(page: Browser, report: 
     assert smooth == pytest.approx(expected)
     assert shown(page)["Loss"] == "last loss -20"
     assert page.value("form.querySelector('output').textContent") == "0.50"
+    left_out = 0.5 * 5 * 0.25 + 0.75 * 7  # of two steps, by their mean
+    assert page.value("smoothed([1, 3], [5, 9], [5, 7])") == pytest.approx([5, left_out / (0.5 * 0.25 + 0.75)])
     choose(page, smoothing=0)
     assert page.value(f"{loss}.u.data.length") == 2
     choose(page, smoothing=0.6)
@@ -270,7 +272,10 @@ def test_x_is_steps_tokens_or_hours_and_the_zoom_survives_what_is_drawn_again(pa
     zoomed = page.value(ranges)
     choose(page, smoothing=0.9)
     page.until(f"JSON.stringify({ranges}) === {json.dumps(json.dumps(zoomed, separators=(',', ':')))}")
-    choose(page, x="hours")
+    opened(page, report, 1440, 900)
+    page.until(f"JSON.stringify({ranges}) === {json.dumps(json.dumps(zoomed, separators=(',', ':')))}")
+    assert page.value("form.elements.smoothing.value") == "0.9", "a page that loads itself keeps what was chosen"
+    choose(page, smoothing=0.6, x="hours")
     page.until("plots[0].u.scales.x.max === plots[0].u.data[0].at(-1)")
     choose(page, x="step")
 

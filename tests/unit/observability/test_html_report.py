@@ -129,6 +129,8 @@ def test_a_run_and_a_comparison_have_their_charts_in_order(tmp_path: Path) -> No
     times = [name for name in both if name.startswith("Step time by phase: ")]
     assert both.index("Loss") < both.index(times[0])
     assert len(times) == 2
+    assert set(times) <= set(folded(tmp_path / "r.html")["Speed"])
+    assert "Step time by phase" in folded(tmp_path / "one.html")[""]
     assert len(set(alone)) == len(alone)
 
 
