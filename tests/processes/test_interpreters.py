@@ -113,7 +113,7 @@ def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path
     assert "did you mean 'learner.residual_copies'?" in said["misspelled"]
     assert said["keyword"] == {"fp32_residual_connection": True}
     assert said["bytes"] == 3 * 4 * 48 * 32768 * 2048 / 4  # copies, bytes, layers, tokens, hidden size over tp
-    assert said["advice"].endswith("Largest: residual; lower learner.residual_copies")
+    assert "Largest: residual; lower learner.residual_copies; rl-megatron scale" in said["advice"]
 
 
 def test_one_that_cannot_be_loaded_is_told_with_its_package(tmp_path: Path) -> None:
