@@ -3,8 +3,6 @@
 Engines return read-only numpy columns; training reads tensors. Letters: P prompts, G group size, S sequences,
 N tokens of a ragged batch (all sequences concatenated), D data-parallel ranks, M micro-batches. Log-probs are nats,
 float32, of the sampling distribution. A *position* is one (input, target) pair: L tokens have L - 1 positions.
-
-Limits of sampling, which leave tokens out.
 """
 
 from __future__ import annotations

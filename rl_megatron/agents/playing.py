@@ -208,15 +208,15 @@ class EpisodeRunner:
 
     def _observe(self, seen: object, name: str) -> Observation:
         if not isinstance(seen, Observation):
-            raise self._fault(name, f"returned a {type(seen).__name__:.80}, which is no Observed")
+            raise self._fault(name, f"returned a {type(seen).__name__:.80}, not an Observation")
         try:
             messages = seen.messages
         except TypeError as error:
-            raise self._fault(name, f"returned an Observed that said {seen.content!r:.80}, which is no text") from error
+            raise self._fault(name, f"returned an Observation of {seen.content!r:.80}, which is not text") from error
         if not messages or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
-            raise self._fault(name, "returned an Observed without messages, or with one that has no role")
+            raise self._fault(name, "returned an Observation without messages, or with one that has no role")
         if not isinstance(seen.state, str | None):
-            raise self._fault(name, f"returned an Observed of the state {seen.state!r:.80}, which is no text")
+            raise self._fault(name, f"returned an Observation of state {seen.state!r:.80}, which is not text")
         try:
             self.messages += [self.truncate(one) for one in messages]
         except UnsupportedMessages as error:

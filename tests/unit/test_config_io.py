@@ -196,7 +196,7 @@ def test_every_problem_is_named_at_once(conf: Path) -> None:
         [
             *("algorithm=narow", "algorithmm=narrow", "learner=cuda", "learner.tpp=4", "learner.ep=0", "steps=10"),
             *("samples=3", "oops", "job=distill", "train.lr_decay=cosin", "reward.on_error=warn", "data.digits=9"),
-            *("data.digit=1", "run.name=1", "seed.x=1"),
+            *("data.digit=1", "rollout.stop=3", "run.name=1", "seed.x=1"),
         ],
         conf,
     )

@@ -106,7 +106,7 @@ def unknown_base_reason(source: Path, base: Path) -> str | None:
     can be known."""
     lora = stored_lora(source)
     if lora is None or lora.base is None:
-        return f"{source} does not say beside which model its adapters were trained"
+        return f"{source} does not say with which model its adapters were trained"
     if is_megatron(base) or any((base / name).is_file() for name in (INDEX, SINGLE)):
         return None
     return f"{base} has no weights to compare with those that the adapters of {source} were trained with"

@@ -52,7 +52,8 @@ def total_bytes(folder: Path) -> int:
 
 
 def is_megatron(folder: Path) -> bool:
-    """True if the folder is a ``torch_dist`` checkpoint. Raises ConfigError if it is of neither kind."""
+    """True if the folder is a ``torch_dist`` checkpoint, False if a Hugging Face one. Raises ConfigError if it is of
+    neither kind, and CheckpointError if it has shards but no ``.metadata``."""
     if (folder / ".metadata").is_file():
         return True
     if any(folder.glob("*.distcp")):

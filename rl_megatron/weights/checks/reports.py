@@ -214,7 +214,8 @@ class BackgroundChecksums:
         self._read_box(name, tensor, tuple(tensor.shape), whole_box(tensor.shape))
 
     def sent(self, one: ParameterBox, tensor: Tensor) -> list[Future[Read]]:
-        """Checksums a received box in a parameter that kernels will convert once this is done; nothing covers some."""
+        """Checksums a received box in a parameter that kernels will convert once this is done. A box that does not
+        consist of whole words has no checksum."""
         if not whole_words(one, tensor.dtype.itemsize):
             return []
         return [self._read_box(one.hf, narrowed(one.local_slice(tensor), one.dtype), one.full_shape, one.box)]

@@ -231,8 +231,8 @@ class PushVerifier:
     ) -> None:
         """Compares the restarted server ``name`` with the learner's checksums and a ``verified`` server's scores.
 
-        The learner is not asked, as it may have trained on. Raises like `verify`, and SyncError if neither covers some
-        tensor.
+        The learner is not asked, as it may have trained on. Raises like `verify`, and SyncError if a
+        tensor has neither a checksum nor a score.
         """
         unseen = await self._compare(name, reports, checksums)
         if verified is None and unseen:

@@ -127,7 +127,7 @@ def played(ours: Any) -> list[GroupResult]:
         (Lies, r"step returned a dict, which is no EnvironmentStep"),
         (SaysHalfACharacter, r"step character 0 .*half of a surrogate pair"),
         (SaysManyOfThem, r"step character 0 .*half of a surrogate pair"),
-        (SaysANumber, r"step returned an Observed that said 12, which is no text"),
+        (SaysANumber, r"step returned an Observation of 12, which is not text"),
         (HasNoMetrics, r"step returned the metrics None, which are no mapping"),
         (IsNoNumber, r"step returned nan, which is no finite number"),
         (IsAText, r"step returned '1', which is no finite number"),

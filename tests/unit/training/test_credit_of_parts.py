@@ -233,7 +233,7 @@ def test_states_that_an_environment_names_are_those_that_are_compared() -> None:
     assert [[turn.state for turn in one.turns] for one in found.trajectories] == [["hall", "attic", None, "hall"]] * 2
     for one in (found, kept.validate_json(kept.dump_json(found))):
         assert turn_states([one]).tolist() == [0, 1, 2, 0] * 2
-    with pytest.raises(EnvironmentFailure, match="step returned an Observed of the state 7, which is no text"):
+    with pytest.raises(EnvironmentFailure, match="step returned an Observation of state 7, which is not text"):
         in_rooms("hall", 7)
 
 

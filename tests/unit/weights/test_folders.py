@@ -422,7 +422,7 @@ def test_a_merge_with_another_model_is_refused(kind: str, tmp_path: Path, capsys
         merge_adapters(adapters, other, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     run(older, tmp_path / "taken", config=other, merge=True)
-    assert "does not say beside which model its adapters were trained" in capsys.readouterr().err
+    assert "does not say with which model its adapters were trained" in capsys.readouterr().err
 
 
 def test_pefts_folder_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
