@@ -117,9 +117,10 @@ def test_losses_and_gradient_norms_of_all_steps_are_those_of_trl(whole: tuple[Ru
 
 
 def test_its_report_has_the_divergence_of_every_step(whole: tuple[Run, Sampled]) -> None:
-    charts = Page(whole[0].folder / "report.html").charts()
-    for name in ("Loss: KL term", "KL to the reference"):
-        assert charts[name]["series"][0]["x"] == [*range(1, STEPS + 1)]
+    page = Page(whole[0].folder / "report.html")
+    for name in ("Loss", "KL to reference"):
+        assert page.charts()[name]["series"][0]["x"] == [*range(1, STEPS + 1)]
+    assert "KL loss (as Loss)" in page.text
 
 
 def test_a_run_that_is_killed_and_resumed_is_equal_to_the_bit(place: Place, whole: tuple[Run, Sampled]) -> None:
