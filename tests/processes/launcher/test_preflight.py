@@ -321,7 +321,7 @@ from rl_megatron.environments.protocol import EnvironmentStep, Observation
 class Right:
     async def start(self, task, seed):
         self.answer = task.answer
-        return Observation(said=task.text)
+        return Observation(content=task.text)
     async def step(self, reply):
         return EnvironmentStep(reward=float(reply.text == self.answer))
     async def score(self, transcript):
@@ -335,7 +335,7 @@ class Number(Right):
 
 class Plain(Right):
     def start(self, task, seed):
-        return Observation(said=task.text)
+        return Observation(content=task.text)
 
 class Raises(Right):
     async def step(self, reply):
