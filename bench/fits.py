@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.results import parse, write
-from tools.lab.report import NAMES, Array, SeedCurve, fit_sigmoid, why_not
+from tools.lab.report import NAMES, Array, SeedCurve, find_fit_problem, fit_sigmoid
 
 RATE = (0.0, 1.0)
 LONG, SHORT = np.linspace(1, 40, 40), np.linspace(1, 20, 20)
@@ -67,7 +67,7 @@ def covered(design: Design, rng: np.random.Generator, studies: int, seeds: int) 
             low is not None and high is not None and low <= t <= high
             for (low, high), t in zip(ends, truth, strict=True)
         ]
-        refused += why_not(curves, RATE) is not None
+        refused += find_fit_problem(curves, RATE) is not None
     return {"design": design.name, **dict(zip(NAMES, held / studies, strict=True)), "refused": refused / studies}
 
 
@@ -76,7 +76,7 @@ def fitted_all_the_same(curve: Callable[[Array], Array], rng: np.random.Generato
     fitted = 0
     for _ in range(studies):
         reached = [curve(LONG) + 0.02 * rng.normal() + 0.02 * rng.normal(size=len(LONG)) for _ in range(seeds)]
-        fitted += why_not([SeedCurve(compute=LONG, reached=each) for each in reached], RATE) is None
+        fitted += find_fit_problem([SeedCurve(compute=LONG, reached=each) for each in reached], RATE) is None
     return fitted / studies
 
 

@@ -44,7 +44,7 @@ def filled(folder: Path, learner: LearnerSection, device: torch.device) -> Megat
     hf, ranks = hf_layout(shape), megatron_layout(shape)
     read_boxes(HFFolder(folder), hf, ranks, 0, dict(made.tensors))
     if made.adapters:
-        own = LoraLayouts(learner.lora).in_files(ranks, hf)
+        own = LoraLayouts(learner.lora).file_layout(ranks, hf)
         source = UntrainedAdapters(folder, own.local_shapes(0), 0)
         read_boxes(source, own, LoraLayouts(learner.lora).on_ranks(ranks), 0, made.adapters)
     made.adopt()

@@ -33,7 +33,7 @@ def computes() -> None:
 async def beats(groups: int) -> tuple[float, list[float]]:
     """Seconds to score all groups, and how late each heartbeat of the loop was."""
     late, began = [], time.perf_counter()
-    scoring = asyncio.gather(*(threads.in_daemon_thread(computes) for _ in range(groups)))
+    scoring = asyncio.gather(*(threads.run_in_daemon_thread(computes) for _ in range(groups)))
     while not scoring.done():
         asleep = time.perf_counter()
         await asyncio.sleep(BEAT)

@@ -14,7 +14,7 @@ import sys
 import time
 
 from bench.results import parse, write
-from tools.planner.scale import asked_of
+from tools.planner.scale import parse_request
 from tools.planner.search import search
 
 ASKED = ("kimi-k2", "gpus=4096", "gpu=h100", "rollout.prompts_per_step=1024")
@@ -25,7 +25,7 @@ def main() -> None:
     """Search in this process, then run the command in one of its own, and print both."""
     args = parse(argparse.ArgumentParser(description=__doc__))
     processor, clock = time.process_time(), time.perf_counter()
-    found = search(asked_of(ASKED).wanted)
+    found = search(parse_request(ASKED).wanted)
     rows: list[dict[str, object]] = [
         {
             "what": "search",

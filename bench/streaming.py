@@ -127,9 +127,9 @@ class Sleeping:
     _held = _load
 
     async def _generate(self, asked: Request) -> Response:
-        _, request = wire.request_of(await asked.json())
+        _, request = wire.decode_request(await asked.json())
         made = await asyncio.gather(*(self._one(request.params.seed, n) for n in range(request.num_completions)))
-        return JSONResponse(wire.answer_of(made))
+        return JSONResponse(wire.encode_completions(made))
 
     async def _one(self, seed: int, number: int) -> Completion:
         tokens = length(self._kind, seed, number)

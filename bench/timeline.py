@@ -84,7 +84,7 @@ def answers() -> Callable[[], None]:
     def work() -> None:
         rank = timeline.RankTimes("rank 0 (here)")
         for _ in range(COUNT // 32):
-            rank.asked("backward")
+            rank.on_call("backward")
             rank.answered(pickle.loads(packed))
 
     return work

@@ -120,8 +120,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"rl-megatron {importlib.metadata.version('rl-megatron')}")
         raise typer.Exit
 

@@ -79,7 +79,7 @@ class Muster:
         fields = json.loads(line)
         return cls(**{**fields, "call": Call(**fields["call"])})
 
-    def ranks_of(self, node: str) -> list[tuple[str, int]]:
+    def node_ranks(self, node: str) -> list[tuple[str, int]]:
         """Returns the ranks of a node, by role and number. Raises ValueError for another node."""
         if node not in self.nodes:
             raise ValueError(f"this node, {node}, is none of the step's: {', '.join(self.nodes)}")
@@ -123,7 +123,7 @@ class Setup:
     code: Path = field(default_factory=Path.cwd)  # the folder of the user's own modules
     stacks: Path | None = None  # the folder for stacks if this start hangs
 
-    def gpu_of(self, rank: int) -> int:
+    def gpu_index(self, rank: int) -> int:
         """Returns the number of the rank's GPU among those of its node."""
         return self.first_device + (rank if self.ranks_per_node is None else rank % self.ranks_per_node)
 
@@ -212,9 +212,9 @@ def _probe(stream: socket.socket) -> None:
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _proof(token: bytes, role: bytes, asked: bytes, asking: bytes) -> bytes:
-    """Returns the proof by ``role`` for the random numbers ``asked`` (received) and ``asking`` (sent)."""
-    return hmac.new(token, b"|".join((b"rl_megatron", role, asked, asking)), hashlib.sha256).digest()
+def _proof(token: bytes, role: bytes, challenge: bytes, asking: bytes) -> bytes:
+    """Returns the proof by ``role`` for the random numbers ``challenge`` (received) and ``asking`` (sent)."""
+    return hmac.new(token, b"|".join((b"rl_megatron", role, challenge, asking)), hashlib.sha256).digest()
 
 
 async def _exactly(stream: socket.socket, count: int) -> bytes:

@@ -101,18 +101,18 @@ def template_text(source: str, variables: Mapping[str, Any]) -> str:
 
 def check_syntax(source: str) -> None:
     """Raises TemplateSyntaxError with the line for a template that is not Jinja, TemplateFailed for a limit."""
-    for error, line in _asked(source, []):
+    for error, line in _uses(source, []):
         raise TemplateSyntaxError(error, line) if line else TemplateFailed(error)
 
 
 def _texts(source: str, many: Sequence[Mapping[str, Any]]) -> list[str | TemplateFailed]:
     return [
         text if line is None else TemplateFailed(f"TemplateSyntaxError: {text}" if line else text)
-        for text, line in _asked(source, many)
+        for text, line in _uses(source, many)
     ]
 
 
-def _asked(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, int | None]]:
+def _uses(source: str, many: Sequence[Mapping[str, Any]]) -> list[tuple[str, int | None]]:
     try:
         answers: list[tuple[str, int | None]] = _process.ask(SECONDS, source, many)
     except LimitExceeded as error:

@@ -109,13 +109,13 @@ def written_column(column: ColumnData, put: Callable[[NDArray[np.uint8]], object
     return said | {"counts": put(_bytes_of(column.counts))} if isinstance(column, Ragged) else said
 
 
-def read_column(said: Mapping[str, Any], get: Callable[[object], NDArray[np.uint8]]) -> ColumnData:
+def read_column(encoded: Mapping[str, Any], get: Callable[[object], NDArray[np.uint8]]) -> ColumnData:
     """Inverts `written_column`. Raises ValueError for JSON that is not a column."""
     try:
-        data, shape = get(said["data"]), tuple(said["shape"])
-        written = said.get("dtype") or ("|u1" if len(data) <= math.prod(shape) else "<i2")  # older ones do not tell
+        data, shape = get(encoded["data"]), tuple(encoded["shape"])
+        written = encoded.get("dtype") or ("|u1" if len(data) <= math.prod(shape) else "<i2")  # older ones do not tell
         values = data.view(written).reshape(shape)
-        counts = None if said.get("counts") is None else get(said["counts"]).view("<i4")
+        counts = None if encoded.get("counts") is None else get(encoded["counts"]).view("<i4")
     except (KeyError, TypeError) as error:
         raise ValueError(f"no column: {error!r}") from error
     if values.dtype.kind not in "biuf":
@@ -263,12 +263,12 @@ class _ByName(_Numbers):
     def decoded(self, given: object, info: ValidationInfo) -> Any:
         get = super().decoded
 
-        def bytes_of(said: object) -> Any:  # base64 of older checkpoints has two letters of its own
+        def decode_bytes(said: object) -> Any:  # base64 of older checkpoints has two letters of its own
             return get(said.translate({ord("-"): "+", ord("_"): "/"}) if isinstance(said, str) else said, info)
 
         if not isinstance(given, dict):
             raise ValueError(f"columns must be given by name, not as a {type(given).__name__}")
-        return {name: read_column(said, bytes_of) for name, said in given.items()}
+        return {name: read_column(said, decode_bytes) for name, said in given.items()}
 
 
 class HasColumns:
@@ -280,13 +280,13 @@ class HasColumns:
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
 
-        def of_old(given: Any) -> Any:
+        def convert_old(given: Any) -> Any:
             if not isinstance(given, dict) or _OLD not in given:
                 return given
             column = given[_OLD]
             return {**given, "columns": {} if column is None else {_OLD: column}}
 
-        return core_schema.no_info_before_validator_function(of_old, handler(source))
+        return core_schema.no_info_before_validator_function(convert_old, handler(source))
 
 
 class _Text(_Numbers):

@@ -26,7 +26,7 @@ class Digest:
     xxh3_128: str
 
 
-def digest_of(data: bytes) -> Digest:
+def digest_bytes(data: bytes) -> Digest:
     """Returns the digest of a file's whole content."""
     import xxhash  # engines' environments may lack it
 

@@ -50,15 +50,15 @@ def load_own(group: str, name: str) -> Any:
     return load_entry("function", found[name])
 
 
-def package_of(entry: EntryPoint) -> str:
+def entry_package(entry: EntryPoint) -> str:
     """The name of the package that declares an entry point."""
     return entry.dist.name if entry.dist else "a package"
 
 
 def _is_own(entry: EntryPoint) -> bool:
-    return package_of(entry) == _OWN
+    return entry_package(entry) == _OWN
 
 
 def describe_entry(kind: str, entry: EntryPoint) -> str:
     """An entry point in words, with its package."""
-    return f"the {kind} {entry.name!r} that {package_of(entry)} brings ({entry.value})"
+    return f"the {kind} {entry.name!r} that {entry_package(entry)} brings ({entry.value})"

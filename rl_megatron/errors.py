@@ -86,9 +86,9 @@ def quote_start(value: object) -> str:
     return truncate(repr(value), _MOST_SHOWN)
 
 
-def truncate(text: str, most: int) -> str:
-    """Returns the text, or its start with dots at the end, at most ``most`` characters."""
-    return text if len(text) <= most else text[: most - 3] + "..."
+def truncate(text: str, limit: int) -> str:
+    """Returns the text, or its start with dots at the end, at most ``limit`` characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def gigabytes(*counts: float) -> list[str]:
@@ -100,7 +100,7 @@ def gigabytes(*counts: float) -> list[str]:
     return texts
 
 
-def of_the_hub(folder: Path) -> str:
+def download_hint(folder: Path) -> str:
     """Returns how to download a model, if ``folder`` looks like a name on the hub and is not a folder; or empty."""
     name = str(folder)
     if folder.exists() or not _HUB_NAME.fullmatch(name):

@@ -189,7 +189,7 @@ class Serving:
 class Pushes:
     """A feature's pushes to servers: they get the model once, and then only versions of its ``adapters``."""
 
-    asked: Callable[[RunConfig], bool]
+    is_used: Callable[[RunConfig], bool]
     """True for the runs that push so."""
     sync: str
     """``package.module:function`` that makes the `ServedSync` of a run, called by `launcher.servers.pool`."""
@@ -309,7 +309,7 @@ class AdapterLayouts(Hashable, Protocol):
         """Returns these parameters' layout over the ranks of the ``learner``'s layout, which has the model's rows."""
         ...
 
-    def in_files(self, learner: Layout, hf: Layout) -> Layout:
+    def file_layout(self, learner: Layout, hf: Layout) -> Layout:
         """Returns these parameters' layout in the folders that servers load, next to the tensors of ``hf``."""
         ...
 
@@ -424,7 +424,7 @@ class Judge:
 class Judges:
     """All models that replace the reference on one batch."""
 
-    asked: Sequence[Judge]
+    judges: Sequence[Judge]
     columns: Callable[[Mapping[tuple[str, Want], Tensor]], Mapping[str, Tensor]]
     """Returns the samples' ``ref_logprobs`` and ``ref_top`` from each model's scores, by role. Runs in a thread."""
 
@@ -631,7 +631,7 @@ def active(learner: LearnerSection) -> tuple[Feature, ...]:
     return tuple(feature for feature in features().values() if feature.active(learner))
 
 
-def without_captures(learner: LearnerSection) -> LearnerSection:
+def drop_captures(learner: LearnerSection) -> LearnerSection:
     """Returns the section with the keys of features that capture at their defaults."""
     kinds = (one.keys["learner"] for one in features().values() if one.captures)
     return learner.model_copy(update={name: value for kind in kinds for name, value in kind()})
@@ -648,7 +648,7 @@ def declared_columns() -> Mapping[str, Column]:
     return {column.name: column for feature in features().values() for column in feature.columns}
 
 
-def asked_columns(config: RunConfig) -> dict[str, str]:
+def feature_columns(config: RunConfig) -> dict[str, str]:
     """Returns the columns that engines must return, each with the first key that needs it. Raises as `features`."""
     found: dict[str, str] = {}
     for name, asks in (pair for feature in features().values() for pair in feature.asks.items()):
@@ -728,20 +728,20 @@ def engine_hooks(engine: str, shape: ModelShape) -> tuple[EngineHooks, ...]:
     return tuple(load_side(side)(name, shape) for name, side in sides if side is not None)
 
 
-def pushes_of(config: RunConfig) -> Pushes | None:
+def make_pushes(config: RunConfig) -> Pushes | None:
     """Returns a feature's own pushes of a run; None: whole models are pushed. Raises as `features`."""
     found = (one.pushes for one in features().values() if one.pushes is not None)
-    return next((one for one in found if one.asked(config)), None)
+    return next((one for one in found if one.is_used(config)), None)
 
 
-def encoding_of(config: RunConfig) -> Encoding | None:
+def make_encoding(config: RunConfig) -> Encoding | None:
     """Returns the encoding of the policy's weights in engines; None: they are not encoded. Raises as `features`, and
     ConfigError if several features encode them."""
     found: Encoding | None = _only("encoding", config)
     return found
 
 
-def compression_of(config: RunConfig) -> Compression | None:
+def make_compression(config: RunConfig) -> Compression | None:
     """Returns the compression of parcels of weights, if any. Raises as `features`, and ConfigError for several."""
     found: Compression | None = _only("compression", config)
     return found
@@ -761,7 +761,7 @@ def given_to_servers(config: RunConfig) -> dict[str, object]:
     return {name: one.serving.given(config) for name, one in features().items() if one.serving is not None}
 
 
-def keys_of(path: str) -> Mapping[str, type[Section]]:
+def section_keys(path: str) -> Mapping[str, type[Section]]:
     """Returns the classes of keys that features add to the section at ``path``, by feature. Raises as `features`."""
     return {name: feature.keys[path] for name, feature in features().items() if path in feature.keys}
 
@@ -782,7 +782,7 @@ def with_features(path: str) -> Callable[[type[S]], type[S]]:
     for a key that the section already has."""
 
     def extend(section: type[S]) -> type[S]:
-        kinds, seen = keys_of(path), set(section.model_fields)
+        kinds, seen = section_keys(path), set(section.model_fields)
         for name, keys in kinds.items():
             if twice := seen & keys.model_fields.keys():
                 raise ConfigError(f"the feature {name!r} brings {path}.{min(twice)}, which is there already; rename it")

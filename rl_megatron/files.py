@@ -180,7 +180,7 @@ def parse(text: str | bytes | bytearray) -> Any:
         raise ValueError("values are nested too deeply") from error
 
 
-def value_at(row: Mapping[str, Any], name: str) -> Any:
+def field_value(row: Mapping[str, Any], name: str) -> Any:
     """Returns the value of a row's field. ``a.b`` is field b of the object in a, unless the row has a field with that
     whole name. A field of null is null. Raises KeyError."""
     if name in row:

@@ -57,7 +57,7 @@ SET: Final = Not(None)
 UNSET: Final = None
 """A test of a value: it is null."""
 TEXT: Final = "="
-"""For `On.shown`: the value is the text to show, as of ``asked_columns.routes``."""
+"""For `On.shown`: the value is the text to show, as of ``required_columns.routes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +179,10 @@ def broken(rules: Iterable[Rule], config: object, where: When = "config", shape:
             case CheckFunction():
                 lines |= dict.fromkeys(rule.does(config, shape) if where == "shape" else rule.does(config))
             case Excludes():
-                for given, _ in _together(root, (*_all(rule.one), *_all(rule.other)), {}):
+                for given, _ in _combinations(root, (*_all(rule.one), *_all(rule.other)), {}):
                     lines[_line(given, rule)] = None
             case Needs():
-                for given, bound in _together(root, _all(rule.when), {}):
+                for given, bound in _combinations(root, _all(rule.when), {}):
                     if missed := [one for one in _all(rule.all) if next(one.matches(root, bound), None) is None]:
                         lines[_line((*given, *(one.unmatched(root, bound) for one in missed)), rule)] = None
             case ReadIf():
@@ -202,7 +202,7 @@ def _all(condition: Condition) -> tuple[On, ...]:
     return (condition,) if isinstance(condition, On) else condition
 
 
-def _together(
+def _combinations(
     root: object, conditions: Sequence[On], bound: Mapping[str, str]
 ) -> Iterator[tuple[tuple[str, ...], Mapping[str, str]]]:
     """Yields each way in which all conditions hold: the names of their keys in messages, and the keys' entries."""
@@ -210,7 +210,7 @@ def _together(
         yield (), bound
         return
     for name, entries in conditions[0].matches(root, bound):
-        for others, all_entries in _together(root, conditions[1:], entries):
+        for others, all_entries in _combinations(root, conditions[1:], entries):
             yield (name, *others), all_entries
 
 
@@ -300,7 +300,7 @@ def _given(
                 if name not in cache:
                     cache[name] = dict(set_leaves(name, section))
                 key = f"{name}.{last}" if name else last
-                yield from ((full, leaf, bound) for full, leaf in cache[name].items() if is_in(full, key))
+                yield from ((full, leaf, bound) for full, leaf in cache[name].items() if contains_leaf(full, key))
 
 
 @functools.cache
@@ -309,7 +309,7 @@ def _defaults(section: type[BaseModel]) -> Mapping[str, object]:
     return {key: field.get_default(call_default_factory=True) for key, field in section.model_fields.items()}
 
 
-def is_in(leaf: str, key: str) -> bool:
+def contains_leaf(leaf: str, key: str) -> bool:
     """True if the leaf is the key, or in the section of that name."""
     return leaf == key or leaf.startswith(f"{key}.")
 

@@ -10,7 +10,7 @@ def text_seed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def seed_of(*parts: int) -> int:
+def make_seed(*parts: int) -> int:
     """Hash several numbers to one 63-bit seed."""
     import numpy as np
 

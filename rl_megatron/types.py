@@ -410,7 +410,7 @@ class Limited(Protocol):
         ...
 
 
-def limits_of(params: Limited) -> dict[str, float]:
+def token_limits(params: Limited) -> dict[str, float]:
     """Returns the limits that leave tokens out, by name."""
     limits = {"top_p": (params.top_p, 1.0), "top_k": (params.top_k, 0), "min_p": (params.min_p, 0.0)}
     return {name: value for name, (value, unlimited) in limits.items() if value != unlimited}

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_megatron.agents.conversation.forms import check_of
+from rl_megatron.agents.conversation.forms import make_form_check
 from rl_megatron.agents.conversation.written import end_of_turns
 from rl_megatron.chat_templates import setting
-from rl_megatron.config.beside import begun_by_messages, teachers_with_prompt
+from rl_megatron.config.beside import message_prompt_keys, teachers_with_prompt
 from rl_megatron.config.run import RunConfig, TemplateVariable
-from rl_megatron.config.sections.data import DataSection, FileKeys, data_sources, name_of
+from rl_megatron.config.sections.data import DataSection, FileKeys, data_sources, source_name
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.pool import PromptPool
@@ -118,7 +118,7 @@ def load_data(
         sets=config.eval.data_of_sets,
         environments=config.environments_of_sources,
         rewards=config.rewards_of_sources,
-        begun_by_messages=begun_by_messages(config),
+        message_prompt_keys=message_prompt_keys(config),
         teachers=teachers,
     )
     load = partial(load_held_out, form=form, seed=config.seed, rows=config.kind.rows)
@@ -141,7 +141,7 @@ def training_data(config: RunConfig, model_folder: Path, *, vocab_size: int = sy
     data = load_data(config, model_folder, teachers_with_prompt(config), vocab_size=vocab_size)
     if _trains_on_answers(config):
         _tell_ends(data)
-    check = check_of(config)
+    check = make_form_check(config)
     if check is not None and config.written.on_refused == "fail":
         try:
             check(data.train.conversations())
@@ -153,7 +153,7 @@ def training_data(config: RunConfig, model_folder: Path, *, vocab_size: int = sy
 def end_tokens(data: DataSection, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> EndTokens:
     """Returns the token after answers of each source: of chats and of conversations, the one with which the chat
     template ends a turn, if known."""
-    sources = {name_of(key): one for key, one in data_sources(data).items()}
+    sources = {source_name(key): one for key, one in data_sources(data).items()}
     files = {name: one for name, one in sources.items() if isinstance(one, FileKeys)}
     chats = {name for name, one in files.items() if one.chat_template or one.fields["messages"] is not None}
     of_turns, plain = end_of_turns(tokenizer, stops) if chats else None, answer_end_token(tokenizer, stops)
@@ -193,14 +193,14 @@ def problem_sets(config: RunConfig, held_out: Sequence[Prompt], load: Callable[.
     sets = []
     for name, one in section.sets.items():
         try:
-            lists = f"eval.sets.{name}.data" in begun_by_messages(config)
+            lists = f"eval.sets.{name}.data" in message_prompt_keys(config)
             prompts = held_out if isinstance(one.data, RunData) else load(one.data, lists=lists)
         except (ConfigError, DataError) as error:
             raise type(error)(f"eval.sets.{name}: {error}") from error
         chosen = prompts[: one.limit]
         if one.reward is not None:
             chosen = [replace(prompt, source=f"eval.sets.{name}") for prompt in chosen]
-        sets.append(EvalSet(name=name, prompts=chosen, section=one, temperature=section.temperature_of(name)))
+        sets.append(EvalSet(name=name, prompts=chosen, section=one, temperature=section.set_temperature(name)))
     return sets
 
 

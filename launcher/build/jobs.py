@@ -22,7 +22,7 @@ from rl_megatron.algorithms.auxiliary import KtoLoss, PreferenceLoss, ScoreLoss
 from rl_megatron.algorithms.own import check_custom_pair_loss
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import weights_of
+from rl_megatron.config.sections.data import source_weights
 from rl_megatron.config.sections.jobs import DpoSection, JobName
 from rl_megatron.data.packing import Packer, make_packer
 from rl_megatron.data.problems.pool import PromptStream
@@ -41,9 +41,9 @@ from rl_megatron.evaluation.results import eval_digest
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
-from rl_megatron.observability.timeline import folder_of
+from rl_megatron.observability.timeline import profile_folder
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.routes import route_of
+from rl_megatron.placement.routes import find_route
 from rl_megatron.rollout.stream import Ledger
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import BackgroundEvaluator, Evaluator
@@ -172,7 +172,7 @@ def _objective(
     config, section = parts.config, parts.config.dpo
 
     def packer(unit: int = 1, role: str = LEARNER) -> Packer:
-        return make_packer(config.learner_of(role), attention_cost=attention_cost, unit=unit)
+        return make_packer(config.role_learner(role), attention_cost=attention_cost, unit=unit)
 
     def held_out(samples_of: SamplesOf) -> list[Samples]:
         return held_out_parts(data.held_out, units_of, samples_of, config)
@@ -184,7 +184,7 @@ def _objective(
         return PairObjective(
             wants="values",
             samples_of=set_margins,
-            loss=ScoreLoss(centring=config.reward_model.centring),
+            loss=ScoreLoss(centering=config.reward_model.centring),
             roles=roles,
             packer=packer(unit=2),
             optimizer_steps=steps,
@@ -203,7 +203,7 @@ def _objective(
             optimizer_steps=steps,
             parts=held_out(set_margins),
             reference=reference,
-            most=section.max_tokens - 1,
+            max_length=section.max_tokens - 1,
         )
     check_custom_pair_loss(section)
     return PairObjective(
@@ -235,7 +235,7 @@ def dataset_job(
     return DatasetJob(
         config=config,
         roles=roles,
-        prompts=PromptStream(data.train, seed=config.seed, weights=weights_of(config.data)),
+        prompts=PromptStream(data.train, seed=config.seed, weights=source_weights(config.data)),
         size=len(data.train),
         units_of=units_of,
         objective=_objective(parts, roles, data, units_of, attention_cost, steps),
@@ -268,7 +268,7 @@ def make_loops(
     steps, run = config.profile.steps, parts.folder.resolve()
 
     def profiled(step: int) -> AbstractAsyncContextManager[None]:
-        return roles.record_kernels(folder_of(run, step)) if step in steps else nullcontext()
+        return roles.record_kernels(profile_folder(run, step)) if step in steps else nullcontext()
 
     if not config.kind.samples:
         return None, looped(
@@ -302,7 +302,7 @@ def _sampling(
     prompts = PromptStream(
         data.train,
         seed=config.seed,
-        weights=weights_of(config.data),
+        weights=source_weights(config.data),
         curriculum=config.data.curriculum,
         track_decay=config.algorithm.track_decay,
     )
@@ -312,13 +312,13 @@ def _sampling(
         attention_cost=cost,
         seconds_at_peak=seconds_at_peak(shape, roles.gpu_names, config.learner),
         training_flops=partial(training_flops, shape, learner=config.learner),
-        tracked=None if prompts.table is None else prompts.table.value_of,
+        tracked=None if prompts.table is None else prompts.table.prompt_value,
     )
     packer = make_packer(config.learner, attention_cost=cost)
     warm = WarmStart(
         config=config,
         roles=roles,
-        prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
+        prompts=PromptStream(data.train, seed=config.seed + 1, weights=source_weights(config.data)),
         tokenizer=data.tokenizer,
         end_token_ids=data.end_token_ids,
         stop_token_ids=data.stop_token_ids,
@@ -338,6 +338,6 @@ def _sampling(
         update=update,
         start_folder=parts.folder / START_FOLDER,
         recorder=recorder,
-        push_route=route_of(config).name,
+        push_route=find_route(config).name,
         background_eval=beside if config.eval.mode != "blocking" else None,
     )

@@ -109,7 +109,7 @@ async def load_reward_models(
         tell(f"loading the reward model {name}")
         sizes = role_shape(config, shape, role)
         await model.load_weights(config.reward_models[name].path)
-        packer = make_packer(config.learner_of(role), attention_cost=attention_cost(sizes))
+        packer = make_packer(config.role_learner(role), attention_cost=attention_cost(sizes))
         models.loaded[name] = RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size)
 
 

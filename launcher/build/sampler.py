@@ -23,7 +23,7 @@ from rl_megatron.agents.conversation.written import ChatTemplate
 from rl_megatron.agents.parsers import PARSERS, WRITTEN
 from rl_megatron.agents.source import EnvironmentSampler, RequestBatcher
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
+from rl_megatron.config.sections.data import FileKeys, data_sources, source_name
 from rl_megatron.data.problems.rendering import demonstration_in
 from rl_megatron.data.samples import EndTokens, check_ends, check_tokens, supervised_rows
 from rl_megatron.environments.registry import Agent, EnvironmentFactory, demonstrate, resolve_environment
@@ -46,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 def make_sampler(
     config: RunConfig,
-    made: EnvironmentFactory | Agent | None,
+    factory: EnvironmentFactory | Agent | None,
     engine: RolloutEngine,
     reward: RewardFunction,
     data: Data,
     *,
     vocab_size: int,
 ) -> PolicySampler:
-    """Returns the sampler over ``engine`` of a model of ``vocab_size`` tokens. It uses ``made``, if given, which gives
-    rewards itself. Prompts of sources with an environment of their own are sampled in that one."""
+    """Returns the sampler over ``engine`` of a model of ``vocab_size`` tokens. It uses ``factory``, if given, which
+    gives rewards itself. Prompts of sources with an environment of their own are sampled in that one."""
     usual: PolicySampler
-    if made is not None:
-        usual = environment_sampler(config, made, engine, data, vocab_size=vocab_size)
+    if factory is not None:
+        usual = environment_sampler(config, factory, engine, data, vocab_size=vocab_size)
     else:
         usual = _single_turns(config, engine, reward, data, vocab_size)
     keys = {name: f"data.sources.{name}.environment" for name in config.source_names}
@@ -89,8 +89,8 @@ def _single_turns(
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",
-        columns=tuple(config.asked_columns),
-        demonstrate=demonstrations_of(config, data, vocab_size) if shows else None,
+        columns=tuple(config.required_columns),
+        demonstrate=make_demonstrations(config, data, vocab_size) if shows else None,
         one_request_each=config.one_by_one,
     )
 
@@ -104,7 +104,7 @@ class Demonstrations:
     end_token_ids: EndTokens
     stop_token_ids: Sequence[int]
     vocab_size: int  # the policy's
-    most: int  # tokens that the policy may sample
+    max_tokens: int  # tokens that the policy may sample
 
     def __call__(self, prompt: Prompt) -> Completion:
         """Returns it without spans, with log-probs of 0: its author was certain. Raises DataError if it has
@@ -115,27 +115,28 @@ class Demonstrations:
         check_tokens(rows, self.vocab_size)
         check_ends(rows, self.stop_token_ids)
         tokens = rows[0].token_ids[len(prompt.token_ids) :]
-        if len(tokens) > self.most:
+        if len(tokens) > self.max_tokens:
             raise DataError(
-                f"{place}: its demonstration has {len(tokens)} tokens, but rollout.max_new_tokens={self.most}; raise "
+                f"{place}: its demonstration has {len(tokens)} tokens, but rollout.max_new_tokens={self.max_tokens}; "
+                "raise "
                 "the latter, or leave the row out"
             )
         return Completion(token_ids=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop", spans=())
 
 
-def demonstrations_of(config: RunConfig, data: Data | LearnedRows, vocab_size: int) -> Demonstrations:
+def make_demonstrations(config: RunConfig, data: Data | LearnedRows, vocab_size: int) -> Demonstrations:
     """Returns the demonstrations of prompts to train on, for a model of ``vocab_size`` tokens."""
     sources = data_sources(config.data)
     return Demonstrations(
         fields={
-            name_of(key): one.fields["demonstration"] if isinstance(one, FileKeys) else None
+            source_name(key): one.fields["demonstration"] if isinstance(one, FileKeys) else None
             for key, one in sources.items()
         },
         tokenizer=data.tokenizer,
         end_token_ids=data.end_token_ids,
         stop_token_ids=data.stop_token_ids,
         vocab_size=vocab_size,
-        most=config.rollout.max_new_tokens,
+        max_tokens=config.rollout.max_new_tokens,
     )
 
 
@@ -166,20 +167,20 @@ def load_environment(config: RunConfig, key: str = "environment") -> Environment
 
 def environment_sampler(
     config: RunConfig,
-    made: EnvironmentFactory | Agent,
+    factory: EnvironmentFactory | Agent,
     engine: RolloutEngine,
     data: Data,
     *,
     vocab_size: int,
     key: str = "environment",
 ) -> EnvironmentSampler:
-    """Returns the source in ``made``, of the section ``key``, over ``engine`` of a model of ``vocab_size`` tokens. An
-    engine in the learner's processes samples in waves.
+    """Returns the source in ``factory``, of the section ``key``, over ``engine`` of a model of ``vocab_size`` tokens.
+    An engine in the learner's processes samples in waves.
 
     Logs the effect of a chat template on rows, as a warning if every turn is one, or if it refuses conversations.
     """
     section, tokenizer = config.environments[key], data.tokenizer
-    if isinstance(made, Agent):
+    if isinstance(factory, Agent):
         _leave_out_of_proxies(HERE)
     template: Template = PlainText(tokenizer)
     if section.template == "chat":
@@ -208,7 +209,7 @@ def environment_sampler(
             )
     return EnvironmentSampler(
         engine=engine if config.rollout.served else RequestBatcher(engine),
-        factory=made,
+        factory=factory,
         template=template,
         encode=partial(encode_text, tokenizer),
         parser=None if section.tool_parser is None else PARSERS[section.tool_parser],
@@ -245,14 +246,14 @@ def _leave_out_of_proxies(host: str) -> None:
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = given
 
 
-def demonstrations(made: EnvironmentFactory | Agent, config: RunConfig) -> Targets:
+def demonstrations(factory: EnvironmentFactory | Agent, config: RunConfig) -> Targets:
     """Returns the targets of the warm start: the environment's own texts, another choice of them in each step. Raises
     the errors of `demonstrate`."""
     function, seed = config.environment.function, config.seed
 
-    def of_step(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:
-        assert isinstance(made, EnvironmentFactory)  # preflight
+    def step_texts(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:
+        assert isinstance(factory, EnvironmentFactory)  # preflight
         seeds = [text_seed(f"demonstration {seed} {step} {place}") for place in range(len(prompts))]
-        return demonstrate(made, function, prompts, seeds)
+        return demonstrate(factory, function, prompts, seeds)
 
-    return of_step
+    return step_texts

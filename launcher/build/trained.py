@@ -26,9 +26,9 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import CHECKPOINT, DpoSection, SftSection
 from rl_megatron.engines.engine import ServerEngine
-from rl_megatron.engines.local.engine import InProcessEngine, LocalEngine, decoder_of
-from rl_megatron.errors import ConfigError, of_the_hub
-from rl_megatron.feature import encoding_of, exported
+from rl_megatron.engines.local.engine import InProcessEngine, LocalEngine, make_decoder
+from rl_megatron.errors import ConfigError, download_hint
+from rl_megatron.feature import exported, make_encoding
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.training import checkpoints
@@ -87,7 +87,7 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
             name=checkpoint.name,
         )
     if not model.is_dir():
-        given = f"give a Hugging Face folder, a run's folder or checkpoints/step_N{of_the_hub(model)}"
+        given = f"give a Hugging Face folder, a run's folder or checkpoints/step_N{download_hint(model)}"
         raise ConfigError(f"{model}: no such folder; {given}")
     shards, around = is_megatron(model), model.resolve().parent
     if _is_run(around):
@@ -212,7 +212,7 @@ async def standalone_engine(
         longest = section.max_prompt_tokens + config.longest_completion
         dtype = getattr(torch, config.learner.dtype)
         engine = LocalEngine(shape, slots=section.slots, dtype=dtype, device=config.learner.device, max_length=longest)
-        engine.decode = decoder_of(model_folder) if section.stop else None
+        engine.decode = make_decoder(model_folder) if section.stop else None
         hf = hf_layout(shape)
         await asyncio.to_thread(read_boxes, HFFolder(model_folder), hf, hf, 0, engine.tensors)
         yield InProcessEngine(engine)
@@ -238,7 +238,7 @@ class _FolderWeights(LearnerWeights):
         """``ends`` is closed when the file is no longer used."""
         self._folder, self._path, self._ends = model_folder, path, ends
         self._hf, self._dtype = hf_layout(shape), getattr(torch, config.learner.dtype)
-        self._encoding = encoding_of(config)
+        self._encoding = make_encoding(config)
         self._mirror: mirror.Mirror | None = None
 
     @override

@@ -91,9 +91,9 @@ def show(engines: Sequence[Path] = ()) -> None:
 
 def _sandbox() -> str:
     """Says whether this machine can fence programs, by a trial."""
-    from rl_megatron.sandbox.executors import find_bubblewrap, why_unfenced
+    from rl_megatron.sandbox.executors import find_bubblewrap, find_fence_problem
 
-    why = asyncio.run(why_unfenced())
+    why = asyncio.run(find_fence_problem())
     fences = why or (
         f"{find_bubblewrap()} fences a program's files, network, processes and system calls; its time, memory, "
         "processes, output and files are limited"

@@ -24,7 +24,7 @@ from launcher.processes.scratch import scratch
 from launcher.runs.folder import lock
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
-from rl_megatron.digests import digest_of
+from rl_megatron.digests import digest_bytes
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.results import (
     WHOLE,
@@ -32,9 +32,9 @@ from rl_megatron.evaluation.results import (
     SetResult,
     differing_sampling_keys,
     finished_sets,
+    make_result,
     paired_figures,
     read_results,
-    result_of,
     unfinished,
 )
 from rl_megatron.evaluation.sets import EvalSet, measure
@@ -117,7 +117,7 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         begun = replace(begun, sets=_kept(path, begun, data.sets))
         file = unfinished(path)
         async with standalone_engine(config, folder, shape, target.out) as sampling:
-            results = await _measured(config, sampling, data, vocab_size=shape.vocab_size, begun=begun, file=file)
+            results = await _measured(config, sampling, data, vocab_size=shape.vocab_size, earlier=begun, file=file)
         results.write(path, private=target.config.private)
         file.unlink(missing_ok=True)
     _show(results)
@@ -125,11 +125,11 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
     return path
 
 
-def _kept(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[str, SetResult]:
+def _kept(path: Path, earlier: Results, sets: Sequence[EvalSet]) -> dict[str, SetResult]:
     """Returns `finished_sets`, and prints a line about them."""
     file = unfinished(path)
     try:
-        kept = finished_sets(path, begun, sets)
+        kept = finished_sets(path, earlier, sets)
     except DataError as error:
         raise DataError(f"{error}, or remove it to measure all sets") from error
     if kept:
@@ -138,9 +138,9 @@ def _kept(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[str, SetR
 
 
 async def _measured(
-    config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, begun: Results, file: Path
+    config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, earlier: Results, file: Path
 ) -> Results:
-    """Returns ``begun`` with all sets. It is written into ``file`` after each measured set."""
+    """Returns ``earlier`` with all sets. It is written into ``file`` after each measured set."""
     from launcher.build.sampler import load_environment, make_sampler, make_set_samplers
 
     rewards = {name: local_reward(one, config.reward_models) for name, one in config.own_rewards.items()}
@@ -148,19 +148,19 @@ async def _measured(
     made = load_environment(config)
     sampler = make_sampler(config, made, engine, judge, data, vocab_size=vocab_size)
     own = make_set_samplers(config, engine, data, vocab_size=vocab_size)
-    sets = dict(begun.sets)
+    sets = dict(earlier.sets)
     try:
         shown = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*shown, console=Console(stderr=True, markup=False)) as bar:
-            for one in (one for one in data.sets if (one.name or WHOLE) not in begun.sets):
+            for one in (one for one in data.sets if (one.name or WHOLE) not in earlier.sets):
                 task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
                 measured = await measure(own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task))
-                sets[one.name or WHOLE] = result_of(one, measured)
-                replace(begun, sets=sets).write(file, private=config.private)
+                sets[one.name or WHOLE] = make_result(one, measured)
+                replace(earlier, sets=sets).write(file, private=config.private)
     finally:
         for each in (sampler, *own.values()):
             await each.wait_closed()
-    return replace(begun, sets={name: sets[name] for name in (one.name or WHOLE for one in data.sets)})
+    return replace(earlier, sets={name: sets[name] for name in (one.name or WHOLE for one in data.sets)})
 
 
 def show_compared(first: Path, second: Path) -> None:
@@ -228,7 +228,7 @@ def _digest(folder: Path, config: RunConfig, shapes: Mapping[str, Shape]) -> str
 
     dtype = getattr(torch, config.learner.dtype)
     found = checksums(HFFolder(folder), shapes, dict.fromkeys(shapes, dtype))
-    return digest_of(json.dumps(found, sort_keys=True).encode()).xxh3_128
+    return digest_bytes(json.dumps(found, sort_keys=True).encode()).xxh3_128
 
 
 def _show(results: Results) -> None:

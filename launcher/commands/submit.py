@@ -36,7 +36,7 @@ from rl_megatron.files import remove_folder, write_atomically
 from rl_megatron.observability.files import STEPS, read_jsonl, text_at_end
 from rl_megatron.observability.metrics import PHASE_SECONDS, deterministic
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import RankPlacement, placeholder_nodes, placement_of
+from rl_megatron.placement.ranks import RankPlacement, make_placement, placeholder_nodes
 from rl_megatron.placement.seats import ServerPlacement, describe_placements, server_placements
 
 _LOCK = "submit.lock"
@@ -69,7 +69,7 @@ def submit(
         raise ConfigError("--elsewhere: only --dry-run works away from the cluster; add it")
     loaded, stem = load_config(config, overrides or []), Path(config).stem
     if smoke:
-        loaded, stem = smoke_of(for_slurm(loaded)), f"{stem}{SUFFIX}"
+        loaded, stem = make_smoke_run(for_slurm(loaded)), f"{stem}{SUFFIX}"
     with prepare(loaded, stem, off_cluster=off_cluster) as job:
         print(job.checked.describe(), job.findings.describe(), sep="\n", flush=True)
         verify_script(job, cluster=not dry_run)
@@ -117,7 +117,7 @@ def resolve_job(config: RunConfig, *, off_cluster: bool = False) -> ResolvedJob:
     ``off_cluster`` as in `PreflightContext`.
     """
     nodes = placeholder_nodes(config)
-    placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *separate(config))]
+    placements = [make_placement(config, nodes[role], role) for role in (LEARNER, *separate(config))]
     seats = server_placements(config, nodes[LEARNER], nodes.get("engines", ()))
     known = config.model.path is not None
     placement, *others = placements
@@ -254,7 +254,7 @@ class NotReachedError(RLMegatronError):
     """A part of the smoke run that did not come about."""
 
 
-def smoke_of(config: RunConfig) -> RunConfig:
+def make_smoke_run(config: RunConfig) -> RunConfig:
     """Returns the run from its first step on, in its own layout, with its own batch, servers and reward. Each step has
     a checkpoint, and little is evaluated. Raises ConfigError if it cannot be."""
     steps, name, values = max(config.train.steps, _LAST), config.run.name, config.model_dump()

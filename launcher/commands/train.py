@@ -147,7 +147,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
             goes_on = f"rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume goes on"
             finished: bool | None = None  # not begun
             try:
-                async with _open_sinks(config, folder, start) as sinks, report_written_again(config, folder):
+                async with _open_sinks(config, folder, start) as sinks, keep_report_current(config, folder):
                     finished = await _train(parts, progress, stop, start, loop_watch, sinks)
                     sinks.end = RunEnd(state="finished") if finished else sinks.end
             except StopRequested as early:
@@ -222,9 +222,7 @@ async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Sto
 
 
 @contextlib.asynccontextmanager
-async def report_written_again(
-    config: RunConfig, folder: Path, seconds: float = _REPORT_SECONDS
-) -> AsyncIterator[None]:
+async def keep_report_current(config: RunConfig, folder: Path, seconds: float = _REPORT_SECONDS) -> AsyncIterator[None]:
     """Writes the report again while the context is open, at most once in so many seconds; no fault in it ends a run."""
     writing = asyncio.create_task(_write_reports(config, folder, seconds), name="report")
     try:

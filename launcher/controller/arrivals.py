@@ -53,7 +53,7 @@ class StartedRanks:
     def where(self) -> dict[tuple[str, int], str]:
         """Returns the node of every rank of a role, in order."""
         return {
-            (placement.role, rank): placement.node_of(rank)
+            (placement.role, rank): placement.rank_node(rank)
             for placement in self.placements
             for rank in range(placement.dims.world_size)
         }
@@ -120,7 +120,7 @@ class ConnectingLauncher(Launcher):
             role, team = placement.role, [rank for rank in ranks if rank.role == placement.role]
             store = team[0].hello.store
             setup = Setup(
-                config=config.of_role(role),
+                config=config.for_role(role),
                 model_folder=self._model_folder.resolve(),
                 run_folder=self._run_folder.resolve(),
                 rendezvous=f"tcp://{store}" if store else f"file://{started.folder}/rendezvous-{role}",

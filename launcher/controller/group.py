@@ -29,7 +29,7 @@ from typing import Any
 
 from launcher import wire
 from launcher.processes import limits, stacks
-from launcher.processes.guards import StderrTail, end_of
+from launcher.processes.guards import StderrTail, last_lines
 from launcher.processes.own_thread import DedicatedThread
 from launcher.wire import STACKS, Hello, Message, Setup
 from rl_megatron.config.run import RunConfig
@@ -67,7 +67,7 @@ class RankProcess:
         else:
             tail, file, how = "", f"{file_stem(self.role, self.rank)}.txt", _HUNG_UP
             with contextlib.suppress(TimeoutError):
-                tail = await asyncio.wait_for(_files()(end_of, self.output / file), _TAIL_SECONDS)
+                tail = await asyncio.wait_for(_files()(last_lines, self.output / file), _TAIL_SECONDS)
             said = f"{file} ends with:{tail}" if tail else f"{file} has its output"
         return f"{how}; {said}", "exit code" not in how
 
@@ -108,11 +108,13 @@ _beside = memoryview(bytearray(64 << 10))  # all streams share it: it is empty b
 
 
 class RankStream:
-    """The controller's end of a stream. ``heard`` gets each message, and ``hearing`` is called each time a part of an
-    incomplete message was read. A stream that breaks only ends."""
+    """The controller's end of a stream. ``on_message`` gets each message, and ``hearing`` is called each time a part of
+    an incomplete message was read. A stream that breaks only ends."""
 
-    def __init__(self, connection: Connection, heard: Callable[[Message], None], hearing: Callable[[], None]) -> None:
-        self._connection, self._heard, self._hearing = connection, heard, hearing
+    def __init__(
+        self, connection: Connection, on_message: Callable[[Message], None], hearing: Callable[[], None]
+    ) -> None:
+        self._connection, self._heard, self._hearing = connection, on_message, hearing
         self._loop = asyncio.get_running_loop()
         self.hung_up: asyncio.Future[None] = self._loop.create_future()
         self._coming, self._left = wire.Incoming(), deque[memoryview]()
@@ -207,21 +209,21 @@ class Failure:
         self._claimed = True
 
     def report(
-        self, error: RLMegatronError, *, at_once: bool, whose: RankProcess | None = None, claimed: bool = False
+        self, error: RLMegatronError, *, at_once: bool, process: RankProcess | None = None, claimed: bool = False
     ) -> None:
         """Records ``error``, immediately or unless a better one arrives within a second."""
         if self._claimed and not claimed:
             logger.info("reported while the run hangs: %s", error)
         elif at_once:
-            self._settle(error, whose)
+            self._settle(error, process)
         elif not self._waits:
             self._waits = True
-            self._loop.call_later(_GRACE_SECONDS, partial(self._settle, error, whose, late=True))
+            self._loop.call_later(_GRACE_SECONDS, partial(self._settle, error, process, late=True))
 
-    def _settle(self, error: RLMegatronError, whose: RankProcess | None, *, late: bool = False) -> None:
+    def _settle(self, error: RLMegatronError, process: RankProcess | None, *, late: bool = False) -> None:
         if not self.known.done() and not (late and self._claimed):
-            if whose is not None:
-                self.role, self.rank = whose.role, whose.rank
+            if process is not None:
+                self.role, self.rank = process.role, process.rank
             self.known.set_exception(error)
 
 
@@ -263,7 +265,7 @@ class WorkerHandle:
         answer = self._loop.create_future()
         self._waiting.append(answer)
         self._calls.append(name)
-        self.times.asked(name)
+        self.times.on_call(name)
         self._stream.send(message)
         return answer
 
@@ -312,7 +314,7 @@ class WorkerHandle:
             self.times.answered(timed)
             if timed is not None:
                 self.peak = timed.peak
-                self.pass_seconds += timed.seconds_of(call) if call in _PASSES else 0.0
+                self.pass_seconds += timed.call_seconds(call) if call in _PASSES else 0.0
             answer = self._waiting.pop(0)
             if not answer.done():
                 answer.set_result(value)
@@ -337,7 +339,7 @@ class WorkerHandle:
 
     def _died(self, what: str, *, at_once: bool) -> None:
         self._failure.report(
-            WorkerFailure(limits.explain_limit_error(f"{self.who} {what}")), at_once=at_once, whose=self.process
+            WorkerFailure(limits.explain_limit_error(f"{self.who} {what}")), at_once=at_once, process=self.process
         )
 
     async def stop(self) -> None:
@@ -407,7 +409,7 @@ class Watchdog:
         if found:
             lines.append(f"stacks of all processes: {self._folder}")
         error = WorkerFailure(f"{first.who} " + "; ".join(lines))
-        self._failure.report(error, at_once=True, whose=first.process, claimed=True)
+        self._failure.report(error, at_once=True, process=first.process, claimed=True)
 
     @property
     def _roles(self) -> list[str]:
@@ -431,7 +433,7 @@ class Watchdog:
     def _write_tasks(self) -> None:
         make_inside(self._folder, mode=0o700)
         with (self._folder / "controller.txt").open("a") as file:
-            file.writelines(f"{text}\n\n" for text in map(stacks.of_task, asyncio.all_tasks()))
+            file.writelines(f"{text}\n\n" for text in map(stacks.task_frames, asyncio.all_tasks()))
 
 
 async def _written(before: Mapping[Path, int]) -> None:

@@ -79,7 +79,7 @@ class WeightGroup(WeightSync):
         with timeline.during(timeline.PUSHES, "push", version=version):
             return await self._retry_once(version)
 
-    async def push_beside(self, version: int, *given: object) -> WeightUpdate:
+    async def push_extra(self, version: int, *given: object) -> WeightUpdate:
         """Pushes a feature's parameters, not the model's; its ends get the values ``given``. Raises like `push`."""
         await self._group.call_all("announce", *given)
         return await self._retry_once(version, True)
@@ -88,17 +88,17 @@ class WeightGroup(WeightSync):
         """Sets whether ranks merge these parameters into the model that they push from now on."""
         await self._group.call_all("merge", merged)
 
-    async def _retry_once(self, version: int, beside: bool = False) -> WeightUpdate:
+    async def _retry_once(self, version: int, is_extra: bool = False) -> WeightUpdate:
         """Stages and commits. Stages corrupted transfers again, once."""
-        updates, failures = await self._stage(version, beside)
+        updates, failures = await self._stage(version, is_extra)
         if failures:
             logger.warning("weights were corrupted in transfer; sending them again: %s", failures[0])
-            again, failures = await self._stage(version, beside)
+            again, failures = await self._stage(version, is_extra)
             updates += again
         if failures:
             raise failures[0]
         with timeline.during(timeline.PUSHES, "commit"):
-            await self._group.call_all("commit", version, beside)
+            await self._group.call_all("commit", version, is_extra)
         return _one_update(version, updates)
 
     async def mirror_checksums(self) -> list[dict[str, int]]:
@@ -106,9 +106,9 @@ class WeightGroup(WeightSync):
         held: list[dict[str, int]] = await self._group.call_all("checksums")
         return held
 
-    async def _stage(self, version: int, beside: bool) -> tuple[list[WeightUpdate], list[CorruptionError]]:
+    async def _stage(self, version: int, is_extra: bool) -> tuple[list[WeightUpdate], list[CorruptionError]]:
         with timeline.during(timeline.PUSHES, "stage"):
-            answers: list[WeightUpdate | CorruptionError] = await self._group.call_all("stage", version, beside)
+            answers: list[WeightUpdate | CorruptionError] = await self._group.call_all("stage", version, is_extra)
         return (
             [answer for answer in answers if isinstance(answer, WeightUpdate)],
             [answer for answer in answers if isinstance(answer, CorruptionError)],
@@ -166,13 +166,13 @@ class BatchCalls:
         answers = await self.call("score", tuple(passes), batch, to_score=True)
         return [
             PassResult(
-                scores=self._by_data_rank(one.outputs, [each[0] for each in said]),
+                scores=self._merge_data_ranks(one.outputs, [each[0] for each in said]),
                 seconds=max(each[1] for each in said),
             )
             for one, said in zip(passes, zip(*answers, strict=True), strict=True)
         ]
 
-    def _by_data_rank(
+    def _merge_data_ranks(
         self, want: frozenset[Want], answers: Sequence[dict[Want, list[Tensor]] | None]
     ) -> dict[Want, Scores]:
         """Returns scores [D][M] from the answers of all ranks, in rank order."""
@@ -180,18 +180,18 @@ class BatchCalls:
         return {what: [rows[d][what] for d in range(self._dims.dp)] for what in want}
 
     async def call(
-        self, name: str, asked: str | tuple[ForwardPass, ...], batch: Batch, *rest: Any, to_score: bool
+        self, name: str, task: str | tuple[ForwardPass, ...], batch: Batch, *rest: Any, to_score: bool
     ) -> list[Any]:
         """Calls every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
 
-        ``asked`` are the passes, or the role of the only one. ``to_score``: without the columns that a loss alone
+        ``task`` are the passes, or the role of the only one. ``to_score``: without the columns that a loss alone
         reads. Raises the errors of `WorkerGroup.gather`.
         """
         async with self._lock:
             shares = await self._shares(batch, to_score=to_score)
-            without = (asked, None, *rest)
+            without = (task, None, *rest)
             given = {
-                w.rank: (asked, shares[w.rank], *rest) if w.rank in shares else without for w in self._group.workers
+                w.rank: (task, shares[w.rank], *rest) if w.rank in shares else without for w in self._group.workers
             }
             self._held = True
             answers = self._group.send(name, given)
@@ -252,8 +252,8 @@ class LearnerGroup(Learner):
         await self.check_columns(batch)
         common = (loss, batch.num_tokens, batch.num_sequences)
         answers = await self._calls.call("backward", self.role, batch, *common, to_score=False)
-        said: dict[str, Metric[float]] = next(answer for answer in answers if answer is not None)
-        return said
+        metrics: dict[str, Metric[float]] = next(answer for answer in answers if answer is not None)
+        return metrics
 
     @override
     async def free_step(self) -> None:
@@ -353,7 +353,7 @@ def make_components(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Run
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
     scoring = dict.fromkeys(scoring_roles(config), True)
     frozen = {role: role not in scoring for role in frozen_folders(config)}
-    batch_calls = {role: BatchCalls(its, config.learner_of(role).dims) for role, its in groups.items()}
+    batch_calls = {role: BatchCalls(its, config.role_learner(role).dims) for role, its in groups.items()}
     learners, others, reward_models = (
         {
             role: LearnerGroup(groups.get(role, group), role, batch_calls.get(role, batch_calls[LEARNER]))

@@ -17,7 +17,7 @@ from typing_extensions import override
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.processes.environment import threads_per_worker, variables
 from launcher.processes.guards import HERE, StderrTail
-from launcher.processes.own_thread import in_own_thread
+from launcher.processes.own_thread import run_in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.wire import Call, Muster, this_node
 from launcher.worker.forking import BLOCKED_SIGNALS
@@ -45,7 +45,7 @@ class LocalLauncher(ConnectingLauncher):
     async def _begin(self, config: RunConfig, call: Call) -> AsyncIterator[StartedRanks]:
         node, counts = this_node(), ranks_by_role(config)
         placements = [
-            RankPlacement(dims=config.learner_of(role).dims, nodes=(node,), ranks_per_node=count, role=role)
+            RankPlacement(dims=config.role_learner(role).dims, nodes=(node,), ranks_per_node=count, role=role)
             for role, count in counts.items()
         ]
         words = {(role, rank): StderrTail(rank_label(role, rank)) for role, n in counts.items() for rank in range(n)}
@@ -58,7 +58,7 @@ class LocalLauncher(ConnectingLauncher):
         )
         with scratch() as folder:
             process = start_node(muster)
-            ended = asyncio.ensure_future(in_own_thread("node", process.wait))
+            ended = asyncio.ensure_future(run_in_own_thread("node", process.wait))
             for each in words.values():
                 each.listen()
             try:

@@ -34,9 +34,11 @@ def server_sites(config: RunConfig, allocation: Allocation | None, start_at: Sta
     else:
         seats = server_placements(config, allocation.nodes, allocation.engine_nodes)
         each, parts = _each(seats, allocation), Counter(seat.server for seat in seats)
-        found = [ServerSite(host=_host(seat, allocation, alone=parts[seat.server] == 1)) for seat in seats]
+        found = [ServerSite(host=_host(seat, allocation, is_single=parts[seat.server] == 1)) for seat in seats]
         if start_at is None:
-            found = [_by_srun(site, seat, config, allocation, each) for site, seat in zip(found, seats, strict=True)]
+            found = [
+                _srun_prefix(site, seat, config, allocation, each) for site, seat in zip(found, seats, strict=True)
+            ]
     if start_at is not None:
         found = [replace(site, start=partial(start_at, number)) for number, site in enumerate(found)]
     count = config.rollout.server.count
@@ -61,7 +63,7 @@ def standalone_sites(config: RunConfig) -> list[Sites]:
     return [[ServerSite(server_index=seat.server, num_servers=len(found), gpus=seat.gpus)] for seat in found]
 
 
-def _by_srun(
+def _srun_prefix(
     site: ServerSite, seat: ServerPlacement, config: RunConfig, allocation: Allocation, each: int
 ) -> ServerSite:
     """Returns the site with the srun command that starts its guard, unless the guard is a child of this process."""
@@ -88,17 +90,18 @@ def _count_here(config: RunConfig) -> int:
     return len(visible_gpus()) if config.learner.device != "cpu" else 0
 
 
-def _host(seat: ServerPlacement, allocation: Allocation, *, alone: bool) -> str:
-    """Returns the address of a server's node; loopback if it is this one, and the server is on it ``alone``.
+def _host(seat: ServerPlacement, allocation: Allocation, *, is_single: bool) -> str:
+    """Returns the address of a server's node; loopback if it is this one, and the server is on it alone
+    (``is_single``).
 
     Raises EngineError.
     """
-    if alone and _here(seat, allocation):
+    if is_single and _here(seat, allocation):
         return HERE
     try:
         if seat.node == allocation.this_node:  # a node's own name is often loopback there
             return allocation.address()
-        return allocation.address_of(seat.node)
+        return allocation.find_address(seat.node)
     except ConfigError as error:
         raise EngineError(str(error)) from error
 

@@ -17,10 +17,10 @@ from launcher.processes import limits
 from launcher.servers.versions import has_module
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.slurm import SlurmSection, minutes_of
+from rl_megatron.config.sections.slurm import SlurmSection, parse_minutes
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import placeholder_nodes, placement_of, ranks_by_role
+from rl_megatron.placement.ranks import make_placement, placeholder_nodes, ranks_by_role
 from rl_megatron.placement.seats import server_placements
 from rl_megatron.weights.checks.libraries import torch_folder
 
@@ -205,7 +205,7 @@ def check_node_fit(config: RunConfig) -> Iterator[Finding]:
         )
     for role in (LEARNER, *separate(config)):
         try:
-            placement_of(config, nodes[role], role)
+            make_placement(config, nodes[role], role)
         except ConfigError as error:
             yield problem(str(error))
     yield from _idle(config)
@@ -241,7 +241,7 @@ def _variables(slurm: SlurmSection) -> Iterator[Finding]:
 
 def _time(slurm: SlurmSection) -> Iterator[Finding]:
     """Yields a note on a job that has no time except for saving. A limit of 0 means no limit."""
-    if 0 < 60 * minutes_of(slurm.time) <= slurm.signal_seconds:
+    if 0 < 60 * parse_minutes(slurm.time) <= slurm.signal_seconds:
         yield note(
             f"slurm.time={slurm.time} is no longer than slurm.signal_seconds={slurm.signal_seconds}: the run is asked "
             "to save and come back as soon as it starts; raise slurm.time, or lower slurm.signal_seconds"

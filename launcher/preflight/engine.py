@@ -34,7 +34,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
         yield problem(f"{key}: no such file; set the interpreter that {rollout.engine} is installed in")
         return
     try:
-        module = module_of(rollout.engine)
+        module = find_server_module(rollout.engine)
     except ConfigError as error:
         yield problem(str(error))
         return
@@ -51,7 +51,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
         yield unchecked(f"that {module} starts")
 
 
-def module_of(engine: str) -> str:
+def find_server_module(engine: str) -> str:
     """Returns the module that serves: the engine's own name, or the one of the user's Adapter. Raises ConfigError."""
     if ":" not in engine:
         return engine

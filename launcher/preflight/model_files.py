@@ -33,12 +33,12 @@ from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.config.sections.weights import NODE_MEMORY
-from rl_megatron.errors import ConfigError, RLMegatronError, gigabytes, of_the_hub
+from rl_megatron.errors import ConfigError, RLMegatronError, download_hint, gigabytes
 from rl_megatron.feature import active, load_side
 from rl_megatron.files import parse
 from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.shape import ModelShape, length_problem
-from rl_megatron.placement.files import hosts_of, weights_folder
+from rl_megatron.placement.files import address_hosts, weights_folder
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.megatron import is_megatron, raise_other_model
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
@@ -65,7 +65,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
     for name, one in subject.config.algorithm.kl.teachers.items():
         if one.server is not None and one.path is not None:
             yield from _served(subject, name, one.path)
-    yield from run_check("model files", _by_policy(subject))
+    yield from run_check("model files", _check_policy_teachers(subject))
 
 
 def _has_rl_checkpoint(config: RunConfig) -> bool:
@@ -74,7 +74,7 @@ def _has_rl_checkpoint(config: RunConfig) -> bool:
     return any(CHECKPOINT.fullmatch(path.name) and path.is_dir() for path in found)
 
 
-def _by_policy(subject: PreflightContext) -> Iterator[Finding]:
+def _check_policy_teachers(subject: PreflightContext) -> Iterator[Finding]:
     """Yields each teacher that is the policy itself and reads more tokens than it has positions."""
     for role in self_teachers(subject.config):
         named, longest = longest_scored_row(subject.config, role)
@@ -87,7 +87,7 @@ def _served(subject: PreflightContext, name: str, folder: Path) -> Iterator[Find
     key = f"algorithm.kl.teachers.{name}.path"
     named, longest = longest_scored_row(subject.config, teacher_role(name))
     if not (folder / "config.json").is_file():
-        what = f"give the Hugging Face folder of what the server serves{of_the_hub(folder)}"
+        what = f"give the Hugging Face folder of what the server serves{download_hint(folder)}"
         yield problem(f"{key}={folder}: it has no config.json; {what}")
         return
     try:
@@ -117,7 +117,7 @@ def _policy(subject: PreflightContext) -> Iterator[Finding]:
         )
     else:
         yield from run_check("model files", _tokenizer(subject, folder))
-    yield from _without_rows(folder, subject.shape.vocab_size)
+    yield from _check_vocabulary_rows(folder, subject.shape.vocab_size)
     if subject.config.model.random_weights:
         return
     if is_megatron(folder):
@@ -157,7 +157,7 @@ def _tokenizer(subject: PreflightContext, folder: Path) -> Iterator[Finding]:
             )
 
 
-def _without_rows(folder: Path, rows: int) -> Iterator[Finding]:
+def _check_vocabulary_rows(folder: Path, rows: int) -> Iterator[Finding]:
     """Yields that the tokenizer has tokens beyond the embedding's rows, as some published models have and never use."""
     beyond = {number: token for token, number in (_token_ids(folder) or {}).items() if number >= rows}
     if beyond:
@@ -236,7 +236,7 @@ def _critic(subject: PreflightContext, key: str, folder: Path) -> Iterator[Findi
     given, own, sharded = f"{key}={folder}", subject.shape, (folder / ".metadata").is_file()
     if not (folder / "config.json").is_file():
         if sharded:
-            yield from _of_critic(folder, given, own)
+            yield from _check_critic(folder, given, own)
         else:
             yield problem(
                 f"{given}: it has neither config.json nor .metadata; give a Hugging Face folder of the policy's sizes, "
@@ -267,7 +267,7 @@ def _critic(subject: PreflightContext, key: str, folder: Path) -> Iterator[Findi
     yield from _same_tokens(subject.model_folder, folder, key)
 
 
-def _of_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Finding]:
+def _check_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Finding]:
     """Yields a problem if a checkpoint is of a critic whose tensors have other sizes than those of the policy's."""
     try:
         raise_other_model(
@@ -296,7 +296,7 @@ def _laid_out(config: RunConfig, own: ModelShape, shape: ModelShape, role: str, 
     """Yields why the ranks of a role cannot hold its model, whose key and folder are ``given``."""
     try:
         role_layout(config, own, role)
-        refuse(shape, config.learner_of(role))
+        refuse(shape, config.role_learner(role))
     except ConfigError as error:
         said = with_role_keys(config, role, str(error))
         yield problem("\n".join(f"{given}: {line}" for line in said.splitlines()))
@@ -387,7 +387,7 @@ def seen_problems(config: RunConfig) -> Iterator[Finding]:
     folder, addresses = weights_folder(config), config.rollout.server.addresses
     if not config.rollout.served or addresses is None or folder is None or not folder.is_relative_to(NODE_MEMORY):
         return
-    if away := [host for host in hosts_of(addresses) if _is_elsewhere(host)]:
+    if away := [host for host in address_hosts(addresses) if _is_remote(host)]:
         yield problem(
             f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at "
             f"{', '.join(dict.fromkeys(away))} do not see; give a folder that all see, or leave it out; a server on "
@@ -395,7 +395,7 @@ def seen_problems(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _is_elsewhere(host: str) -> bool:
+def _is_remote(host: str) -> bool:
     """True if the host has addresses, and all are another machine's. False if no address is found in a second."""
     found: list[str] = []
 

@@ -22,16 +22,16 @@ import numpy as np
 from launcher.preflight.subject import Finding, PreflightContext, fact, note, problem, run_check, unchecked
 from rl_megatron.config.reads import READS
 from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES
-from rl_megatron.config.sections.data import data_sources, name_of
+from rl_megatron.config.sections.data import data_sources, source_name
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection, reward_key
 from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.registry import Agent, EnvironmentFactory, demonstrate, resolve_environment
-from rl_megatron.errors import EnvironmentFailure, RLMegatronError, of_the_hub
+from rl_megatron.errors import EnvironmentFailure, RLMegatronError, download_hint
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.sandbox.executors import Sandbox, why_unfenced
+from rl_megatron.rewards.scoring import distinct_errors, score
+from rl_megatron.sandbox.executors import Sandbox, find_fence_problem
 from rl_megatron.types import Completion, Prompt, RewardResult, Span
 
 T = TypeVar("T")
@@ -59,10 +59,10 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
     for key in data_sources(config.data):
         if f"{key}.environment" in config.environments:
             continue
-        section = config.source_rewards.get(name_of(key), config.reward)
+        section = config.source_rewards.get(source_name(key), config.reward)
         if section not in seen:  # sources that share a reward: the first one's problem
             seen.append(section)
-            yield from run_check("reward", _of(subject, section, name_of(key)))
+            yield from run_check("reward", _of(subject, section, source_name(key)))
     for name, one in config.eval.sets.items():
         if one.reward is not None and one.reward not in seen:
             seen.append(one.reward)
@@ -74,7 +74,7 @@ def _sandbox(subject: PreflightContext) -> Iterator[Finding]:
     section = subject.config.sandbox
     if section.type != "subprocess" or subject.for_job:
         yield unchecked(f"the sandbox ({section.type}), where programs will run")
-    elif why := asyncio.run(why_unfenced()):
+    elif why := asyncio.run(find_fence_problem()):
         kind = note if section.allow_unfenced else problem
         yield kind(why)
     else:
@@ -107,7 +107,7 @@ def _environment(subject: PreflightContext, key: str, section: EnvironmentSectio
 
 
 def _demonstrated(
-    subject: PreflightContext, section: EnvironmentSection, made: EnvironmentFactory
+    subject: PreflightContext, section: EnvironmentSection, factory: EnvironmentFactory
 ) -> Iterator[Finding]:
     """Looks at the demonstration of the first problem."""
     prompt = first_prompt(subject)
@@ -116,7 +116,7 @@ def _demonstrated(
 
     def exercise_reward() -> str:
         try:
-            demonstrate(made, section.function, [prompt], [subject.config.seed])
+            demonstrate(factory, section.function, [prompt], [subject.config.seed])
         except EnvironmentFailure as error:
             return str(error)
         return ""
@@ -137,7 +137,7 @@ def _of(subject: PreflightContext, section: RewardSection, source: str) -> Itera
     for name in local:
         folder = Path(name.removeprefix("hf:")).expanduser()
         if not (folder / "config.json").is_file():
-            hub = of_the_hub(folder)
+            hub = download_hint(folder)
             yield problem(f"reward {name!r}: it has no config.json; give the folder of a sequence classifier{hub}")
     models = local + [name for name in names if name.startswith(RANKS)]
     servers = [name for name in names if name.startswith(("http://", "https://"))]
@@ -157,7 +157,7 @@ def _of(subject: PreflightContext, section: RewardSection, source: str) -> Itera
     elsewhere = ["tests"] if subject.for_job else []
     if called := _without(section, (*models, *absent, *servers, *elsewhere)):
         made_up = Prompt(id="made-up", text="1+1=", token_ids=(0, 1), answer="2", source=source)
-        yield from _asked(resolve_reward(called, key, sandbox), called, first_prompt(subject, source) or made_up)
+        yield from _call(resolve_reward(called, key, sandbox), called, first_prompt(subject, source) or made_up)
 
 
 def _without(section: RewardSection, functions: Collection[str]) -> RewardSection | None:
@@ -166,13 +166,15 @@ def _without(section: RewardSection, functions: Collection[str]) -> RewardSectio
     return section.model_copy(update={"parts": parts}) if set(section.functions.values()) - set(functions) else None
 
 
-def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> Iterator[Finding]:
+def _call(function: RewardFunction, section: RewardSection, prompt: Prompt) -> Iterator[Finding]:
     name = ", ".join(section.functions.values())
     scored = _ask(function, prompt, min(section.timeout_seconds, SECONDS))
     if scored is None and section.timeout_seconds > SECONDS:
         yield unchecked(f"the reward {name!r}, which did not answer within {SECONDS:g} s")
         return
-    wrong = errors_of(scored) if scored else [f"no answer within reward.timeout_seconds={section.timeout_seconds:g}"]
+    wrong = (
+        distinct_errors(scored) if scored else [f"no answer within reward.timeout_seconds={section.timeout_seconds:g}"]
+    )
     said = f"reward {name!r}, called before the run with {prompt.text!r:.60}: {'; '.join(wrong)}"
     if wrong and section.on_error == "fail":
         yield problem(f"{said}; fix it, or set reward.on_error to drop or to a number")
@@ -214,7 +216,7 @@ def first_prompt(subject: PreflightContext, source: str = "") -> Prompt | None:
     if subject.off_cluster:
         return None
     config, own = subject.config, subject.config.eval.sets.get(source.removeprefix("eval.sets."))
-    sources = {name_of(key): (key, one) for key, one in data_sources(config.data).items()}
+    sources = {source_name(key): (key, one) for key, one in data_sources(config.data).items()}
     key, data = sources.get(source) or next(iter(sources.values()))
     if own is not None and source not in sources and not isinstance(own.data, RunData):
         key, data = f"{source}.data", own.data

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from launcher.preflight.subject import Finding, PreflightContext, fact, note, problem, unchecked
-from rl_megatron.agents.conversation.forms import check_of
+from rl_megatron.agents.conversation.forms import make_form_check
 from rl_megatron.agents.conversation.messages import UnsupportedMessages, normalize_messages
-from rl_megatron.config.beside import begun_by_messages, teachers_with_prompt
+from rl_megatron.config.beside import message_prompt_keys, teachers_with_prompt
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
+from rl_megatron.config.sections.data import FileKeys, data_sources, source_name
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.problems.parquet import FileRows
 from rl_megatron.data.problems.prompts import (
     check_template,
+    drop_leaks,
     formed,
     key_of_written,
     read_problems,
-    taught_in,
-    without_leaks,
+    source_teachers,
 )
 from rl_megatron.data.problems.rendering import Example, RowForm, unrendered
-from rl_megatron.data.problems.rows import files_in, listed, local_files
+from rl_megatron.data.problems.rows import find_data_files, listed, local_files
 from rl_megatron.errors import DataError, RLMegatronError
 from rl_megatron.files import parse
 from rl_megatron.interfaces import RewardFunction
@@ -103,9 +103,7 @@ def _check(subject: PreflightContext) -> Iterator[Finding]:
     if read and (on_leak == "fail" or not reader.longer):
         judges = config.environments_of_sources, config.rewards_of_sources
         try:
-            without_leaks(
-                read, held_out, on_leak, *judges, written=key_of_written(config.kind.samples, config.kind.rows)
-            )
+            drop_leaks(read, held_out, on_leak, *judges, written=key_of_written(config.kind.samples, config.kind.rows))
         except DataError as error:
             yield problem(str(error))
 
@@ -161,7 +159,7 @@ class _Reader:
         is_whole = len(problems) < ROWS or len(problems) == data.max_eval
         if not is_whole:
             self.longer.append(str(path))
-        compared = _compared(config, config.own_rewards.get(name_of(section).removesuffix(".data")))
+        compared = _compared(config, config.own_rewards.get(source_name(section).removesuffix(".data")))
         for odd in _odd_answers(problems, data, compared, learns):
             yield note(odd.replace("{key}", section))
         for unread in _unread(problems, data, learns) if name == "train" else ():
@@ -181,10 +179,10 @@ class _Reader:
         """Returns the problems of the first rows. Raises ConfigError, and DataError that names all bad rows."""
         check_template(data, section)
         path, key, most = getattr(data, name), f"{section}.{name}", ROWS
-        lists = data.chat_template or section in begun_by_messages(self._config)
+        lists = data.chat_template or section in message_prompt_keys(self._config)
         if name == "eval":
-            data, most = data.of_held_out, min(ROWS, data.max_eval or ROWS)
-        elif (files := files_in(path, key))[0].suffix == ".parquet":
+            data, most = data.check_held_out, min(ROWS, data.max_eval or ROWS)
+        elif (files := find_data_files(path, key))[0].suffix == ".parquet":
             FileRows(files, data, key, lists=lists)
         tokenizer = None if self._rows is None else self._rows.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
@@ -193,7 +191,7 @@ class _Reader:
 
     def _prompts(self, section: str, data: FileKeys, name: str, problems: Sequence[Example]) -> list[Prompt]:
         """Returns problems' prompts, with tokens if the tokenizer is here, named by their places. Raises DataError."""
-        named, source, config = [replace(one, id=one.place) for one in problems], name_of(section), self._config
+        named, source, config = [replace(one, id=one.place) for one in problems], source_name(section), self._config
         if self._rows is None:
             return [] if data.fields["messages"] is None else unrendered(named)
         drawn = name == "train" and data.train.suffix != ".jsonl"  # a job drops long parquet rows when it draws them
@@ -203,7 +201,7 @@ class _Reader:
             on_long_prompt=config.on_long_prompt,
             keys=config.prompt_limit_keys,
             vocab_size=self._rows.vocab_size,
-            teachers=taught_in(source, teachers_with_prompt(config)) if name == "train" else {},
+            teachers=source_teachers(source, teachers_with_prompt(config)) if name == "train" else {},
         )
         return [replace(one, source=source) for one in formed(named, data, form)]
 
@@ -212,11 +210,11 @@ class _Reader:
         config, rows = self._config, self._rows
         if config.kind.samples:
             if rows is not None:
-                yield from _begun(prompts, rows)
+                yield from _check_first_prompts(prompts, rows)
             if rows is not None and key.startswith("data") and key.endswith(".train"):
                 yield from self._taught(prompts, rows)
             return
-        if config.written.on_refused == "fail" and (check := check_of(config)) is not None:
+        if config.written.on_refused == "fail" and (check := make_form_check(config)) is not None:
             try:
                 check([one for one in prompts if not one.token_ids])
             except DataError as error:
@@ -249,14 +247,14 @@ class _Reader:
         if learns_answers and (refused := _refused(prompts, rows.units(config))):
             yield problem(f"{listed(refused)}\nor set warm_start.steps=0")
         if config.algorithm.demonstration_gamma is not None:
-            from launcher.build.sampler import demonstrations_of
+            from launcher.build.sampler import make_demonstrations
 
-            show = demonstrations_of(config, rows, rows.vocab_size)
+            show = make_demonstrations(config, rows, rows.vocab_size)
             if refused := _refused(prompts, lambda some: [show(one) for one in some]):
                 yield problem(listed(refused))
 
 
-def _begun(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Finding]:
+def _check_first_prompts(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterator[Finding]:
     """Yields which prompts an environment cannot begin with as they are."""
     from rl_megatron.agents.conversation.rendering import ChatRenderer  # transformers takes half a second to import
 

@@ -76,7 +76,7 @@ def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
             continue
         try:
             role_layout(config, shape, role)
-            refuse(shape, config.learner_of(role))
+            refuse(shape, config.role_learner(role))
         except ConfigError as error:
             yield problem(with_role_keys(config, role, str(error)))
 
@@ -115,7 +115,7 @@ def check_batches(subject: PreflightContext) -> Iterator[Finding]:
             f"{mean_of} learns from where they are not 0 (REINFORCE-Rej); to train on them, set "
             "rollout.dynamic_sampling=off"
         )
-    yield from _without_ratio(config)
+    yield from _check_ratio(config)
     yield from _limited(config)
     alone = config.algorithm.critic.only_steps
     if config.algorithm.needs_critic and alone >= config.train.steps:
@@ -125,7 +125,7 @@ def check_batches(subject: PreflightContext) -> Iterator[Finding]:
         )
 
 
-def _without_ratio(config: RunConfig) -> Iterator[Finding]:
+def _check_ratio(config: RunConfig) -> Iterator[Finding]:
     """Notes samples that are not of the current policy, where the objective takes them for such."""
     a, train = config.algorithm, config.train
     if not config.kind.samples or READS["objective"].get(a.objective) != ():  # a ratio has keys

@@ -44,7 +44,7 @@ def main(host: str, command: list[str]) -> int:
     """Runs the server, which listens at ``host`` with its gloo. Returns its exit status once its children are gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # only the closed pipe ends it
-    if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
+    if (interface := find_interface(host)) is not None:  # else gloo resolves the node's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if seat := os.environ.pop(SEAT, ""):
         os.environ[_VISIBLE] = request_fields(seat, os.environ.get(_VISIBLE))
@@ -163,7 +163,7 @@ def _processor() -> str:
     return hashlib.sha256(able.encode()).hexdigest()[:12]
 
 
-def interface_of(host: str) -> str | None:
+def find_interface(host: str) -> str | None:
     """Returns this node's network interface with the address ``host``, if there is one."""
     found = psutil.net_if_addrs().items()
     return next((name for name, addresses in found if any(a.address == host for a in addresses)), None)

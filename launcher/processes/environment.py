@@ -53,7 +53,7 @@ _ONE_ORDER: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def of_one_order(given: Mapping[str, str]) -> Mapping[str, str]:
+def missing_order_variables(given: Mapping[str, str]) -> Mapping[str, str]:
     """Returns the variables of ``learner.deterministic=true`` that an environment lacks. cuBLAS, NCCL and
     TransformerEngine read them when they are first used. Raises ConfigError for other values in it."""
     for name, allowed in _ONE_ORDER.items():

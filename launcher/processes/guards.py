@@ -174,7 +174,7 @@ class StderrTail:
         return _indented(tuple(self._lines))
 
 
-def end_of(log: Path, *, lines: int = _LINES) -> str:
+def last_lines(log: Path, *, lines: int = _LINES) -> str:
     """Returns the last lines of a process's output file (`text_at_end`); empty if it cannot be read."""
     try:
         return _indented(text_at_end(log).splitlines()[-lines:])
@@ -275,7 +275,7 @@ Sites = Sequence[ServerSite]
 """The nodes of one server. The first one answers requests."""
 
 
-def elsewhere(found: Sequence[Sites]) -> bool:
+def has_remote_server(found: Sequence[Sites]) -> bool:
     """True if any server is on another node, without access to this node's memory."""
     return any(site.is_remote for sites in found for site in sites)
 

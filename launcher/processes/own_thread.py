@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def in_own_thread(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in_own_thread(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Makes one call in a thread of its own. Neither a cancellation nor the end of the process waits for it, unlike for
     a thread of ``asyncio.to_thread``."""
     thread = DedicatedThread(name)

@@ -105,7 +105,7 @@ class Stack:
         return str(led) if self.collective or led == inner else f"{inner}, by {led}"
 
 
-def of_thread(ident: int) -> Stack:
+def thread_stack(ident: int) -> Stack:
     """Returns the stack of a thread of this process as it is now."""
     frames, frame = [], sys._current_frames().get(ident)
     while frame is not None:
@@ -150,7 +150,7 @@ def _collective(frames: Sequence[Frame]) -> str | None:
     return "a collective under way" if waits else None
 
 
-def of_task(task: asyncio.Task[Any]) -> str:
+def task_frames(task: asyncio.Task[Any]) -> str:
     """Returns the frames of an event loop's task, innermost first, as far as it awaits coroutines."""
     frames: list[Frame] = []
     coroutine: Any = task.get_coro()
@@ -165,7 +165,7 @@ def explain(found: Mapping[int, Stack | None]) -> tuple[list[int], str]:
     """Returns the ranks that are not in a collective while others are, and a sentence about all ranks."""
     waiting = {rank: s for rank, s in found.items() if s is not None and s.collective}
     behind = [rank for rank in found if rank not in waiting] if waiting else []
-    said: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for rank, stack in found.items():
         if stack is None:
             text = "gave no stack"
@@ -173,8 +173,8 @@ def explain(found: Mapping[int, Stack | None]) -> tuple[list[int], str]:
             text = f"waits in {stack.collective} at {stack.place}"
         else:
             text = f"is at {stack.place}"
-        said.setdefault(text, []).append(str(rank))
-    return behind, "; ".join(f"rank {', '.join(ranks)} {text}" for text, ranks in said.items())
+        texts.setdefault(text, []).append(str(rank))
+    return behind, "; ".join(f"rank {', '.join(ranks)} {text}" for text, ranks in texts.items())
 
 
 _TICK_SECONDS = 0.02
@@ -250,7 +250,7 @@ class LoopWatch:
             written = memory.read()
         text = (
             f"the controller's event loop has been blocked for {self._limit:g} s (run.watchdog_seconds): it is at "
-            f"{of_thread(self._thread_of_loop).place}\n  no code on the event loop may block"
+            f"{thread_stack(self._thread_of_loop).place}\n  no code on the event loop may block"
             if file is None
             else f"the controller has waited for a file for {self._disk_limit:g} s\n  the "
             f"file system does not answer for {file.path}"

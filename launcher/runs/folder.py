@@ -211,7 +211,7 @@ class Claim:
         of the folder, which may be back by then, are left to `__call__`. Raises CheckpointError if another process has
         the lock."""
         with self._turns, contextlib.suppress(OSError):
-            if self._is_gone() and os.path.samestat(self.folder.stat(), self.number):
+            if self._is_unlinked() and os.path.samestat(self.folder.stat(), self.number):
                 self._lock_again()
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class Claim:
         try:
             with add_path_to_errors(self._path):
                 os.utime(self.file.fileno())
-            is_gone = self._is_gone()
+            is_gone = self._is_unlinked()
         except OSError as error:
             if error.errno not in _REMOVED:
                 raise
@@ -235,7 +235,7 @@ class Claim:
     def _path(self) -> Path:
         return self.folder / "lock"
 
-    def _is_gone(self) -> bool:
+    def _is_unlinked(self) -> bool:
         """True if the locked file has lost its name. Raises OSError if its path cannot be read."""
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(self.file.fileno()))

@@ -21,8 +21,8 @@ from typing import Any, TypeVar, cast
 
 from typing_extensions import override
 
-from launcher.processes.guards import HERE, GpuStartLock, GuardSpec, ServerSite, Sites, elsewhere
-from launcher.processes.own_thread import in_own_thread
+from launcher.processes.guards import HERE, GpuStartLock, GuardSpec, ServerSite, Sites, has_remote_server
+from launcher.processes.own_thread import run_in_own_thread
 from launcher.processes.scratch import scratch
 from launcher.runs.folder import mirror_path
 from launcher.servers import supervisor as supervision
@@ -45,7 +45,7 @@ from rl_megatron.engines.http import AttemptFailed, Server, TooManyOpenFiles
 from rl_megatron.engines.replicas import Replica
 from rl_megatron.engines.weights import ReplicaWeights
 from rl_megatron.errors import ConfigError, EngineError, task_group
-from rl_megatron.feature import encoding_of, features, given_to_servers, load_side, pushes_of
+from rl_megatron.feature import features, given_to_servers, load_side, make_encoding, make_pushes
 from rl_megatron.http.token_file import TokenFile
 from rl_megatron.interfaces import FrozenModel, Launcher, RunComponents, WeightSync, ignore_progress
 from rl_megatron.models.families.fields import read_config
@@ -156,7 +156,7 @@ class ServerPool:
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )
-        self._encoding, self._shapes = encoding_of(config), hf_layout(shape).local_shapes(0)
+        self._encoding, self._shapes = make_encoding(config), hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._encoding)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[ServerSite()] for _ in range(self._section.count)]))
         self._turns = GpuStartLock()
@@ -171,7 +171,7 @@ class ServerPool:
         """
         async with contextlib.AsyncExitStack() as stack:
             shared = (
-                self._run_folder.resolve() if elsewhere(list(self._sites.values())) else None
+                self._run_folder.resolve() if has_remote_server(list(self._sites.values())) else None
             )  # otherwise this machine's own
             packages = stack.enter_context(scratch(mirror.parent, within=shared))
             running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
@@ -189,7 +189,7 @@ class ServerPool:
                 max_length=self._max_length,
                 vocab_size=self._shape.vocab_size,
                 group_size=self._config.rollout.group_size,
-                samples=self._config.most_completions,
+                samples=self._config.max_completions,
                 slots=self._config.rollout.slots if known else None,
             )
             stack.push_async_callback(engine.close)
@@ -253,7 +253,7 @@ class ServerPool:
             compare_environments, learner=Path(sys.executable), engine=self._python, seconds=self._section.start_seconds
         )
         try:
-            compared = await in_own_thread("interpreters", compare, self._config, os.environ)
+            compared = await run_in_own_thread("interpreters", compare, self._config, os.environ)
         except EngineError as error:
             logger.warning("%s; ranks compare themselves when they meet", error)
             return
@@ -272,7 +272,7 @@ class ServerPool:
             (packages / name).mkdir()
             (packages / name / "config.json").write_text(config)
         copy_companions(self._model_folder, packages / "model")
-        if pushes_of(self._config) is not None:
+        if make_pushes(self._config) is not None:
             # SGLang's side of adapters starts with --load-format safetensors, which reads a file; vLLM's reads none.
             (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))
 
@@ -289,7 +289,7 @@ class ServerPool:
             try:
                 started = await self._start_ready(stack, number, packages)
                 came(number)
-                return await _unless_ended(started, all_came)
+                return await _require_started(started, all_came)
             except (EngineError, OSError) as error:
                 if not self._resumes:
                     raise
@@ -384,7 +384,7 @@ class ServerPool:
             quantization=section.quantization,
             max_length=self._max_length,
             max_num_seqs=config.rollout.slots,
-            max_completions=config.most_completions,
+            max_completions=config.max_completions,
             tp=section.tp,
             pp=section.pp,
             dp=section.dp,
@@ -430,7 +430,7 @@ class ServerPool:
             raise EngineError(f"{late}: {heard}") from error
 
 
-async def _unless_ended(started: StartedServer, all_came: asyncio.Event) -> StartedServer:
+async def _require_started(started: StartedServer, all_came: asyncio.Event) -> StartedServer:
     """Returns the server, once the others have come up or failed too. Raises EngineError if it ends before."""
     ended, waiting = asyncio.ensure_future(started.wait_for_exit()), asyncio.ensure_future(all_came.wait())
     try:
@@ -503,7 +503,7 @@ class ServerLauncher(Launcher):
     def _sync(self, config: RunConfig, roles: RunComponents, engine: ServerEngine, path: Path) -> ServedSync:
         """Makes the sync that delivers to the servers of ``engine`` and verifies. Mirror files are at ``path``."""
 
-        def trust_of(servers: Probed) -> PushVerifier:
+        def make_verifier(servers: Probed) -> PushVerifier:
             return PushVerifier(
                 path=path,
                 servers=servers,
@@ -523,12 +523,12 @@ class ServerLauncher(Launcher):
         assert isinstance(learner, LearnerWeights)
         file = FileDelivery(learner=learner, path=path, servers=servers, nodes=nodes)
         delivery = _delivery(config, learner, servers, file, self._host)
-        if (pushes := pushes_of(config)) is None:
-            return ServedWeights(learner=learner, delivery=delivery, trust=trust_of(servers), servers=servers)
-        made: ServedSync = load_side(pushes.sync)(
-            config, engine, learner, delivery, file, trust_of, run=self._run_folder.resolve().name, nodes=nodes
+        if (pushes := make_pushes(config)) is None:
+            return ServedWeights(learner=learner, delivery=delivery, trust=make_verifier(servers), servers=servers)
+        sync: ServedSync = load_side(pushes.sync)(
+            config, engine, learner, delivery, file, make_verifier, run=self._run_folder.resolve().name, nodes=nodes
         )
-        return made
+        return sync
 
     async def _before_learners(
         self, config: RunConfig, starting: asyncio.Task[ServerEngine], tell: Callable[[str], None]
@@ -552,7 +552,7 @@ class ServerLauncher(Launcher):
 
 def _tolerance(config: RunConfig) -> float:
     """Returns the probe's tolerance in nats, for rounding or for encoded weights."""
-    encoding, rounding = encoding_of(config), _TOLERANCE[config.learner.dtype]
+    encoding, rounding = make_encoding(config), _TOLERANCE[config.learner.dtype]
     return config.rollout.server.probe_tolerance or max(rounding, encoding.tolerance if encoding else 0.0)
 
 
@@ -583,15 +583,15 @@ def colocated(roles: RunComponents, servers: ReplicaWeights) -> RunComponents:
     """Returns the roles, such that their models make ``servers`` release their memory before they compute, and a push
     makes the models release theirs. Reward models score while servers sample, and do not alternate with them."""
 
-    def in_turn(model: T) -> T:
+    def take_turns(model: T) -> T:
         return cast(T, _InTurn(model, servers))
 
     return replace(
         roles,
         weight_sync=_Weights(inner=roles.weight_sync, models=(*roles.learners.values(), *roles.frozen_models.values())),
-        learners={role: in_turn(one) for role, one in roles.learners.items()},
-        frozen_models={role: in_turn(one) for role, one in roles.frozen_models.items()},
-        shared_ranks=[in_turn(one) for one in roles.shared_ranks],
+        learners={role: take_turns(one) for role, one in roles.learners.items()},
+        frozen_models={role: take_turns(one) for role, one in roles.frozen_models.items()},
+        shared_ranks=[take_turns(one) for one in roles.shared_ranks],
     )
 
 

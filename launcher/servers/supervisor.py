@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
-from launcher.processes.guards import Guard, end_of
+from launcher.processes.guards import Guard, last_lines
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.engines import replicas
 from rl_megatron.engines.adapter import Sampling, UnknownWeights
@@ -104,7 +104,7 @@ class StartedServer(ServerState):
         try:
             how = await wait_until_serving(self.server, self.wait_for_exit(), seconds)
         except TimeoutError as error:
-            tail = await asyncio.to_thread(end_of, self.logs[0], lines=_TAIL)
+            tail = await asyncio.to_thread(last_lines, self.logs[0], lines=_TAIL)
             raise EngineError(
                 f"{self.server.url} is not ready after rollout.server.start_seconds={seconds:g} (/health answered "
                 f"{error}); raise it if loading takes longer; {self.logs[0]} ends with:{tail}"
@@ -124,7 +124,7 @@ class StartedServer(ServerState):
             for one in waiting:
                 one.cancel()
         where = f" (node {node} of {len(self.guards)})" if len(self.guards) > 1 else ""
-        tail = await asyncio.to_thread(end_of, log, lines=_TAIL)
+        tail = await asyncio.to_thread(last_lines, log, lines=_TAIL)
         return f"{self.server.url}{where} {how}; {log} ends with:{tail}"
 
     @override
@@ -207,7 +207,7 @@ class Supervisor:
         while True:
             began = loop.time()
             if replica.health is not Health.DEAD:  # a FailedServer starts DEAD
-                why = await self._until_dead(replica, standing)
+                why = await self._watch(replica, standing)
                 if loop.time() - began >= CALM_SECONDS:
                     replica.forgive()
                 replica.apply(Event.DIED, why)
@@ -247,7 +247,7 @@ class Supervisor:
                 replica.apply(Event.DIED, str(error))
         return None
 
-    async def _until_dead(self, replica: Replica, standing: ServerState) -> str:
+    async def _watch(self, replica: Replica, standing: ServerState) -> str:
         """Refits and watches the server until it is dead. Returns the cause."""
         reasons = (
             *(standing.wait_for_exit(), self._fails(replica, standing), self._hangs(replica)),

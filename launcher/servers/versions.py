@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.processes.own_thread import in_own_thread
+from launcher.processes.own_thread import run_in_own_thread
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.files import parse
@@ -49,8 +49,8 @@ def compare_environments(
 
     Raises EngineError if one does not answer within ``seconds``.
     """
-    of_engine = libraries_of(engine, {**environment, **shared_settings(config, environment)}, seconds)
-    both = {f"learner {learner}": libraries_of(learner, environment, seconds), f"engine {engine}": of_engine}
+    of_engine = find_loaded_libraries(engine, {**environment, **shared_settings(config, environment)}, seconds)
+    both = {f"learner {learner}": find_loaded_libraries(learner, environment, seconds), f"engine {engine}": of_engine}
     return VersionComparison(table=library_table(both), problem=group_problem(config, both))
 
 
@@ -71,8 +71,8 @@ def describe_environments(learner: Path, engines: Sequence[Path]) -> str:
 
     Raises EngineError if one does not answer.
     """
-    of_learner = {f"learner {learner}": libraries_of(learner, os.environ)}
-    of_engines = {f"engine {engine}": libraries_of(engine, os.environ) for engine in engines}
+    of_learner = {f"learner {learner}": find_loaded_libraries(learner, os.environ)}
+    of_engines = {f"engine {engine}": find_loaded_libraries(engine, os.environ) for engine in engines}
     found = {
         (name, way): compare_facts({role: facts(one, fields) for role, one in {**of_learner, name: of}.items()})
         for name, of in of_engines.items()
@@ -97,7 +97,7 @@ def shared_settings(config: RunConfig, environment: Mapping[str, str]) -> Mappin
     return {name: environment.get(name, default) for name, default in DEFAULTS.items()}
 
 
-def libraries_of(python: Path, environment: Mapping[str, str], seconds: float = SECONDS) -> Libraries:
+def find_loaded_libraries(python: Path, environment: Mapping[str, str], seconds: float = SECONDS) -> Libraries:
     """Returns the libraries that an interpreter's programs load with variables ``environment``. Raises EngineError."""
     try:
         done = subprocess.run(
@@ -118,7 +118,7 @@ ANSWER_SECONDS = 60.0  # an interpreter on a slow disk of a network starts in so
 
 async def check_interpreter(python: Path, adapter: Adapter) -> None:
     """Raises ConfigError unless the engine is installed in ``python``."""
-    there = await in_own_thread("interpreter", has_module, adapter.module.partition(".")[0], python)
+    there = await run_in_own_thread("interpreter", has_module, adapter.module.partition(".")[0], python)
     if there is None:
         raise ConfigError(
             f"rollout.python={python}: it does not start, or has not said in {ANSWER_SECONDS:g} s whether "

@@ -44,7 +44,7 @@ class RankProgram:
     files: Mapping[int, int]
 
 
-def modules_of(device: str) -> tuple[str, ...]:
+def rank_modules(device: str) -> tuple[str, ...]:
     """Returns the modules that all ranks of ``learner.device`` import.
 
     With flash-attn installed, TransformerEngine queries the GPU's kind at import (its

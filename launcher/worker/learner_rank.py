@@ -17,13 +17,13 @@ from launcher.wire import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
-from rl_megatron.engines.local.engine import LocalEngine, decoder_of
+from rl_megatron.engines.local.engine import LocalEngine, make_decoder
 from rl_megatron.errors import CorruptionError, SyncError
-from rl_megatron.feature import Encoding, Pushes, compression_of, encoding_of, load_side, pushes_of
+from rl_megatron.feature import Encoding, Pushes, load_side, make_compression, make_encoding, make_pushes
 from rl_megatron.placement.files import file_writer_ranks
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, WeightUpdate
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.bytes.bits import dtype_of
+from rl_megatron.weights.bytes.bits import stored_dtype
 from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
 from rl_megatron.weights.checks.reports import (
     ChecksumReport,
@@ -62,17 +62,17 @@ class LearnerRank(RankModels):
         config = setup.config
         self._float32 = float32_in_files(self._hf)
         self._dtype = torch_dtype(config.learner.dtype)
-        self._encoding = encoding_of(config)
+        self._encoding = make_encoding(config)
         self._sender: Sender | None = None  # into engine ranks in other processes
         self._ends = ExitStack()
         self._writers = file_writer_ranks(config)
         self._holder = self._make_holder(config, setup.run_folder)
         self.load_weights("policy", setup.model_folder)
         self._connect(config, setup.run_folder)
-        pushes = pushes_of(config)
+        pushes = make_pushes(config)
         self._merges = pushes is None
         if pushes is not None:
-            self._connect_beside(config, setup.run_folder, pushes)
+            self._connect_extra(config, setup.run_folder, pushes)
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
         """Makes the target of pushes: the node's mirror file if servers sample, or the job does not; else an engine."""
@@ -82,7 +82,7 @@ class LearnerRank(RankModels):
         engine = LocalEngine(
             self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest
         )
-        engine.decode = decoder_of(self._model_folder) if section.stop else None
+        engine.decode = make_decoder(self._model_folder) if section.stop else None
         return engine
 
     def _make_mirror(self, config: RunConfig, run_folder: Path) -> Mirror | None:
@@ -132,11 +132,11 @@ class LearnerRank(RankModels):
             dst=held,
             bucket_bytes=config.weights.bucket_mb * 2**20,
             verify=not self._sealed,
-            compression=compression_of(config),
+            compression=make_compression(config),
         )
         self._stagings = {"model": Staging(transport, self._holder)}
 
-    def _connect_beside(self, config: RunConfig, run_folder: Path, pushes: Pushes) -> None:
+    def _connect_extra(self, config: RunConfig, run_folder: Path, pushes: Pushes) -> None:
         """Plans the moves of a feature's parameters from every rank to the first that writes each mirror file."""
         staging, self._announce = load_side(pushes.ends)(
             config,
@@ -164,22 +164,22 @@ class LearnerRank(RankModels):
         """Returns completions of each request, by this rank's engine replica."""
         return cast("LocalEngine", self._holder).generate(requests)
 
-    def stage(self, version: int, beside: bool = False) -> WeightUpdate | CorruptionError:
+    def stage(self, version: int, is_extra: bool = False) -> WeightUpdate | CorruptionError:
         """Moves the learner's weights into this rank's engine, which serves nothing until `commit`; or a feature's
-        parameters ``beside`` them into the ranks that write these.
+        parameters with ``is_extra``, into the ranks that write these.
 
         Returns a CorruptionError instead of raising it, because the weights can be moved again.
         """
         self._learners["policy"].gather()
         try:
             with self._merged_for_push():
-                return self._stagings["feature" if beside else "model"].stage(version)
+                return self._stagings["feature" if is_extra else "model"].stage(version)
         except CorruptionError as error:
             return error
 
-    def commit(self, version: int, beside: bool = False) -> None:
+    def commit(self, version: int, is_extra: bool = False) -> None:
         """Serves the staged weights. Raises SyncError."""
-        self._stagings["feature" if beside else "model"].commit(version)
+        self._stagings["feature" if is_extra else "model"].commit(version)
 
     def announce(self, *given: object) -> None:
         """Passes a feature's end the values from its side in the controller about the version that is staged next."""
@@ -203,7 +203,7 @@ class LearnerRank(RankModels):
     @cached_property
     def _dtypes_in_files(self) -> Mapping[str, torch.dtype]:
         """The dtype of each tensor of a mirror file."""
-        entries = stored(self._hf.local_shapes(0), dtype_of(self._dtype), self._encoding, self._float32)
+        entries = stored(self._hf.local_shapes(0), stored_dtype(self._dtype), self._encoding, self._float32)
         return {name: getattr(torch, dtype) for name, (dtype, _) in entries.items()}
 
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:

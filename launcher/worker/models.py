@@ -120,7 +120,7 @@ class RankModels:
             rendezvous=setup.rendezvous,
             seed=config.seed,
             store=store,
-            gpu=setup.gpu_of(rank),
+            gpu=setup.gpu_index(rank),
         )
         if config.profile.memory:
             remember()
@@ -244,7 +244,7 @@ class RankModels:
         adapters, tensors = adapter_layouts(self._config.learner), self._learner(role).adapters
         if adapters is None or not tensors:
             return
-        hf, layout = adapters.in_files(self._layout, self._hf), adapters.on_ranks(self._layout)
+        hf, layout = adapters.file_layout(self._layout, self._hf), adapters.on_ranks(self._layout)
         source = load_side(adapters.untrained)(self._model_folder, hf.local_shapes(0), self._config.seed)
         read_boxes(source, hf, layout, self._rank, tensors)
 
@@ -314,7 +314,7 @@ class RankModels:
         if role in self._scorers:
             return self._scorer(role).score(micro_batches, want)
         policy = self._scorer(role)
-        with policy.without_adapters():
+        with policy.adapters_disabled():
             return policy.score(micro_batches, want, self._reference)
 
     def column_layers(self, role: str) -> OwnLayers:
@@ -361,7 +361,7 @@ class RankModels:
     def save(self, role: str, folder: Path) -> None:
         """Writes this rank's shards, or with ``checkpoint.async_save`` begins to. Raises CheckpointError."""
         learner, beside = self._learner(role), self._extra_state(role)
-        self._saving[role] = learner.start_save(folder, apart=self._saves_apart, beside=beside)
+        self._saving[role] = learner.start_save(folder, in_process=self._saves_apart, extra=beside)
 
     def is_written(self, role: str, wait: bool) -> bool:
         """True if this rank's part of the save is written, or could not be. With ``wait``, waits until then."""

@@ -21,7 +21,7 @@ from typing import NoReturn, TextIO
 from launcher.processes.environment import exit_with_parent, variables
 from launcher.processes.guards import ENDING
 from launcher.wire import Call, Muster, this_node
-from launcher.worker.forking import BLOCKED_SIGNALS, RankProgram, import_all, modules_of, no_fork_reason, start
+from launcher.worker.forking import BLOCKED_SIGNALS, RankProgram, import_all, no_fork_reason, rank_modules, start
 from rl_megatron.placement.names import file_stem, rank_label
 from rl_megatron.placement.ranks import shares_of_cores
 
@@ -38,13 +38,13 @@ def run(muster: Muster) -> NoReturn:
     if muster.parent is not None:
         exit_with_parent(muster.parent)
     os.environ.update(variables(threads=muster.call.threads, device=muster.call.device))
-    import_all(modules_of(muster.call.device))
+    import_all(rank_modules(muster.call.device))
     sys.exit(_first_failure(_start_all(muster), None if muster.parent is not None else _PEERS_SECONDS))
 
 
 def _start_all(muster: Muster) -> dict[int, tuple[str, TextIO | None]]:
     """Starts every rank of this node. Returns by pid its name, and its stderr if that is the controller's."""
-    ranks, hindered = muster.ranks_of(this_node()), no_fork_reason()
+    ranks, hindered = muster.node_ranks(this_node()), no_fork_reason()
     shares = shares_of_cores(_own_cores() if muster.parent is None else {}, len(ranks))
     for descriptor in muster.stderr:  # processes that this one starts do not inherit it
         os.set_inheritable(descriptor, False)

@@ -24,8 +24,8 @@ from typing import NoReturn
 
 from launcher import wire
 from launcher.processes import limits, stacks
-from launcher.processes.engine_guard import interface_of
-from launcher.processes.environment import exit_with_parent, gc_disabled, of_one_order, variables
+from launcher.processes.engine_guard import find_interface
+from launcher.processes.environment import exit_with_parent, gc_disabled, missing_order_variables, variables
 from launcher.wire import STACKS, Call, Hello, Setup, this_node
 from launcher.worker.forking import BLOCKED_SIGNALS, silence_warnings
 from launcher.worker.learner_rank import LearnerRank
@@ -62,7 +62,7 @@ def serve(call: Call, rank: int) -> None:
     limits.raise_open_files()
     connection, address = wire.connect(call.host, call.port, bytes.fromhex(call.token), seconds=call.seconds)
     os.environ.update(variables(threads=call.threads, device=call.device))
-    interface = interface_of(address)
+    interface = find_interface(address)
     assert interface is not None  # the stream leaves through it
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
@@ -112,7 +112,7 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     setup: Setup = wire.unpack(message)
     add_import_folder(setup.code)
     if setup.config.learner.deterministic:
-        os.environ.update(of_one_order(os.environ))
+        os.environ.update(missing_order_variables(os.environ))
     from rl_megatron.observability.log import run_log
 
     if setup.stacks is not None:

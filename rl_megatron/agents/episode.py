@@ -264,7 +264,7 @@ class Episode(ConversationHandler):
         known = 0
         for row in reversed(rows):  # the newest has most in common; of the others one token says that it has no more
             if known < min(len(row), len(token_ids)) and row[known] == token_ids[known]:
-                known = max(known, _alike(row, token_ids))
+                known = max(known, _common_length(row, token_ids))
         return len(token_ids) - known
 
     def _check_first(self, length: int) -> None:
@@ -305,7 +305,7 @@ async def _off_loop(call: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_templates, call, *arguments)
 
 
-def _alike(one: TokenIds, other: TokenIds) -> int:
+def _common_length(one: TokenIds, other: TokenIds) -> int:
     """Returns the number of equal tokens that both begin with."""
     shorter = min(len(one), len(other))
     differ = np.flatnonzero(one[:shorter] != other[:shorter])

@@ -36,8 +36,8 @@ _MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
 class EnvironmentCallError(Exception):
     """The environment raised, was ``late`` or returned a wrong value; the text says in which call."""
 
-    def __init__(self, said: str, *, late: bool = False) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
         self.late = late
 
 
@@ -72,13 +72,13 @@ class EpisodeRunner:
     metrics: dict[str, float] = field(default_factory=dict)
     requests: RequestCounts | None = None  # counts of an agent's clients, if it has any
 
-    async def run(self, made: EnvironmentFactory | Agent) -> TrajectoryEnd:
+    async def run(self, factory: EnvironmentFactory | Agent) -> TrajectoryEnd:
         """Plays to the end, but for `close`. Raises EnvironmentCallError, and the engine's errors as
         `Episode.reply`."""
         try:
-            if isinstance(made, Agent):
-                return await self._run_agent(made)
-            stop = await self._run_turns(made)
+            if isinstance(factory, Agent):
+                return await self._run_agent(factory)
+            stop = await self._run_turns(factory)
         finally:
             self.on_last_turn()
         return TrajectoryEnd(
@@ -102,9 +102,9 @@ class EpisodeRunner:
             return f"close {error}"
         return None
 
-    async def _run_turns(self, made: EnvironmentFactory) -> StopReason:
+    async def _run_turns(self, factory: EnvironmentFactory) -> StopReason:
         async def start() -> Observation:
-            self.environment = made()
+            self.environment = factory()
             return await self.environment.start(self.task, self.seed)
 
         self.started = True

@@ -210,15 +210,15 @@ class EnvironmentSampler(PolicySampler):
         return ()
 
     @override
-    async def sample_eval(self, asked: EvalRequest) -> list[GroupResult]:
+    async def sample_eval(self, request: EvalRequest) -> list[GroupResult]:
         """Samples as `PolicySampler.held_out`, but trajectories."""
-        places, prompts, samples = self.healthy_prompts(asked), asked.prompts, asked.samples
+        places, prompts, samples = self.healthy_prompts(request), request.prompts, request.samples
         numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
-        members = [self._place(prompt, asked.purpose, number) for prompt, number in numbered]
-        played = await self._play(members, asked.params, ahead=True, exact_logprobs=False, tell=asked.on_progress)
+        members = [self._place(prompt, request.purpose, number) for prompt, number in numbered]
+        played = await self._play(members, request.params, ahead=True, exact_logprobs=False, tell=request.on_progress)
         parts = [played[first : first + samples] for first in range(0, len(played), samples)]
         answered = [_answered(prompts[place], part) for place, part in zip(places, parts, strict=True)]
-        return self.among_poison(asked, places, answered)
+        return self.among_poison(request, places, answered)
 
     @override
     async def wait_closed(self) -> None:
@@ -283,7 +283,7 @@ class EnvironmentSampler(PolicySampler):
                 self.closing.add(closing)
                 closing.add_done_callback(self.closing.discard)
                 if waits:
-                    await _until_closed(closing)
+                    await _wait_closed(closing)
 
     def _begin(self, asking: ExitStack) -> None:
         """Counts a trajectory among those that will ask, until ``asking`` is closed."""
@@ -372,7 +372,7 @@ class EnvironmentSampler(PolicySampler):
         return {**message, "content": f"{first}\n[{len(ids) - 2 * half} tokens cut]\n{last}"}
 
 
-async def _until_closed(closing: asyncio.Future[None]) -> None:
+async def _wait_closed(closing: asyncio.Future[None]) -> None:
     """Waits even if it is canceled: closing has a limit, and the end of a run cuts off tasks that are not awaited."""
     try:
         await asyncio.shield(closing)

@@ -50,7 +50,7 @@ class AdoptedProcesses:
                 case given if given == mark:
                     found += _children(thread, "self")
                 case marks.SHARED:  # also one that forks or ends: all signals are blocked then, but not its children's
-                    found += [child for child in _children(thread, "self") if marks.mark_of(child) == mark]
+                    found += [child for child in _children(thread, "self") if marks.read_mark(child) == mark]
         adopted = _children(first, "self")  # read last: a thread that ends leaves its children to the first
         of = {child: self._mark(child) for child in adopted}
         there = {*adopted, *others}
@@ -62,13 +62,13 @@ class AdoptedProcesses:
     def _mark(self, task: int, process: str | None = None) -> int:
         if task in self._seen:
             return self._seen[task]
-        given = marks.mark_of(task, process)
+        given = marks.read_mark(task, process)
         if not given or (process is not None and given == marks.SHARED):
             self._seen[task] = given
         return given
 
 
-def children_of(thread: int, process: int | str = "self") -> list[int]:
+def find_children(thread: int, process: int | str = "self") -> list[int]:
     """Returns the running children of a thread of ``process``; none where the kernel does not say."""
     return [pid for pid in _children(thread, process) if start_ticks(pid) is not None]
 
@@ -98,7 +98,7 @@ def end_trees(roots: Iterable[int]) -> list[int]:
         for pid in new:
             _send(pid, signal.SIGSTOP)
         found += new
-        below = {child for pid in found for thread in _threads_of(pid) for child in children_of(thread, pid)}
+        below = {child for pid in found for thread in _threads_of(pid) for child in find_children(thread, pid)}
         new = sorted(below.difference(found))
     for pid in found:
         _send(pid, signal.SIGKILL)
@@ -223,7 +223,7 @@ class LoopThread:
         """Kills processes that this thread's code left running, in whatever thread and way. Returns their ids."""
         own = {one.native_id or 0 for one in threading.enumerate() if isinstance(one, _OwnThread)}
         roots = [
-            *children_of(self._thread.native_id or 0),
+            *find_children(self._thread.native_id or 0),
             *self._helpers.children(),
             *self._adopted.of(self._mark, own),
         ]
@@ -250,10 +250,10 @@ class LoopThread:
 
 
 class EpisodeThreads:
-    """The threads of a run, at most ``most`` of them, which clean trajectories hand on. One event loop uses them."""
+    """The threads of a run, at most ``limit`` of them, which clean trajectories hand on. One event loop uses them."""
 
-    def __init__(self, most: int) -> None:
-        self._room, self._waking, self._adopted = asyncio.Semaphore(most), WakeLimiter(), AdoptedProcesses()
+    def __init__(self, limit: int) -> None:
+        self._room, self._waking, self._adopted = asyncio.Semaphore(limit), WakeLimiter(), AdoptedProcesses()
         self._free: list[LoopThread] = []
 
     async def take(self, admitted: Callable[[], None]) -> LoopThread:
@@ -297,7 +297,7 @@ class _Helpers(ThreadPoolExecutor):
 
     def children(self) -> list[int]:
         left = [pid for pid, since in tuple(self._left.items()) if since is not None and start_ticks(pid) == since]
-        return left + [child for thread in tuple(self._running) for child in children_of(thread)]
+        return left + [child for thread in tuple(self._running) for child in find_children(thread)]
 
     @override
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -312,7 +312,7 @@ class _Helpers(ThreadPoolExecutor):
                 future.set_exception(error)
             finally:
                 self._left |= {
-                    pid: start_ticks(pid) for pid in children_of(thread)
+                    pid: start_ticks(pid) for pid in find_children(thread)
                 }  # these become another thread's now
                 self._running.discard(thread)
 

@@ -124,7 +124,7 @@ class PreferenceLoss:
         sums, count = sums * scale, len(sums) // 2 * 2
         of_pairs = lengths[:count].reshape(-1, 2)
         real = of_pairs.all(1)
-        losses, slopes = losses_with_gradients(self._of_pair, sums[:count:2], sums[1:count:2], self.beta)
+        losses, slopes = losses_with_gradients(self._pair_losses, sums[:count:2], sums[1:count:2], self.beta)
         losses, slopes = torch.where(real, losses, 0.0), torch.where(real[:, None], slopes, 0.0)
         margin = self.beta * (sums[:count:2] - sums[1:count:2])
         per_pair = real.to(logprobs.dtype) / (inputs.num_sequences // 2)
@@ -151,7 +151,7 @@ class PreferenceLoss:
             metrics["loss/nll"] = Metric(value=term.detach(), weight=inputs.num_sequences)
         return LossOutput(loss=loss, metrics=metrics)
 
-    def _of_pair(self, better: Tensor, worse: Tensor, beta: float) -> Tensor:
+    def _pair_losses(self, better: Tensor, worse: Tensor, beta: float) -> Tensor:
         """Returns losses of pairs, [P], as `PairLoss`, with ``row``'s target, over both orders if one may be wrong."""
         loss, target = resolve_pair_loss(self.row.loss, self.row.key), self.row.target_margin / beta
         losses = loss(better - target, worse, beta)
@@ -202,7 +202,7 @@ class KtoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreLoss:
-    """A reward model's: mean over pairs of -log σ(s₁ - s₂ - margin) + ``centring``·(s₁ + s₂)², s₁ and s₂ the scores of
+    """A reward model's: mean over pairs of -log σ(s₁ - s₂ - margin) + ``centering``·(s₁ + s₂)², s₁ and s₂ the scores of
     the better and the worse one (Bradley-Terry, arXiv:2203.02155, eq. 1; arXiv:2312.09244 for the second term).
 
     Sequences are pairs as `PreferenceLoss` has them. A sequence's score is the value at its only masked-in position,
@@ -210,7 +210,7 @@ class ScoreLoss:
     s₂), ``preference/margin`` (s₁ - s₂) and ``reward_model/score_mean`` of both.
     """
 
-    centring: float = 0.0
+    centering: float = 0.0
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Returns this rank's share of the loss; its gradient goes through ``inputs.values``. Every rank that shares a
@@ -233,8 +233,8 @@ class ScoreLoss:
             return torch.where(inputs.mask, padded, 0.0)
 
         sign = 1 - inputs.segment_ids % 2 * 2
-        slope = 2 * (spread(2 * self.centring * summed) - sign * spread(torch.sigmoid(-apart)))
-        value = spread(-logsigmoid(apart) + self.centring * summed.square())
+        slope = 2 * (spread(2 * self.centering * summed) - sign * spread(torch.sigmoid(-apart)))
+        value = spread(-logsigmoid(apart) + self.centering * summed.square())
         metrics = {
             "preference/accuracy": Metric(value=spread((better > worse).to(values.dtype)).sum()),
             "preference/margin": Metric(value=spread(better - worse).sum()),

@@ -102,7 +102,7 @@ class PolicyLoss:
             per_token = per_token + inputs.old_kl_weights * old_kl
         weights = loss_weights(row.aggregation, inputs, lengths, self.max_new_tokens)
         parts = self._extra_terms(inputs, weights)
-        sampled = inputs if inputs.demonstrated is None else _sampled_alone(inputs)
+        sampled = inputs if inputs.demonstrated is None else _mask_demonstrated(inputs)
         output = self._describe(sampled, lengths, raw, limited, correction)
         metrics = {**output.metrics, **{f"loss/{name}": Metric(value=part.detach()) for name, part in parts.items()}}
         if inputs.demonstrated is not None:
@@ -249,7 +249,7 @@ def token_weight(samples: Samples, name: str, *, max_length: int, part: Tensor |
     return of_sequences.float()[of_positions] * samples.mask
 
 
-def _sampled_alone(inputs: LossInputs) -> LossInputs:
+def _mask_demonstrated(inputs: LossInputs) -> LossInputs:
     """Returns the inputs with no demonstrated token masked in; a whole sequence is a demonstration, or was sampled."""
     return replace(inputs, mask=inputs.mask & ~require_column(inputs.demonstrated, "demonstrated"))
 

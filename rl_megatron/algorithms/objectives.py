@@ -123,7 +123,7 @@ def _untouched(values: Tensor) -> Tensor:
     return torch.zeros_like(values, dtype=torch.bool)
 
 
-def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
+def _weights_by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
     return torch.full_like(advantages, other).masked_fill(advantages > 0, positive)
 
 
@@ -148,7 +148,7 @@ def clip(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmS
     clipped = ratio.clamp(1 - row.clip_low, 1 + row.clip_high) * advantages
     loss, limited = -torch.minimum(free, clipped), clipped < free
     if row.keep_low or row.keep_high:
-        kept = _by_sign(advantages, row.keep_high * (1 + row.clip_high), row.keep_low * (1 - row.clip_low))
+        kept = _weights_by_sign(advantages, row.keep_high * (1 + row.clip_high), row.keep_low * (1 - row.clip_low))
         loss = loss - (limited * kept * advantages) * (log_ratio - log_ratio.detach())
     if row.dual_clip is None:
         return loss, limited
@@ -174,7 +174,7 @@ def topr(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmS
 def sapo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-(4/tau) sigmoid(tau (rho - 1)) A, tau by the sign of A (arXiv:2511.20347): a soft gate in place of a clip."""
     advantages = inputs.advantages
-    tau = _by_sign(advantages, row.parameters["tau_positive"], row.parameters["tau_negative"])
+    tau = _weights_by_sign(advantages, row.parameters["tau_positive"], row.parameters["tau_negative"])
     return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages, _untouched(log_ratio)
 
 
@@ -186,8 +186,8 @@ def vespo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: Algorithm
     e^``LOG_RATIO_BOUND``, as ratios are: with a large k and a small lambda it overflows float32.
     """
     log_ratio, advantages = log_ratio.detach(), inputs.advantages
-    shape = _by_sign(advantages, row.parameters["shape_positive"], row.parameters["shape_negative"])
-    rate = _by_sign(advantages, row.parameters["rate_positive"], row.parameters["rate_negative"])
+    shape = _weights_by_sign(advantages, row.parameters["shape_positive"], row.parameters["shape_negative"])
+    rate = _weights_by_sign(advantages, row.parameters["rate_positive"], row.parameters["rate_negative"])
     weight = (shape * log_ratio - rate * torch.expm1(log_ratio)).clamp(max=LOG_RATIO_BOUND).exp()
     return -weight * advantages * inputs.logprobs, _untouched(log_ratio)
 
@@ -269,8 +269,8 @@ def balanced_limits(
     row: AlgorithmSection,
     share: float,
     *,
-    most_high: float,
-    least_low: float,
+    max_high: float,
+    min_low: float,
 ) -> ClipLimits:
     """Returns the limits at which positive tokens have the ``share`` of one minibatch's: BAPO (arXiv:2510.18927).
 
@@ -293,9 +293,9 @@ def balanced_limits(
         found = limits(steps, row.clip_low)
         return found.positive >= share * found.all
 
-    most = math.floor((most_high - row.clip_high) / _RAISED_BY + 1e-9)
+    most = math.floor((max_high - row.clip_high) / _RAISED_BY + 1e-9)
     steps = bisect_left(range(most + 1), True, key=enough)
-    return limits(steps, row.clip_low) if steps <= most else limits(most, least_low)
+    return limits(steps, row.clip_low) if steps <= most else limits(most, min_low)
 
 
 OBJECTIVES: Mapping[str, Objective] = {

@@ -53,14 +53,14 @@ def check_custom_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
     trial = _CustomCheck(f"algorithm.objective={row.objective}", resolve_objective(row.objective), row, _Watched(row))
     trial.check_signature()
     moves = False
-    if trial.lowers_better(next(_made(row))):
+    if trial.lowers_better(next(_make_micro_batches(row))):
         logger.warning(
             "%s lowers the log-probs of all tokens with a positive advantage; is the sign of the loss wrong?",
             trial.given,
         )
-    for inputs in _made(row):
+    for inputs in _make_micro_batches(row):
         moves |= trial.has_gradient(inputs)
-        trial.check_apart(inputs)
+        trial.check_independence(inputs)
         if cp > 1:
             trial.check_parts(inputs, cp)
         if not torch.equal(trial.losses(inputs), trial.losses(inputs, shift=0.3)):
@@ -237,7 +237,7 @@ class _CustomCheck:
         better = inputs.mask & (inputs.advantages > 0)
         return gradient is not None and bool((gradient[better] > 0).all())
 
-    def check_apart(self, inputs: LossInputs) -> None:
+    def check_independence(self, inputs: LossInputs) -> None:
         """Raises ConfigError if a sequence's losses are others where it is alone in its micro-batch."""
         together = self.losses(inputs)
         for s in range(len(_LENGTHS)):
@@ -262,7 +262,7 @@ class _CustomCheck:
             whole.append(sums)
             return sums
 
-        def of_whole(sums: Tensor, half: list[Tensor]) -> Tensor:
+        def watch_sums(sums: Tensor, half: list[Tensor]) -> Tensor:
             half.append(sums)
             if len(half) > len(whole):
                 raise ValueError(
@@ -275,7 +275,7 @@ class _CustomCheck:
         second = torch.cat([torch.arange(length) % 4 % 3 > 0 for length in _LENGTHS])
         apart = torch.empty_like(together)
         for half, mine in zip(halves, (~second, second), strict=True):
-            sums = _sums(ids[mine], num, self.row, partial(of_whole, half=half))
+            sums = _sums(ids[mine], num, self.row, partial(watch_sums, half=half))
             apart[mine] = self.losses(replace(_part(inputs, mine), segment_ids=ids[mine], **sums))
         added = [a + b for a, b in zip(*halves, strict=False)]
         pairs = [(apart, together), *zip(added, whole, strict=False)]
@@ -292,7 +292,7 @@ def _part(inputs: LossInputs, mine: Tensor) -> LossInputs:
     return replace(inputs, **{name: x[mine] for name in _COLUMNS if (x := getattr(inputs, name)) is not None})
 
 
-def _made(row: AlgorithmSection) -> Iterator[LossInputs]:
+def _make_micro_batches(row: AlgorithmSection) -> Iterator[LossInputs]:
     """Yields micro-batches with the columns that a run of the row has."""
     ids = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
     mask = (torch.arange(len(ids)) % 4 != 1) & (ids != 2)
@@ -321,10 +321,10 @@ def _sums(
 ) -> dict[str, Any]:
     """``segment_sum`` and, where a run has it, ``turn_sum`` of sequences of one turn; both refuse a gradient."""
 
-    def of_sequences(values: Tensor) -> Tensor:
+    def watch_sequences(values: Tensor) -> Tensor:
         if values.requires_grad:
             raise ValueError("a sum over a sequence is one over ranks and has no gradient; give it values.detach()")
         return over_ranks(segment_sum(values, ids, num))
 
-    turns = {"turn_sum": lambda values: of_sequences(values)[ids]} if row.ratio_level == "turn" else {}
-    return {"segment_sum": of_sequences, **turns}
+    turns = {"turn_sum": lambda values: watch_sequences(values)[ids]} if row.ratio_level == "turn" else {}
+    return {"segment_sum": watch_sequences, **turns}

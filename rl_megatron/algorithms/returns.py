@@ -48,12 +48,12 @@ def set_unfinished_rewards(rewards: Tensor, finished: Tensor, *, unfinished_rewa
 def last_token_rewards(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Rewards [S] at the last masked-in position of each sequence, [N]; a sequence without one loses its reward."""
 
-    def at_the_end(part: _Part) -> Tensor:
+    def final_rewards(part: _Part) -> Tensor:
         out, some = rewards.new_zeros(part.num_kept), part.lengths > 0
         out[part.ends[some]] = rewards[part.sequences][some]
         return out
 
-    return _compute_in_parts(at_the_end, mask, cu_seqlens, rewards.dtype)
+    return _compute_in_parts(final_rewards, mask, cu_seqlens, rewards.dtype)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:

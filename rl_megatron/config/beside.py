@@ -35,8 +35,8 @@ def longest_scored_row(c: RunConfig, role: str) -> tuple[str, int]:
             before = f"algorithm.kl.teachers.{name}.max_prompt_tokens={one.max_prompt_tokens}"
             behind = c.named_longest.removeprefix(f"rollout.max_prompt_tokens={c.rollout.max_prompt_tokens}")
             if not one.reads_another:
-                return before + behind, one.max_prompt_tokens + c.most_sampled
-            longest = one.max_prompt_tokens + 2 * c.most_sampled
+                return before + behind, one.max_prompt_tokens + c.max_sampled
+            longest = one.max_prompt_tokens + 2 * c.max_sampled
             if longest > c.longest_sequence:  # the teacher reads the latter if no other completion can be shown
                 return before + 2 * behind, longest
     return c.named_longest, c.longest_sequence
@@ -71,10 +71,10 @@ def num_role_nodes(c: RunConfig, role: str) -> int:
     """The number of nodes of a separate role: the learner's; in a layout of its own as many as its ranks fill."""
     if role not in c.roles.layouts:
         return c.slurm.nodes
-    return -(-c.learner_of(role).dims.world_size // c.slurm.tasks_per_node(c.learner.dims.world_size))
+    return -(-c.role_learner(role).dims.world_size // c.slurm.tasks_per_node(c.learner.dims.world_size))
 
 
-def begun_by_messages(c: RunConfig) -> set[str]:
+def message_prompt_keys(c: RunConfig) -> set[str]:
     """The keys of the data of sources and sets in which prompts may be lists of messages: an environment that renders a
     conversation begins with them."""
     chats = {key for key, one in c.environments.items() if one.template == "chat"}

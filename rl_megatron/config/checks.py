@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.beside import separate, with_role_keys
 from rl_megatron.config.learner_checks import problems as option_problems
-from rl_megatron.config.removed import instead_of
-from rl_megatron.config.sections.data import FileKeys, data_sources, rewards_of
+from rl_megatron.config.removed import describe_replacement
+from rl_megatron.config.sections.data import FileKeys, data_sources, source_rewards
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.learner import max_padded_length, padded_tokens, sequence_multiple
 from rl_megatron.config.sections.reward import reward_key
@@ -110,10 +110,10 @@ def problems_of_groups(c: RunConfig) -> Iterator[str]:
 def check_separate_roles(c: RunConfig) -> Iterator[str]:
     """Layouts of roles with ranks of their own."""
     for role in c.roles.layouts:
-        yield from _of_layout(c, role)
+        yield from _layout_problems(c, role)
 
 
-def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
+def _layout_problems(c: RunConfig, role: str) -> Iterator[str]:
     """Yields the problems of a role's own layout that the learner's layout does not have."""
     if role not in separate(c) and role not in ("critic", "reference"):
         yield (
@@ -126,7 +126,7 @@ def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
             f"set roles.{role}=separate, or leave roles.layouts.{role} out"
         )
     known = set(option_problems(c.learner))
-    yield from (with_role_keys(c, role, line) for line in option_problems(c.learner_of(role)) if line not in known)
+    yield from (with_role_keys(c, role, line) for line in option_problems(c.role_learner(role)) if line not in known)
 
 
 def problems_of_limits(c: RunConfig) -> Iterator[str]:
@@ -150,9 +150,9 @@ def problems_of_limits(c: RunConfig) -> Iterator[str]:
 
 def problems_of_rewards(c: RunConfig) -> Iterator[str]:
     """Rewards without a weight, or without parts where these are compared, and groups too small for a best of."""
-    yield from _of_no_reward(c)
+    yield from _missing_rewards(c)
     a, size = c.algorithm, c.rollout.group_size
-    for key, section in rewards_of(c.data, c.reward, c.environment).items():
+    for key, section in source_rewards(c.data, c.reward, c.environment).items():
         if not c.kind.samples or a.advantage_of != "parts":
             break
         if not section.parts:
@@ -174,7 +174,7 @@ def problems_of_rewards(c: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_no_reward(c: RunConfig) -> Iterator[str]:
+def _missing_rewards(c: RunConfig) -> Iterator[str]:
     """Rewards without a weight, where no other model judges either."""
     kl = c.algorithm.kl
     compared = c.algorithm.needs_top or (kl.coefficient > 0 and kl.placement != "loss")
@@ -197,10 +197,10 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
     """Functions that have left the package, texts that a template rendered already, and turns without an environment;
     demonstrations that are named twice."""
     for key, one in c.environments.items():
-        if text := instead_of("environment.function", one.function):
+        if text := describe_replacement("environment.function", one.function):
             yield f"{key}.function={one.function!r}: must be {text}"
     yield from _rendered(c)
-    buffer, most = c.algorithm.overlong_buffer, c.most_sampled
+    buffer, most = c.algorithm.overlong_buffer, c.max_sampled
     if c.kind.samples and buffer >= max(1, most):
         limit = "environment.max_tokens" if "environment" in c.training_environments else "rollout.max_new_tokens"
         yield (

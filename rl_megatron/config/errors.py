@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rl_megatron.config.removed import Removed, instead_of, removed_key
+from rl_megatron.config.removed import Removed, describe_replacement, removed_key
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import quote_start, truncate
 from rl_megatron.section import Section
@@ -53,7 +53,7 @@ def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
             lines.append(line)
         elif isinstance(error["input"], Mapping) and error["msg"][0].islower():  # a rule within a section
             lines.append(f"{place.shown}.{error['msg']}")
-        elif text := instead_of(place.key, error["input"]):
+        elif text := describe_replacement(place.key, error["input"]):
             allowed[f"{place.shown}={quote_start(error['input'])}"] = [text]
         else:
             texts = allowed.setdefault(f"{place.shown}={quote_start(error['input'])}", [])
@@ -170,16 +170,16 @@ def _key_of_other_variant(place: _Place, given: str) -> str | None:
 def _near_key(place: _Place) -> str:
     """Suggestions for an unknown key: its name in other sections, or near names in its own section, or in any."""
     section, dot, name = place.key.rpartition(".")
-    everywhere: dict[str, list[str]] = {}  # last part -> whole keys
+    known: dict[str, list[str]] = {}  # last part -> whole keys
     for key in every_key():
         if key != place.key:  # another variant of the section may have it
-            everywhere.setdefault(key.rpartition(".")[2], []).append(key)
-    if name not in everywhere and place.section:
+            known.setdefault(key.rpartition(".")[2], []).append(key)
+    if name not in known and place.section:
         beside = difflib.get_close_matches(name, place.section.model_fields, n=1)
         if beside:
             return did_you_mean([section + dot + beside[0]])
-    nearest = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.65)
-    found = everywhere[nearest[0]] if nearest else []
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
+    found = known[nearest[0]] if nearest else []
     return did_you_mean([key for key in found if _NAME not in key] or found)
 
 

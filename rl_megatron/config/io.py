@@ -2,7 +2,7 @@
 
 ``group=name`` replaces that whole section by conf/<group>/<name>.yaml; ``a.b=v`` sets one value; groups apply before
 values, in any order of arguments. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
-file that starts from ``_section_`` changes only the keys that it names, and its ``beside`` sets keys of other sections,
+file that starts from ``_section_`` changes only the keys that it names, and its ``extras`` sets keys of other sections,
 which stay where such a section is replaced later.
 A model's path, a warm start of no steps and a number of epochs unset earlier keys that they make useless.
 Only the sections define defaults of keys; errors.py words the schema's errors; yaml_text.py reads YAML.
@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import closest_key, did_you_mean, explain_errors, section_expected
-from rl_megatron.config.removed import given_value, new_name, with_new_names, without_removed
+from rl_megatron.config.removed import drop_removed, given_value, new_name, with_new_names
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
 from rl_megatron.errors import ConfigError, quote_start
@@ -50,7 +50,7 @@ def load_config(
         raise ConfigError(f"--config {name}: no such file; did you mean --config {meant}?")
     tree = composer.compose(path)
     values: list[tuple[str, object]] = []
-    beside: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
     for item in overrides:
         key, equals, text = item.partition("=")
         parts = key.split(".")
@@ -59,10 +59,10 @@ def load_config(
         elif not equals or not all(parts) or len(parts) > yaml_text.MAX_DEPTH:
             composer.problems.append(f"{quote_start(item)}: not an override{composer.hint(item)}")
         elif key in composer.groups:
-            beside = _merged(beside, composer.choose(tree, key, text))
+            extras = _merged(extras, composer.choose(tree, key, text))
         else:
             values.append((key, yaml_text.scalar(text)))
-    tree = _merged(tree, beside)
+    tree = _merged(tree, extras)
     for given, wanted in values:
         key, value = new_name(given, wanted, tree) or (given, wanted)
         tree = _cleared(tree, {key: value})
@@ -72,7 +72,7 @@ def load_config(
             tree = _cleared(tree, {key: value})
             composer.put(tree, key, value)
     try:
-        config = RunConfig.model_validate(without_removed(tree))
+        config = RunConfig.model_validate(drop_removed(tree))
     except ValidationError as error:
         composer.problems += explain_errors([e for e in error.errors() if not composer.is_consequence(e)])
     if composer.problems:
@@ -105,12 +105,12 @@ class _Composer:
         self._beside: dict[str, Any] = {}  # values that groups' files have set in other sections
 
     def compose(
-        self, path: Path, above: tuple[Path, ...] = (), asked: str = "", section: Mapping[str, Any] | None = None
+        self, path: Path, above: tuple[Path, ...] = (), name: str = "", section: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns the file's values over those of its ``defaults``. ``above``: the files with defaults that led to this
-        one; ``asked``: the choice, for messages; ``section``: the section before the choice, for ``_section_``.
+        one; ``name``: the choice, for messages; ``section``: the section before the choice, for ``_section_``.
         """
-        tree = self._read(path, above, asked)
+        tree = self._read(path, above, name)
         entries = tree.pop("defaults", [])
         base: dict[str, Any] = {}
         others: dict[str, Any] = {}
@@ -133,13 +133,13 @@ class _Composer:
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> dict[str, Any]:
         """Replaces the section by <group>/<choice>.yaml, or merges the file into it if it has ``_section_``. Keys that
-        another group's ``beside`` has set in it stay as they are, unless the file has them.
+        another group's ``extras`` has set in it stay as they are, unless the file has them.
 
-        Returns the values that its ``beside`` sets in other sections.
+        Returns the values that its ``extras`` sets in other sections.
         """
         path, before = self._root / group / f"{choice}.yaml", tree.get(group)
         kept = before if isinstance(before, dict) else {}
-        section = self.compose(path, asked=f"{group}={choice}: ", section=kept)
+        section = self.compose(path, name=f"{group}={choice}: ", section=kept)
         beside = section.pop("beside", {})
         tree[group] = _merged(_common({group: kept}, self._beside), {group: section})[group]
         others = set(RunConfig.model_fields) - {group}
@@ -183,7 +183,7 @@ class _Composer:
         in_unread = bool(self._unread.intersection(error["loc"][:1]))
         return in_unread and error["type"] in {"missing", "extra_forbidden", "union_tag_not_found"}
 
-    def _read(self, path: Path, above: tuple[Path, ...], asked: str) -> dict[str, Any]:
+    def _read(self, path: Path, above: tuple[Path, ...], name: str) -> dict[str, Any]:
         self._files += 1
         problem = ""
         if path in above:
@@ -191,7 +191,7 @@ class _Composer:
         elif self._files > _MAX_FILES:
             problem = f"defaults lead to more than {_MAX_FILES} files"
         elif not _is_file(path):
-            names = _names_beside(path)
+            names = _sibling_names(path)
             problem = f"no such file{closest_key(path.stem, names)}; one of: {_listed(names)}"
         else:
             try:
@@ -204,7 +204,7 @@ class _Composer:
                 if tree is None:
                     return {}
                 problem = f"holds {quote_start(tree)}; a config file is a mapping, `key: value` a line"
-        self.problems.append(f"{asked}{path}: {problem}")
+        self.problems.append(f"{name}{path}: {problem}")
         self._unread |= (
             {path.parent.name} if path.parent.name in RunConfig.model_fields else set(RunConfig.model_fields)
         )
@@ -237,15 +237,15 @@ def _cleared(base: dict[str, Any], given: Mapping[str, object]) -> dict[str, Any
     """Returns ``base`` without keys that ``given``, a file above or a later override, leaves without effect. A model
     unsets the sizes of a tiny one, a warm start of 0 steps its other keys, and a number of epochs that of steps.
     """
-    gone: dict[str, tuple[str, ...]] = {}
+    cleared: dict[str, tuple[str, ...]] = {}
     if given.get("model.path") is not None:
-        gone["model"] = ("tiny", "cache_dir")
+        cleared["model"] = ("tiny", "cache_dir")
     if given.get("warm_start.steps") == 0:
-        gone["warm_start"] = tuple(WarmStartSection.model_fields)
+        cleared["warm_start"] = tuple(WarmStartSection.model_fields)
     if any(given.get(f"{job}.epochs") is not None for job, kind in JOBS.items() if not kind.samples):
-        gone["train"] = ("steps",)
+        cleared["train"] = ("steps",)
     out = dict(base)
-    for name, keys in gone.items():
+    for name, keys in cleared.items():
         if isinstance(section := base.get(name), dict):
             out[name] = {key: value for key, value in section.items() if key not in keys}
     return out
@@ -258,7 +258,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _names_beside(path: Path) -> set[str]:
+def _sibling_names(path: Path) -> set[str]:
     """The names of the configurations in the file's folder, if there is one."""
     try:
         return {p.stem for p in path.parent.glob("[!.]*.yaml")}

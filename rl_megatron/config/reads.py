@@ -17,13 +17,13 @@ from rl_megatron.config.sections.data import (
     FileKeys,
     MixtureData,
     data_sources,
-    rewards_of,
+    source_rewards,
 )
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.jobs import JOBS, JobKind
 from rl_megatron.config.sections.reward import RANKS, reward_key
-from rl_megatron.feature import keys_of
-from rl_megatron.rules import Leaf, as_given, does_nothing, is_in, set_leaves
+from rl_megatron.feature import section_keys
+from rl_megatron.rules import Leaf, as_given, contains_leaf, does_nothing, set_leaves
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ PREFERENCE_READS = (
     "overlong_buffer",
     "overlong_factor",
     "old_logprobs",
-    *(key for keys in keys_of("algorithm").values() for key in keys.model_fields),
+    *(key for keys in section_keys("algorithm").values() for key in keys.model_fields),
 )
 """The keys that training on pairs (``preference.beta``) reads, all of features among them, whose rules are their own;
 without it, any key may be read."""
@@ -135,7 +135,7 @@ def unread_of_algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Keys and sections of ``algorithm`` that nothing reads, and why; the first reason of a key is the one to give."""
     yield from _unread_by_preference(config.algorithm)
     yield from _unread_by_choices(config.algorithm)
-    yield from _without_effect(config)
+    yield from _useless_keys(config)
 
 
 def problems_of_own_objective(row: AlgorithmSection, read: Collection[str]) -> list[str]:
@@ -149,7 +149,7 @@ def _unread_by_preference(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
     if not a.pairs:
         return
     for name, _ in set_leaves("algorithm", a):
-        if not any(is_in(name, f"algorithm.{key}") for key in PREFERENCE_READS):
+        if not any(contains_leaf(name, f"algorithm.{key}") for key in PREFERENCE_READS):
             yield name, f"algorithm.preference.beta={a.preference.beta} trains on pairs without it"
 
 
@@ -169,10 +169,10 @@ def _named(choice: str, values: list[str], instead_of: object) -> str:
     return f"algorithm.{choice}={' or '.join(values)}"
 
 
-def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _useless_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Keys of the algorithm that several choices together make useless, and why."""
     a = config.algorithm
-    rewards = rewards_of(config.data, config.reward, config.environment).values()
+    rewards = source_rewards(config.data, config.reward, config.environment).values()
     parts = {frozenset(name for name, part in one.parts.items() if part.weight) for one in rewards}
     apart = a.advantage_mean == "batch" and len(parts) > 1  # the mean of a part is over those of its sources alone
     if a.advantage_std == "none" and ":" not in a.advantage_mean and not apart:
@@ -189,7 +189,7 @@ def problems_of_job(config: RunConfig) -> list[str]:
     for key, source in data_sources(config.data).items():
         given |= set_leaves(key, source) if key != "data" else {}
     unread = sorted(name for name in given if not _read(config.kind, name))
-    return [*(_not_read(name, given[name], config.job) for name in unread), *_of_other_form(config)]
+    return [*(_not_read(name, given[name], config.job) for name in unread), *_form_problems(config)]
 
 
 def _not_read(name: str, leaf: Leaf, job: str) -> str:
@@ -200,7 +200,7 @@ def _not_read(name: str, leaf: Leaf, job: str) -> str:
     )
 
 
-def _of_other_form(config: RunConfig) -> Iterator[str]:
+def _form_problems(config: RunConfig) -> Iterator[str]:
     """Yields problems of sources with rows of another form than the job's, or with the question as an answer."""
     demonstrated = config.environment.function is not None  # a warm start then learns its demonstrations
     learns = not config.kind.samples or (config.warm_start.steps > 0 and not demonstrated)
@@ -231,8 +231,8 @@ def _of_other_form(config: RunConfig) -> Iterator[str]:
 def _read(kind: JobKind, leaf: str) -> bool:
     """True if jobs of the kind read a key; a source of a mixture has the keys of ``data``."""
     names = [leaf, f"data.{leaf.split('.', 3)[-1]}"] if leaf.startswith("data.sources.") else [leaf]
-    unread = any(is_in(one, key) for key in kind.unread for one in names)
-    return not unread and (kind.reads is None or any(is_in(one, key) for key in kind.reads for one in names))
+    unread = any(contains_leaf(one, key) for key in kind.unread for one in names)
+    return not unread and (kind.reads is None or any(contains_leaf(one, key) for key in kind.reads for one in names))
 
 
 def problems_of_unread_keys(config: RunConfig) -> Iterator[str]:
@@ -241,13 +241,15 @@ def problems_of_unread_keys(config: RunConfig) -> Iterator[str]:
     sections += [*_rewards(config), *((name, getattr(config, name)) for name in ("sandbox", "data", "eval"))]
     given = {name: leaf for key, section in sections for name, leaf in set_leaves(key, section)}
     reasons: dict[str, str] = {}
-    for key, reason in itertools.chain(unread_of_algorithm(config), _of_rewards(config), _of_data(config)):
-        for name in (name for name in given if is_in(name, key)):
+    for key, reason in itertools.chain(
+        unread_of_algorithm(config), _unread_reward_keys(config), _unread_data_keys(config)
+    ):
+        for name in (name for name in given if contains_leaf(name, key)):
             reasons.setdefault(name, reason)
     return (does_nothing(name, leaf, reasons[name]) for name, leaf in given.items() if name in reasons)
 
 
-def _of_data(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unread_data_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Keys of templates, programs, leaks and temperatures that nothing reads, each with the reason."""
     sources = (*data_sources(config.data).values(), *config.eval.data_of_sets.values())
     shown = any(isinstance(one, FileKeys) and (one.chat_template or one.fields["messages"]) for one in sources)
@@ -263,7 +265,7 @@ def _of_data(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "eval.temperature", "every set of eval.sets has a temperature of its own"
 
 
-def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unread_reward_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     sources = config.data.sources.values() if isinstance(config.data, MixtureData) else ()
     sets = [one for one in config.eval.sets.values() if not isinstance(one.data, RunData)]
     if sources and all(one.reward or one.environment for one in (*sources, *sets)):

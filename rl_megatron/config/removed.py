@@ -318,7 +318,7 @@ def _row(key: str) -> tuple[str, Removed | None]:
     return "", None
 
 
-def instead_of(key: str, value: object) -> str | None:
+def describe_replacement(key: str, value: object) -> str | None:
     """The rest of the sentence "must be ..." for a removed value of ``key``; None for any other value."""
     if not isinstance(value, str):
         return None
@@ -421,7 +421,7 @@ def _take(tree: dict[str, Any], parts: Sequence[str]) -> None:
         tree.pop(name, None)
 
 
-def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+def drop_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Copies the tree of values without removed keys that have the value of what happens now; one log line each."""
     return dict(_kept(tree, "", functools.partial(given_value, tree)))
 

@@ -71,7 +71,7 @@ def _read(why: str, *keys: str, any_of: Condition) -> Rule:
 
 
 # fmt: off
-def _of_model() -> Iterator[Rule]:
+def _model_rules() -> Iterator[Rule]:
     path = On("model.path")
     yield Needs(when=On("model.name"), all=path, why="the configuration is for the model of that name",
           fix="set model.path to a folder with its config.json, tokenizer and safetensors, seen by all nodes")
@@ -124,7 +124,7 @@ def _server_problems() -> Iterator[Rule]:
           "would make the baseline another policy's reward", fix="set one of them to its default")
 
 
-def _of_sampling() -> Iterator[Rule]:
+def _sampling_rules() -> Iterator[Rule]:
     """Stop texts, limits of time and number."""
     yield Excludes(one=On("rollout.completion_timeout_seconds"), other=NOT_SERVED,
           why=f"{_IN_LEARNER} a whole batch in one call, and cannot end one completion before the "
@@ -138,7 +138,7 @@ def _of_sampling() -> Iterator[Rule]:
           fix=_WITH_SERVERS)
 
 
-def _of_learner() -> Iterator[Rule]:
+def _learner_rules() -> Iterator[Rule]:
     """Modes of the learner: adapters, a value layer of the policy, determinism, fused routers."""
     deterministic = On("learner.deterministic", True)
     yield from _excluded(deterministic,
@@ -151,7 +151,7 @@ def _of_learner() -> Iterator[Rule]:
           "kl.estimator=k1, k2 or k3")
 
 
-def _of_algorithm() -> Iterator[Rule]:
+def _algorithm_rules() -> Iterator[Rule]:
     """Rules between the algorithm and what is sampled, shown and read in turns."""
     yield Excludes(one=On("train.lr_min", Above("train.learning_rate")), why="the learning rate cannot fall to what is "
           "above it", fix="lower the first")
@@ -176,7 +176,7 @@ def _of_algorithm() -> Iterator[Rule]:
           fix="set that, or leave it out")
 
 
-def _of_advantages() -> Iterator[Rule]:
+def _advantage_rules() -> Iterator[Rule]:
     """The parts of an advantage: its baseline, its std, whom it is of and what it compares."""
     mean, std, credit = (f"algorithm.{key}" for key in ("advantage_mean", "advantage_std", "credit"))
     whole, of_batch = On(mean, OneOf(("greedy", "moving", "tracked"))), OneOf(("batch", "advantages"))
@@ -218,7 +218,7 @@ def _of_advantages() -> Iterator[Rule]:
         (On(std, of_batch), "best_of uses the std of a group's best rewards", "set advantage_std=group or none"))
 
 
-def _of_losses() -> Iterator[Rule]:
+def _loss_rules() -> Iterator[Rule]:
     """Ratio, objective and aggregation, the KL, and losses of pairs."""
     level, sums = "algorithm.ratio_level", ("token_mean", "seq_mean_token_sum_norm", "prompt_mean")
     through_ratio = On("algorithm.objective", OneOf(("clip", "importance", "sapo")))
@@ -258,14 +258,14 @@ def _of_losses() -> Iterator[Rule]:
           "this section on pairs of completions", fix="set another loss, or job=dpo dpo.loss=kto")
 
 
-def _of_rewards() -> Iterator[Rule]:
+def _reward_rules() -> Iterator[Rule]:
     for key in ("reward", "data.sources.*.reward", "eval.sets.*.reward"):
         yield Excludes(one=On(f"{key}.length.min_tokens", Above(f"{key}.length.max_tokens")), why="no length is in "
               "that range",
               fix="raise the second or lower the first")
 
 
-def _of_environments() -> Iterator[Rule]:
+def _environment_rules() -> Iterator[Rule]:
     plain = On("environments@template", "plain")
     yield from _excluded(plain,
         (On("environments@thinking", Not("template")), "without a chat template no thinking is "
@@ -306,7 +306,7 @@ def _of_environments() -> Iterator[Rule]:
           fix="set environment.template=plain, or warm_start.steps=0")
 
 
-def _of_jobs() -> Iterator[Rule]:
+def _job_rules() -> Iterator[Rule]:
     """Rules on nodes and containers of jobs, on checkpoints and on evaluations during training."""
     yield from _excluded(ENGINE_NODES,
         (NOT_SERVED, _IN_LEARNER, "set slurm.engines.nodes=0"),
@@ -352,7 +352,7 @@ def _of_jobs() -> Iterator[Rule]:
          "batch", "set it to 2 or more"))
 
 
-def _of_shape() -> Iterator[Rule]:
+def _shape_rules() -> Iterator[Rule]:
     """Rules on keys of experts for a model without experts."""
     whole = "the model has no experts, so nothing is shared between replicas of its attention"
     none = On("shape.num_experts", 0, "shape.family")
@@ -417,29 +417,29 @@ def _reads() -> Iterator[Rule]:
 # fmt: on
 
 RULES: tuple[Rule, ...] = (
-    *_of_model(),
+    *_model_rules(),
     CheckFunction(checks.problems_of_options),
     CheckFunction(checks.problems_of_servers),
     *_server_problems(),
     CheckFunction(checks.problems_of_batches),
     CheckFunction(checks.problems_of_groups),
-    *_of_jobs(),
+    *_job_rules(),
     CheckFunction(checks.check_separate_roles),
-    *_of_learner(),
-    *_of_sampling(),
+    *_learner_rules(),
+    *_sampling_rules(),
     CheckFunction(checks.problems_of_limits),
-    *_of_algorithm(),
-    *_of_advantages(),
-    *_of_losses(),
-    *_of_rewards(),
+    *_algorithm_rules(),
+    *_advantage_rules(),
+    *_loss_rules(),
+    *_reward_rules(),
     CheckFunction(checks.problems_of_rewards),
-    *_of_environments(),
+    *_environment_rules(),
     CheckFunction(checks.problems_of_environments),
     CheckFunction(checks.problems_of_keeping),
     CheckFunction(reads.problems_of_job),
     CheckFunction(reads.problems_of_unread_keys),
     *_reads(),
-    *_of_shape(),
+    *_shape_rules(),
 )
 """The rules of this package; features have theirs in their declarations."""
 

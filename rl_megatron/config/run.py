@@ -21,8 +21,8 @@ from rl_megatron.config.sections.data import (
     MixtureData,
     OneSource,
     data_sources,
-    environments_of,
-    name_of,
+    source_environments,
+    source_name,
 )
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import (
@@ -43,7 +43,7 @@ from rl_megatron.config.sections.reward import EnvironmentSection, RankedModelSe
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import FILE, PROCESS_GROUP, TransportKind, WeightsSection
-from rl_megatron.feature import adapter_layouts, asked_columns, features, with_features
+from rl_megatron.feature import adapter_layouts, feature_columns, features, with_features
 from rl_megatron.section import EntryName, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 DISK_SECONDS = 3600.0
@@ -218,14 +218,14 @@ class RunConfig(Section):
         """Epochs of written data, which then give the number of steps; None: ``train.steps`` gives it."""
         return None if self.kind.samples else self.written.epochs
 
-    def learner_of(self, role: str) -> LearnerSection:
+    def role_learner(self, role: str) -> LearnerSection:
         """Returns ``learner`` with the layout of the ranks of ``role``."""
         own = self.roles.layouts.get(role)
         return self.learner if own is None else self.learner.model_copy(update=dict(own))
 
-    def of_role(self, role: str) -> RunConfig:
+    def for_role(self, role: str) -> RunConfig:
         """Returns the configuration that ranks of ``role`` get: ``learner`` has their layout."""
-        return self.model_copy(update={"learner": self.learner_of(role)})
+        return self.model_copy(update={"learner": self.role_learner(role)})
 
     @property
     def taught_by_average(self) -> bool:
@@ -290,7 +290,7 @@ class RunConfig(Section):
     @property
     def training_environments(self) -> dict[str, EnvironmentSection]:
         """The environments of training by the key of their section: the run's, and those of a mixture's sources."""
-        return environments_of(self.data) | ({"environment": self.environment} if self.environment.function else {})
+        return source_environments(self.data) | ({"environment": self.environment} if self.environment.function else {})
 
     @property
     def environments_of_sources(self) -> dict[str, EnvironmentSection]:
@@ -302,21 +302,21 @@ class RunConfig(Section):
     @property
     def rewards_of_sources(self) -> dict[str, RewardSection]:
         """The reward of each source of data, its own or the run's, by the key of the source."""
-        return {key: self.source_rewards.get(name_of(key), self.reward) for key in data_sources(self.data)}
+        return {key: self.source_rewards.get(source_name(key), self.reward) for key in data_sources(self.data)}
 
     @property
     def longest_completion(self) -> int:
         """Most tokens after a prompt, in training or in a set of ``eval.sets``."""
         of_sets = (one.max_new_tokens or 0 for one in self.eval.sets.values())
-        return max((self.most_sampled, *of_sets, *(one.max_tokens for one in self.environments.values())))
+        return max((self.max_sampled, *of_sets, *(one.max_tokens for one in self.environments.values())))
 
     @property
-    def most_sampled(self) -> int:
+    def max_sampled(self) -> int:
         """Most tokens after the first prompt of a completion or trajectory to train on; 0 if nothing is sampled."""
-        return max(self._most_behind_a_prompt.values()) if self.kind.samples else 0
+        return max(self._max_after_prompt.values()) if self.kind.samples else 0
 
     @property
-    def _most_behind_a_prompt(self) -> dict[str, int]:
+    def _max_after_prompt(self) -> dict[str, int]:
         """Most tokens of trajectories and of single completions after a prompt, by the key that sets the limit."""
         led = {f"{key}.max_tokens": one.max_tokens for key, one in self.training_environments.items()}
         return led if "environment.max_tokens" in led else {"rollout.max_new_tokens": self.rollout.max_new_tokens} | led
@@ -324,7 +324,7 @@ class RunConfig(Section):
     @property
     def longest_sequence(self) -> int:
         """Most tokens of a prompt and its completion or trajectory."""
-        return self.longest_prompt + self.most_sampled
+        return self.longest_prompt + self.max_sampled
 
     @property
     def longest_prompt(self) -> int:
@@ -350,9 +350,9 @@ class RunConfig(Section):
         """The keys that give ``longest_sequence``, for messages."""
         if not self.kind.samples:
             return f"{self.job}.max_tokens={self.written.max_tokens}"
-        lengths = self._most_behind_a_prompt
+        lengths = self._max_after_prompt
         after = max(lengths, key=lambda key: lengths[key])
-        return f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} + {after}={self.most_sampled}"
+        return f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} + {after}={self.max_sampled}"
 
     @property
     def private(self) -> bool:
@@ -360,9 +360,9 @@ class RunConfig(Section):
         return bool(self.slurm.environment)
 
     @property
-    def asked_columns(self) -> Mapping[str, str]:
+    def required_columns(self) -> Mapping[str, str]:
         """The columns that engines must return, each with the key and value that need it."""
-        return asked_columns(self)
+        return feature_columns(self)
 
     @property
     def one_by_one(self) -> bool:
@@ -370,9 +370,9 @@ class RunConfig(Section):
         return self.rollout.served and self.train.max_staleness > 0
 
     @property
-    def most_completions(self) -> int:
+    def max_completions(self) -> int:
         """Most completions of a request to servers: a group, or a problem's samples. Environments request one each."""
-        led = bool(self.environment.function) or 0 < len(environments_of(self.data)) == len(self.source_names)
+        led = bool(self.environment.function) or 0 < len(source_environments(self.data)) == len(self.source_names)
         plain = [e for e in self.eval.sets.values() if not (led if e.environment is None else e.environment.function)]
         return max(1 if self.one_by_one or led else self.rollout.group_size, *(one.samples for one in plain), 1)
 

@@ -50,16 +50,18 @@ def fill_bins(
     *,
     dp: int,
     budget: int,
-    most: int | None,
+    capacity: int | None,
     ranks: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], int]:
     """Returns the bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first; a
-    bin has ``most`` of them. With ``ranks`` a rank's sequences are in its own bins, which are neighbors."""
-    most = len(padded) if most is None else most
+    bin has ``limit`` of them. With ``ranks`` a rank's sequences are in its own bins, which are neighbors."""
+    capacity = len(padded) if capacity is None else capacity
     groups = [np.arange(len(padded))] if ranks is None else [np.flatnonzero(ranks == d) for d in range(dp)]
     shared = dp // len(groups)  # ranks among which a group's sequences are spread
     sizes = [padded[ids] for ids in groups]
-    fewest = max(max(-(-int(each.sum()) // (shared * budget)), -(-len(each) // (shared * most)), 1) for each in sizes)
+    fewest = max(
+        max(-(-int(each.sum()) // (shared * budget)), -(-len(each) // (shared * capacity)), 1) for each in sizes
+    )
     needed = max(-(-_needed(each, budget) // shared) for each in sizes)
     columns = [(each.tolist(), work[ids].tolist()) for each, ids in zip(sizes, groups, strict=True)]
 
@@ -69,7 +71,7 @@ def fill_bins(
     def fit(num_micro: int) -> NDArray[np.int64] | None:
         bins = np.empty(len(padded), np.int64)
         for number, (ids, column) in enumerate(zip(groups, columns, strict=True)):
-            own = _longest_first(*column, shared * num_micro, budget, most)
+            own = _longest_first(*column, shared * num_micro, budget, capacity)
             if own is None:
                 return None
             bins[ids] = number * shared * num_micro + own
@@ -98,12 +100,13 @@ def _needed(sizes: NDArray[np.int64], budget: int) -> int:
     return max(-(-int((((k + 1) * sizes - 1) // budget).sum()) // k) for k in range(1, 9))
 
 
-def _first_fit(fit: Callable[[int], NDArray[np.int64] | None], least: int) -> tuple[int, NDArray[np.int64]]:
-    """Returns the lowest number of bins from ``least`` on that fits, and how. One more than a fitting number fits, too.
+def _first_fit(fit: Callable[[int], NDArray[np.int64] | None], minimum: int) -> tuple[int, NDArray[np.int64]]:
+    """Returns the lowest number of bins from ``minimum`` on that fits, and how. One more than a fitting number fits,
+    too.
 
     Steps of a 64th, so of one below 128, and then halves of the last.
     """
-    below, number = least - 1, least
+    below, number = minimum - 1, minimum
     while (bins := fit(number)) is None:
         below, number = number, number + max(1, number // 64)
     while number - below > 1:
@@ -117,14 +120,14 @@ def _first_fit(fit: Callable[[int], NDArray[np.int64] | None], least: int) -> tu
 
 
 def _longest_first(
-    sizes: list[int], costs: list[float], num_bins: int, budget: int, most: int
+    sizes: list[int], costs: list[float], num_bins: int, budget: int, limit: int
 ) -> NDArray[np.int64] | None:
     """Assigns sequences of falling sizes greedily; None if they do not fit. O((S + bins) log bins).
 
     A bin without room for this sequence is parked until the sequences are short enough: sizes only fall. One with
-    ``most`` sequences is closed.
+    ``limit`` sequences is closed.
     """
-    left = [most] * num_bins
+    left = [limit] * num_bins
     open_bins = [(0.0, b, budget) for b in range(num_bins)]  # least work on top
     parked: list[tuple[int, float, int]] = []  # most room on top
     heapify(open_bins)
@@ -217,21 +220,20 @@ class Packer:
             max_tokens=self.max_tokens,
             attention_cost=self.attention_cost,
             unit=self.rows_per_unit,
-            most=self.padding.sequences,
+            limit=self.padding.sequences,
             ranks=ranks,
         )
 
-    def minibatches(self, samples: Samples, *, most: int, seeds: Iterable[int]) -> Iterator[Batch]:
+    def minibatches(self, samples: Samples, *, limit: int, seeds: Iterable[int]) -> Iterator[Batch]:
         """Splits and packs the samples once for each seed, each time in a new order.
 
-        There are ``most`` parts, or as many as there are units or whole groups; a trajectory's sequences stay together.
-        All share the columns of the samples: `finish_minibatch`.
-        """
+        There are ``limit`` parts, or as many as there are units or whole groups; a trajectory's sequences stay
+        together. All share the columns of the samples: `finish_minibatch`."""
         for seed in seeds:
-            for part in self._parts(samples, most, seed):
+            for part in self._parts(samples, limit, seed):
                 yield self.pack(samples, part=part)
 
-    def ranks(self, samples: Samples, *, most: int, seed: int) -> NDArray[np.int64]:
+    def ranks(self, samples: Samples, *, limit: int, seed: int) -> NDArray[np.int64]:
         """Returns the data-parallel rank [S] that trains on each sequence in the `minibatches` of the seed.
 
         A pass over all sequences that are there already moves none of them between ranks.
@@ -239,16 +241,16 @@ class Packer:
         lengths = samples.cu_seqlens.diff().numpy()
         _check(lengths, self.dims, self.max_tokens, self.rows_per_unit)
         out = np.empty(samples.num_sequences, np.int64)
-        for part in self._parts(samples, most, seed):
+        for part in self._parts(samples, limit, seed):
             for d, row in enumerate(self._plan(lengths[part])):
                 out[part[np.concatenate(row)]] = d
         return out
 
-    def _parts(self, samples: Samples, most: int, seed: int) -> list[NDArray[np.int64]]:
+    def _parts(self, samples: Samples, limit: int, seed: int) -> list[NDArray[np.int64]]:
         together = samples.group_of if self.keeps_groups else samples.trajectory_of
         if together is not None:
-            return split_by_id(together, most, seed)
-        num = min(most, samples.num_sequences // self.rows_per_unit)
+            return split_by_id(together, limit, seed)
+        num = min(limit, samples.num_sequences // self.rows_per_unit)
         return split_minibatches(samples.num_sequences, num, seed, unit=self.rows_per_unit)
 
     def metrics(self, batches: Sequence[Batch]) -> dict[str, float]:
@@ -298,7 +300,7 @@ def plan_packing(
     max_tokens: int,
     attention_cost: float = 0.0,
     unit: int = 1,
-    most: int | None = None,
+    limit: int | None = None,
     ranks: NDArray[np.int64] | None = None,
 ) -> list[list[NDArray[np.int64]]]:
     """Returns the sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions.
@@ -312,8 +314,8 @@ def plan_packing(
     work = sequence_work(lengths, attention_cost).reshape(units).sum(1)[order]
     budget = max_padded_length(max_tokens, dims)
     seats = None if ranks is None else ranks.reshape(units)[:, 0][order]
-    most_units = None if most is None else most // unit
-    bins, num_bins = fill_bins(sizes[order], work, dp=dims.dp, budget=budget, most=most_units, ranks=seats)
+    most_units = None if limit is None else limit // unit
+    bins, num_bins = fill_bins(sizes[order], work, dp=dims.dp, budget=budget, capacity=most_units, ranks=seats)
     totals = np.bincount(bins, work, num_bins).astype(np.float64)
     place = np.empty(num_bins, np.int64)  # a bin's place, rank by rank
     dealt = _assign_round_robin(totals, dims.dp) if seats is None else _sorted(totals, dims.dp)

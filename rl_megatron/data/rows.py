@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.columns import Ragged
-from rl_megatron.data.samples import KEPT, concatenated, samples_of, split, tokens_per_sequence
+from rl_megatron.data.samples import KEPT, concatenated, make_samples, split, tokens_per_sequence
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.feature import declared_columns
 from rl_megatron.types import Batch, Samples
@@ -82,14 +82,14 @@ def select_layers(share: Share, layers: OwnLayers) -> Share:
 def _names(head: dict[str, Any]) -> list[str]:
     """Returns the name of each array."""
 
-    def of_blocks() -> Iterator[str]:
+    def block_names() -> Iterator[str]:
         for forms in head["blocks"]:
             yield from ("#rows", "#lengths")
             for name, (form, _) in forms.items():
                 yield from () if form == "copy" else ("#counts", name) if form == "ragged" else (name,)
 
     spare = [part for name in head["spare"] for part in (("#counts", name) if name in head["ragged"] else (name,))]
-    return ["#rows", "#counts", *spare, *of_blocks()]
+    return ["#rows", "#counts", *spare, *block_names()]
 
 
 def _room_for(size: int) -> int:
@@ -186,7 +186,7 @@ def _samples(columns: dict[str, Any], cu_seqlens: Tensor) -> Samples:
     rest = {name: columns.get(name, zeros) for name in ("advantages", "rollout_logprobs", "old_logprobs")}
     if "turn_of" in columns:
         rest["turn_of"] = columns["turn_of"].int()
-    return samples_of({**columns, **rest, "input_ids": ids, "targets": targets}, cu_seqlens)
+    return make_samples({**columns, **rest, "input_ids": ids, "targets": targets}, cu_seqlens)
 
 
 def _empty(spare: dict[str, Any], head: dict[str, Any]) -> Samples:

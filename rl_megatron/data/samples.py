@@ -464,7 +464,7 @@ def split(column: Tensor | Ragged, lengths: Sequence[int]) -> Sequence[Tensor | 
     return [Ragged(*one) for one in zip(values, counts, strict=True)]
 
 
-def samples_of(columns: Mapping[str, Tensor | Ragged], cu_seqlens: Tensor, **of_sequences: Any) -> Samples:
+def make_samples(columns: Mapping[str, Tensor | Ragged], cu_seqlens: Tensor, **of_sequences: Any) -> Samples:
     """Returns the samples of columns: the inverse of ``Samples.every_column``."""
     own: dict[str, Any] = {name: column for name, column in columns.items() if name in _FIELDS}
     extra = {name: column for name, column in columns.items() if name not in _FIELDS}
@@ -479,7 +479,7 @@ def select(samples: Samples, indices: Tensor) -> Samples:
     rows, cu_seqlens = gather_rows(samples.cu_seqlens, indices)
     columns = {name: picked(column, rows) for name, column in samples.every_column.items()}
     groups, trajectories = (None if ids is None else ids[indices] for ids in (samples.group_of, samples.trajectory_of))
-    return samples_of(columns, cu_seqlens, group_of=groups, trajectory_of=trajectories)
+    return make_samples(columns, cu_seqlens, group_of=groups, trajectory_of=trajectories)
 
 
 def dense_column(extra: Mapping[str, Tensor | Ragged], name: str) -> Tensor | None:
@@ -489,16 +489,16 @@ def dense_column(extra: Mapping[str, Tensor | Ragged], name: str) -> Tensor | No
     return column
 
 
-def without_columns(samples: Samples, names: Collection[str]) -> Samples:
+def drop_columns(samples: Samples, names: Collection[str]) -> Samples:
     """Returns the samples without these of their extra columns; themselves where they have none of them."""
     if not any(name in samples.extra for name in names):
         return samples
     return replace(samples, extra={name: column for name, column in samples.extra.items() if name not in names})
 
 
-def of_any_model(samples: Samples) -> Samples:
+def drop_layer_columns(samples: Samples) -> Samples:
     """Returns the samples without columns of the policy's own layers, which other models cannot read."""
-    return without_columns(samples, [name for name in samples.extra if declared_columns()[name].layers is not None])
+    return drop_columns(samples, [name for name in samples.extra if declared_columns()[name].layers is not None])
 
 
 def append_last_targets(samples: Samples) -> tuple[Samples, Tensor]:
@@ -532,12 +532,12 @@ def unit_members(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
-def split_by_id(ids: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
-    """Splits sequences into at most ``most`` shuffled parts: those of equal ``ids`` [S], of a trajectory or of a group,
-    are neighbors in one part."""
+def split_by_id(ids: Tensor, limit: int, seed: int) -> list[NDArray[np.int64]]:
+    """Splits sequences into at most ``limit`` shuffled parts: those of equal ``ids`` [S], of a trajectory or of a
+    group, are neighbors in one part."""
     counts = np.unique(ids.numpy(), return_counts=True)[1]
     sequences = np.split(np.argsort(ids.numpy(), kind="stable"), np.cumsum(counts)[:-1])
-    parts = split_minibatches(len(counts), min(most, len(counts)), seed)
+    parts = split_minibatches(len(counts), min(limit, len(counts)), seed)
     return [np.concatenate([sequences[one] for one in part]) for part in parts]
 
 
@@ -598,14 +598,14 @@ class MicroBatches(Sequence[Sequence[Samples]]):
 
 def for_pass(batch: Batch, *, replays: bool, last_tokens: bool) -> Batch:
     """Returns the batch as a pass takes it; the arguments are those of `interfaces.ForwardPass`."""
-    samples = batch.samples if replays else of_any_model(batch.samples)
+    samples = batch.samples if replays else drop_layer_columns(batch.samples)
     rows = MicroBatches(samples, batch.sequences, batch.spare, last_tokens=last_tokens)
     return replace(batch, samples=samples, micro_batches=rows, appends_last_targets=last_tokens)
 
 
 def micro_batch_for_pass(micro_batch: Samples, *, replays: bool, last_tokens: bool) -> Samples:
     """Does `for_pass` for one micro-batch; one with positions to pad with stays as it is."""
-    seen = micro_batch if replays else of_any_model(micro_batch)
+    seen = micro_batch if replays else drop_layer_columns(micro_batch)
     padded = int(seen.cu_seqlens[-1]) < len(seen.input_ids)
     return append_last_targets(seen)[0] if last_tokens and not padded else seen
 
@@ -648,7 +648,7 @@ def _placeholder(samples: Samples, spare: int) -> Samples:
     first = torch.arange(len(samples.input_ids))[:spare]
     some = {name: picked(column, first) for name, column in samples.every_column.items()}
     zeros = {name: torch.zeros_like(column[:spare]) for name, column in samples.columns.items() if name not in KEPT}
-    return samples_of(some | zeros, torch.tensor([0, 1]))
+    return make_samples(some | zeros, torch.tensor([0, 1]))
 
 
 Pair = tuple[SupervisedRow, SupervisedRow]
@@ -703,12 +703,12 @@ def set_margins(rows: Sequence[SupervisedRow]) -> Samples:
     return replace(samples, returns=returns)
 
 
-def mismatched(samples: Samples, most: int) -> Samples:
+def mismatched(samples: Samples, limit: int) -> Samples:
     """Returns each sequence's prompt with the answer of the sequence before it, the first with the last one's, as TRL
-    estimates KTO's KL. An answer begins with the first learned token. Positions from ``most`` on are left out."""
+    estimates KTO's KL. An answer begins with the first learned token. Positions from ``limit`` on are left out."""
     starts, first, stops = samples.cu_seqlens[:-1], _first_learned(samples), samples.cu_seqlens[1:]
     heads, begins = first - starts, first.roll(1)
-    lengths = (heads + stops.roll(1) - begins).clamp(max=most)
+    lengths = (heads + stops.roll(1) - begins).clamp(max=limit)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     offset = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[of]

@@ -290,12 +290,12 @@ def normalize_options(options: str) -> tuple[str, ...]:
     return tuple(_NAME.sub(lambda name: name[0].replace("_", "-"), word, count=1) for word in words)
 
 
-def variables_of(hooks: Sequence[EngineHooks], options: StartOptions) -> dict[str, str]:
+def hook_variables(hooks: Sequence[EngineHooks], options: StartOptions) -> dict[str, str]:
     """Returns the environment variables that features need in a server started with ``options``."""
     return {name: one.environment[name] for one in hooks if options.features.get(one.name) for name in one.environment}
 
 
-def described_by(hooks: Sequence[EngineHooks], settings: Mapping[str, Any]) -> tuple[dict[str, object], list[str]]:
+def describe_settings(hooks: Sequence[EngineHooks], settings: Mapping[str, Any]) -> tuple[dict[str, object], list[str]]:
     """Returns each feature's settings in a server with ``settings``, and the reasons why no run can use it."""
     found = {one.name: one.described(settings) for one in hooks}
     return {name: value for name, (value, _) in found.items()}, [why for _, whys in found.values() for why in whys]

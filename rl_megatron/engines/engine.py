@@ -287,10 +287,10 @@ class ServerEngine:
 
 
 class _ConcurrencyLimit:
-    """Limits completions in flight to ``most``. Requests wait in order, each for places of all its completions."""
+    """Limits completions in flight to ``limit``. Requests wait in order, each for places of all its completions."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._free, self._first = most, asyncio.Semaphore(most), asyncio.Lock()
+    def __init__(self, limit: int) -> None:
+        self._most, self._free, self._first = limit, asyncio.Semaphore(limit), asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def places(self, completions: int) -> AsyncIterator[None]:

@@ -105,12 +105,12 @@ class Server:
         """Posts a request and ignores the text of the response. Raises like ``get``."""
         await self._ask("POST", path, body, None, self._limit)
 
-    async def post_sampling(self, path: str, body: object, read: Callable[[bytes], T], *, beside: bool = False) -> T:
+    async def post_sampling(self, path: str, body: object, read: Callable[[bytes], T], *, is_extra: bool = False) -> T:
         """Returns samples or scores for ``body``, decoded by ``read``, without a time limit. Slow decoding runs in a
-        thread (``beside``). Raises like ``get``, and AttemptFailed if ``read`` raises ValueError."""
+        thread (``is_extra``). Raises like ``get``, and AttemptFailed if ``read`` raises ValueError."""
         answer = await self._ask("POST", path, body, None, None)
         try:
-            return await decode_in_thread(read, answer) if beside else read(answer)
+            return await decode_in_thread(read, answer) if is_extra else read(answer)
         except ValueError as error:
             raise AttemptFailed(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 

@@ -326,7 +326,7 @@ class RequestRetrier:
         without ``only`` also PoisonPrompt, by the rules of the module.
 
         Deaths of replicas do not count as attempts, nor do failures that a dropped prompt explains. The result includes
-        the tokens ``begun`` of the completion at ``place`` in its group. Servers abort requests that run longer than
+        the tokens ``partial`` of the completion at ``place`` in its group. Servers abort requests that run longer than
         ``clock`` allows. A replica that ``failed`` gets the request only if there is no other.
         """
         clock = clock or CompletionDeadline()
@@ -433,43 +433,43 @@ class RequestRetrier:
         return any(one.number not in refusals for one in self._replicas.healthy())
 
     async def _attempt(
-        self, replica: Replica, asked: GenerationRequest, begun: Completion | None, clock: CompletionDeadline
+        self, replica: Replica, request: GenerationRequest, partial: Completion | None, clock: CompletionDeadline
     ) -> list[Completion]:
-        """Returns the completions from ``replica``, each joined to the tokens ``begun`` before."""
+        """Returns the completions from ``replica``, each joined to the tokens ``partial`` before."""
         server = replica.server
-        if self.names is not None and asked.named is None:  # a probe names its own
-            asked = replace(asked, named=self.names(begun))
-        attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
-        kind = "probe" if asked.start_version is None else "attempt"
+        if self.names is not None and request.named is None:  # a probe names its own
+            request = replace(request, named=self.names(partial))
+        attempt = _Attempt(server, request, f"{request.id} {uuid.uuid4().hex}")
+        kind = "probe" if request.start_version is None else "attempt"
         self._running[attempt] = None
         if clock.limit is not None:
             self._run_detached(self._abort_at_deadline(attempt, clock), server)
         clock.start()
         try:
             lanes = self._lanes.setdefault(replica.number, FreeLanes(replica.title, "request"))
-            with self._busy(server, asked.num_completions), lanes.during(kind, request=asked.id):
-                completions = await replica.cancel_on_death(self._adapter.generate(server, asked, attempt.name))
+            with self._busy(server, request.num_completions), lanes.during(kind, request=request.id):
+                completions = await replica.cancel_on_death(self._adapter.generate(server, request, attempt.name))
             for completion in completions:
-                if problem := completion_problem(completion, asked, vocab_size=self._vocab_size):
+                if problem := completion_problem(completion, request, vocab_size=self._vocab_size):
                     raise AttemptFailed(f"{server.url}: {problem}")
             clock.stop()
             if any(one.finish_reason == "abort" for one in completions):
-                self.aborted[asked.id] = AttemptError(replica, server, None)
-            if begun is not None:
-                completions = [join_continuation(begun, more) for more in completions]
-            if asked.id in self.so_far and len(completions[0].token_ids):
-                self.so_far[asked.id] = completions[0]
+                self.aborted[request.id] = AttemptError(replica, server, None)
+            if partial is not None:
+                completions = [join_continuation(partial, more) for more in completions]
+            if request.id in self.so_far and len(completions[0].token_ids):
+                self.so_far[request.id] = completions[0]
             return completions
         except asyncio.CancelledError:
             if server not in self._cancelled:
                 self._cancelled[server] = {}
-                self._run_detached(self._abort_cancelled(server), server)
-            self._cancelled[server][attempt.name] = asked
+                self._run_detached(self._abort_canceled(server), server)
+            self._cancelled[server][attempt.name] = request
             raise
         finally:
             del self._running[attempt]
             attempt.over.set()
-            if asked.prefix_group is not None and (self._levelling is None or self._levelling.done()):
+            if request.prefix_group is not None and (self._levelling is None or self._levelling.done()):
                 self._levelling = asyncio.create_task(self._level())
 
     @contextlib.contextmanager
@@ -487,7 +487,7 @@ class RequestRetrier:
         with contextlib.suppress(AttemptFailed, EngineError):  # the server's end ends the requests too
             await self._adapter.abort_all(server, requests, self.send_lock)
 
-    async def _abort_cancelled(self, server: Server) -> None:
+    async def _abort_canceled(self, server: Server) -> None:
         """Aborts canceled requests at the server, which may otherwise notice closed connections seconds later."""
         await self.send_lock()  # the end of a run cancels all requests together
         await self._abort(server, self._cancelled.pop(server))

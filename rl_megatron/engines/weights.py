@@ -173,10 +173,10 @@ class ReplicaWeights:
     ) -> dict[str, list[list[Completion]]]:
         """Returns URL -> completions by each loaded replica, or by ``only``."""
 
-        async def all_of(replica: Replica) -> list[list[Completion]]:
+        async def run_all(replica: Replica) -> list[list[Completion]]:
             return list(await asyncio.gather(*(self._attempts.sample(r, replica) for r in requests)))
 
-        return await self.call_each(self.loaded(only), "a probe of new weights", all_of)
+        return await self.call_each(self.loaded(only), "a probe of new weights", run_all)
 
     async def score_on_all(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None, named: NamedVersion | None = None
@@ -184,11 +184,11 @@ class ReplicaWeights:
         """Returns URL -> log-probs of each text's tokens after the first, with the weights or those ``named``."""
         more = () if named is None else (named,)
 
-        async def all_of(replica: Replica) -> list[list[float]]:
+        async def run_all(replica: Replica) -> list[list[float]]:
             with replica.server.busy():
                 return list(await asyncio.gather(*(self._adapter.score(replica.server, text, *more) for text in texts)))
 
-        return await self.call_each(self.loaded(only), "a probe of new weights", all_of)
+        return await self.call_each(self.loaded(only), "a probe of new weights", run_all)
 
     async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
         """Returns URL -> (number of the mirror's tensors with checksums, names that differ). Raises SyncError."""

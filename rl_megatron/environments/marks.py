@@ -24,7 +24,7 @@ def mark(number: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
 
 
-def mark_of(task: int, process: int | str | None = None) -> int:
+def read_mark(task: int, process: int | str | None = None) -> int:
     """Returns the mark of a process, or of a thread of ``process``; 0 if it has none, or does not exist."""
     path = Path(f"/proc/{task}/status" if process is None else f"/proc/{process}/task/{task}/status")
     with contextlib.suppress(OSError):

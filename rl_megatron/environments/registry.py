@@ -88,10 +88,10 @@ def resolve_environment(
     return EnvironmentFactory(function, options)
 
 
-def _try(given: str, made: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _try(given: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Makes an object of a shipped environment. Raises ConfigError that names invalid and missing options."""
     try:
-        made(**options)
+        factory(**options)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{given}: {error}") from error
 
@@ -123,14 +123,14 @@ def _check(given: str, function: Callable[..., Any], options: Mapping[str, Any],
 
 
 def demonstrate(
-    made: Callable[[], Environment], function: str | None, tasks: Sequence[Prompt], seeds: Sequence[int]
+    factory: Callable[[], Environment], function: str | None, tasks: Sequence[Prompt], seeds: Sequence[int]
 ) -> list[Sequence[str]]:
     """Returns the texts of each task's ``demonstration``, all by one environment, which is made for the first.
 
     Raises EnvironmentFailure, which names ``function`` and the task, and its exception or the value that it returned
     in place of texts."""
     with _naming(function, tasks[0], ", for which the environment is made,"):
-        environment = made()
+        environment = factory()
     return [_texts(environment, function, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
 
 
@@ -140,7 +140,7 @@ def _texts(environment: Environment, function: str | None, task: Prompt, seed: i
         problem = _problem(given)
     if problem is not None:
         raise EnvironmentFailure(
-            f"{_said(function, task)} {problem}; it must return a list of texts, the model's, what it reads, the "
+            f"{_describe(function, task)} {problem}; it must return a list of texts, the model's, what it reads, the "
             "model's, and so on"
         )
     return cast("Sequence[str]", given)
@@ -151,10 +151,10 @@ def _naming(function: str | None, task: Prompt, which: str = "") -> Iterator[Non
     try:
         yield
     except BaseException as error:  # the user's code may exit
-        raise EnvironmentFailure(f"{_said(function, task)}{which} {describe_error(error)}; fix it") from error
+        raise EnvironmentFailure(f"{_describe(function, task)}{which} {describe_error(error)}; fix it") from error
 
 
-def _said(function: str | None, task: Prompt) -> str:
+def _describe(function: str | None, task: Prompt) -> str:
     return f"environment {function!r}: demonstration of prompt {task.id!r} ({task.text!r:.60})"
 
 

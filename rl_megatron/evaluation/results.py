@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from rl_megatron.config.resume import flat, is_free
 from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection, SandboxSection
 from rl_megatron.data.problems.mixture import digest_of_prompts
-from rl_megatron.digests import digest_of
+from rl_megatron.digests import digest_bytes
 from rl_megatron.errors import DataError
 from rl_megatron.evaluation.figures import difference_interval, pass_at_k
 from rl_megatron.evaluation.sets import EvalSet, EvalSetSamples
@@ -161,10 +161,10 @@ class PairedFigure:
 _RESULTS = TypeAdapter(Results)
 
 
-def result_of(problems: EvalSet, measured: EvalSetSamples) -> SetResult:
+def make_result(problems: EvalSet, measured: EvalSetSamples) -> SetResult:
     """Returns the result of a set."""
     return SetResult(
-        digest=_of_problems(problems),
+        digest=_problems_digest(problems),
         questions=_digest([(one.id, one.question, one.answer) for one in problems.prompts]),
         rows=digest_of_prompts(problems.prompts),
         section=_section(problems),
@@ -178,20 +178,22 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.unfinished")
 
 
-def finished_sets(path: Path, begun: Results, sets: Sequence[EvalSet]) -> dict[str, SetResult]:
+def finished_sets(path: Path, earlier: Results, sets: Sequence[EvalSet]) -> dict[str, SetResult]:
     """Returns the sets in `unfinished` of ``path`` that need not be measured again, by name, of those in ``sets``. They
-    have the weights of ``begun``, the same problems and keys, and samples that are drawn and judged alike. A set with a
-    sample without a reward is left out: its judge may be there now.
+    have the weights of ``earlier``, the same problems and keys, and samples that are drawn and judged alike. A set with
+    a sample without a reward is left out: its judge may be there now.
 
     Raises DataError for a file that cannot be read.
     """
     if not (file := unfinished(path)).is_file():
         return {}
     found = read_results(file)
-    if found.weights != begun.weights:
+    if found.weights != earlier.weights:
         return {}
     wanted = {
-        one.name or WHOLE: _dependency_digest(begun, _section(one), _of_problems(one), digest_of_prompts(one.prompts))
+        one.name or WHOLE: _dependency_digest(
+            earlier, _section(one), _problems_digest(one), digest_of_prompts(one.prompts)
+        )
         for one in sets
     }
     return {
@@ -213,7 +215,9 @@ def eval_digest(config: Mapping[str, Any], problems: EvalSet) -> str:
     fields, and how samples of a run with this ``config`` are drawn and judged."""
     has_more = any(one.meta for one in problems.prompts)
     fields = [digest_of_prompts(problems.prompts)] if has_more else []
-    return _digest([(_of_problems(problems), *fields, *_ways(config, _section(problems), config["rollout"]["engine"]))])
+    return _digest(
+        [(_problems_digest(problems), *fields, *_ways(config, _section(problems), config["rollout"]["engine"]))]
+    )
 
 
 def _ways(config: Mapping[str, Any], section: Mapping[str, Any], engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -221,7 +225,7 @@ def _ways(config: Mapping[str, Any], section: Mapping[str, Any], engine: str) ->
     return drawing_keys(config, section, engine), judging_keys(config, section)
 
 
-def _of_problems(problems: EvalSet) -> str:
+def _problems_digest(problems: EvalSet) -> str:
     return _digest([(one.id, one.token_ids, one.answer) for one in problems.prompts])
 
 
@@ -229,8 +233,8 @@ def _section(problems: EvalSet) -> dict[str, Any]:
     return {**problems.section.model_dump(mode="json"), "temperature": problems.temperature}
 
 
-def _digest(told: Sequence[tuple[object, ...]]) -> str:
-    return digest_of(json.dumps(told).encode()).xxh3_128
+def _digest(rows: Sequence[tuple[object, ...]]) -> str:
+    return digest_bytes(json.dumps(rows).encode()).xxh3_128
 
 
 def read_results(path: Path) -> Results:
@@ -257,7 +261,7 @@ def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
                 f"set {name}: the two evaluations have other rewards, by {', '.join(unlike)}, so their scores cannot "
                 "be compared; evaluate both with the same keys"
             )
-    return [row for name in shared for row in _of_set(name, first.sets[name], second.sets[name])]
+    return [row for name in shared for row in _compare_set(name, first.sets[name], second.sets[name])]
 
 
 def differing_sampling_keys(first: Results, second: Results) -> dict[str, list[str]]:
@@ -274,7 +278,7 @@ def _shared(first: Results, second: Results) -> list[str]:
     return [name for name in first.sets if name in second.sets]
 
 
-def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFigure]:
+def _compare_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFigure]:
     if first.digest != second.digest and first.questions != second.questions:
         raise DataError(
             f"set {name}: the two have different problems ({len(first.measured.problems)} and "

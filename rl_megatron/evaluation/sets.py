@@ -135,7 +135,7 @@ def _votes(answered: Sequence[GroupResult], judged: Sequence[Sequence[bool]]) ->
     return tuple(votes)
 
 
-def row_of(name: str, measured: EvalSetSamples, pass_at_k: Sequence[int]) -> Mapping[str, float | None]:
+def set_metrics(name: str, measured: EvalSetSamples, pass_at_k: Sequence[int]) -> Mapping[str, float | None]:
     """Returns metrics of a set, ``eval/<name>/...`` of docs/metrics.md."""
     row: dict[str, float | None] = {}
     for figure, interval in measured.metrics(pass_at_k).items():

@@ -28,12 +28,12 @@ def new_client(**options: Any) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(timeout=None, trust_env=False, verify=_trusted(), **options)
 
 
-async def read_bounded(response: httpx2.Response, most: int) -> bytes:
-    """Returns the undecoded body. Of a body over ``most`` bytes it returns a beginning that is also longer."""
+async def read_bounded(response: httpx2.Response, limit: int) -> bytes:
+    """Returns the undecoded body. Of a body over ``limit`` bytes it returns a beginning that is also longer."""
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
-        if len(body) > most:
+        if len(body) > limit:
             break
     return bytes(body)
 
@@ -43,7 +43,7 @@ def describe_transport(error: httpx2.TransportError) -> str:
     return f"{type(error).__name__}: {error!s:.500}"
 
 
-def beginning_of(body: bytes) -> str:
+def quote_beginning(body: bytes) -> str:
     """Returns the beginning of a body, quoted for a message."""
     return repr(body[:80].decode(errors="replace"))
 
@@ -73,7 +73,7 @@ def check_status(status: int, body: bytes) -> None:
     """Raises TryAgain for status 408, 429 and 5xx, and ValueError for any other except 200."""
     if status == 200:
         return
-    said = f"status {status}: {beginning_of(body)}"
+    said = f"status {status}: {quote_beginning(body)}"
     if status in _PASSING or status >= 500:
         raise TryAgain(said)
     raise ValueError(said)

@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def secret_in(url: str) -> str:
+def find_secret(url: str) -> str:
     """Returns the part of an address that is a secret by its name (``user name and password``, ``token=``), or "".
 
     Others may read the configuration's file, and errors and logs contain addresses.

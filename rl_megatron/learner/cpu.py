@@ -346,7 +346,7 @@ def _make(group: dist.ProcessGroup) -> _Shared | None:
                 made = stack.enter_context(tempfile.NamedTemporaryFile(prefix="rl_megatron-", dir=NODE_MEMORY))
                 os.posix_fallocate(made.fileno(), 0, size)
                 file, name = made.file, Path(made.name).name
-        name = _told(name, group)
+        name = _share_name(name, group)
         with contextlib.suppress(OSError):  # it is on another machine
             if group.rank() and name:
                 file = stack.enter_context((NODE_MEMORY / name).open("r+b"))
@@ -355,7 +355,7 @@ def _make(group: dist.ProcessGroup) -> _Shared | None:
         return _Shared(mmap.mmap(file.fileno(), size), group.size()) if file is not None and have.item() else None
 
 
-def _told(name: str, group: dist.ProcessGroup) -> str:
+def _share_name(name: str, group: dist.ProcessGroup) -> str:
     """Returns the first rank's name."""
     told = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
     told[: len(name)] = torch.tensor([*name.encode()], dtype=torch.uint8)

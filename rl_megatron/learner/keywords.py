@@ -37,14 +37,14 @@ def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
     """
     found: dict[str, dict[str, object]] = {
         "model": {
-            **_of_ranks(learner),
-            **_of_layers(learner, shape),
-            **_of_recompute(learner, shape),
-            **_of_experts(learner, shape),
-            **_of_kernels(learner, shape),
+            **_rank_keywords(learner),
+            **_layer_keywords(learner, shape),
+            **_recompute_keywords(learner, shape),
+            **_expert_keywords(learner, shape),
+            **_kernel_keywords(learner, shape),
         },
-        "ddp": _of_gradients(learner),
-        "optimizer": _of_optimizer(learner),
+        "ddp": _gradient_keywords(learner),
+        "optimizer": _optimizer_keywords(learner),
     }
     for name, one in feature.features().items():
         more = one.megatron(learner, shape)
@@ -57,7 +57,7 @@ def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
     return Keywords(model=found["model"], ddp=found["ddp"], optimizer=found["optimizer"])
 
 
-def _of_ranks(learner: LearnerSection) -> dict[str, object]:
+def _rank_keywords(learner: LearnerSection) -> dict[str, object]:
     """Degrees and the pipeline's schedule: 1F1B, or with chunks of stages its interleaved form (arXiv:2104.04473).
 
     megatron-core needs sequence parallelism to train experts. It derives the data-parallel degree from the world size.
@@ -84,7 +84,7 @@ def _of_ranks(learner: LearnerSection) -> dict[str, object]:
     return model
 
 
-def _of_layers(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
+def _layer_keywords(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
     """Dtypes, and whether kernels are fused, which is so with TransformerEngine's layers alone.
 
     Never fuses gradient accumulation into a linear's backward, which needs apex, nor cross entropy, which
@@ -103,7 +103,7 @@ def _of_layers(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
     }
 
 
-def _of_recompute(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
+def _recompute_keywords(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
     """Granularity, method and number of layers, or modules. Our latent attention recomputes by itself.
 
     Raises ConfigError for ``layernorm`` without TransformerEngine, since megatron-core then lacks one of its names.
@@ -127,7 +127,7 @@ def _of_recompute(learner: LearnerSection, shape: ModelShape) -> dict[str, objec
     return model
 
 
-def _of_experts(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
+def _expert_keywords(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
     """Returns keywords of the dispatcher, for dense models too, since megatron-core checks it against
     ``variable_seq_lengths``; and of routers, which choose experts in float32.
 
@@ -135,7 +135,7 @@ def _of_experts(learner: LearnerSection, shape: ModelShape) -> dict[str, object]
     again, counts padding, takes a packed micro-batch as one sequence, and moves biases in steps that are skipped.
     Raises ConfigError if the package of the dispatcher is missing.
     """
-    model = _of_dispatcher(learner.dispatcher)
+    model = _dispatcher_keywords(learner.dispatcher)
     if not shape.num_experts:
         return model
     model |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
@@ -143,7 +143,7 @@ def _of_experts(learner: LearnerSection, shape: ModelShape) -> dict[str, object]
     return {**model, "moe_permute_fusion": uses_transformer_engine(learner, shape)}
 
 
-def _of_dispatcher(name: str) -> dict[str, object]:
+def _dispatcher_keywords(name: str) -> dict[str, object]:
     """Packed micro-batches differ in length, and megatron-core's all-gather takes equal ones. So does HybridEP. Its
     ranks gather each other's routing maps (deep_ep's executor.cu, allgather_routing_map) into a buffer as long as the
     first micro-batch (moe/fused_a2a.py): with one size to pad to all are."""
@@ -162,7 +162,7 @@ def _of_dispatcher(name: str) -> dict[str, object]:
     return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": name}
 
 
-def _of_kernels(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
+def _kernel_keywords(learner: LearnerSection, shape: ModelShape) -> dict[str, object]:
     """Kernels that add in one order, or in float8. Raises ConfigError if TransformerEngine is not installed."""
     model: dict[str, object] = {"deterministic_mode": True} if learner.deterministic else {}
     if learner.fp8 is not None:
@@ -172,7 +172,7 @@ def _of_kernels(learner: LearnerSection, shape: ModelShape) -> dict[str, object]
     return model
 
 
-def _of_gradients(learner: LearnerSection) -> dict[str, object]:
+def _gradient_keywords(learner: LearnerSection) -> dict[str, object]:
     """Gradients in float32, or in the dtype of parameters; Muon takes whole parameters, which megatron's own sharding
     cuts. By default they are reduced in one bucket after the pass."""
     return {
@@ -181,7 +181,7 @@ def _of_gradients(learner: LearnerSection) -> dict[str, object]:
     }
 
 
-def _of_optimizer(learner: LearnerSection) -> dict[str, object]:
+def _optimizer_keywords(learner: LearnerSection) -> dict[str, object]:
     """AdamW, or Muon and AdamW, over float32 copies of the parameters. Data-parallel ranks shard the state
     (arXiv:1910.02054). The learner sets the learning rate before each step.
 

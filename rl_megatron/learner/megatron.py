@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.feature import prepare_chunks, without_captures
+from rl_megatron.feature import drop_captures, prepare_chunks
 from rl_megatron.learner import cpu
 from rl_megatron.learner.keywords import LOGITS_TOKENS, keywords
 from rl_megatron.models.shape import ModelShape
@@ -67,7 +67,7 @@ def make_frozen(
     top_below: int = EXACT,
 ) -> MegatronScorer:
     """Makes a model without gradients, optimizer or CUDA graphs; of a ``shape`` that scores, a reward model."""
-    shape, learner = replace(shape, num_draft_layers=False), without_captures(learner)
+    shape, learner = replace(shape, num_draft_layers=False), drop_captures(learner)
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     if shape.has_score_head:

@@ -38,7 +38,7 @@ def global_name(chunk: Any, name: str) -> str:
     return name
 
 
-def adapters_of(model: MegatronModule) -> ChunkAdapters | None:
+def chunk_adapters(model: MegatronModule) -> ChunkAdapters | None:
     """Returns the parameters that a feature has added to a chunk of the model."""
     found: ChunkAdapters | None = getattr(model, "adapters", None)
     return found
@@ -46,7 +46,7 @@ def adapters_of(model: MegatronModule) -> ChunkAdapters | None:
 
 def is_adapter(model: MegatronModule, name: str) -> bool:
     """True if the parameter that a chunk of the model calls ``name`` is one of its `ChunkAdapters`."""
-    found = adapters_of(model)
+    found = chunk_adapters(model)
     return found is not None and found.mark in name
 
 
@@ -78,7 +78,9 @@ def overrides(config: OptimizerConfig) -> dict[ParamKey, Any]:
     return {**found, ParamKey(name="*_bias"): {"wd_mult": 0.0}}
 
 
-def by_decay(config: OptimizerConfig, chunks: Sequence[Any], parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+def group_by_decay(
+    config: OptimizerConfig, chunks: Sequence[Any], parameters: Sequence[Tensor]
+) -> list[dict[str, Any]]:
     """Groups of ``parameters`` of ``chunks``: those that decay, and those that do not. At least one, maybe empty."""
     still = {
         id(parameter)

@@ -49,7 +49,7 @@ from rl_megatron.learner.optimizer import (
     wait_for_gradients,
 )
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
-from rl_megatron.learner.parameters import adapters_of, global_parameters, swapped
+from rl_megatron.learner.parameters import chunk_adapters, global_parameters, swapped
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.observability import activity
 from rl_megatron.types import (
@@ -85,7 +85,7 @@ class MegatronScorer:
     ) -> None:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
         self._chunks, self._rows, self._padding = chunks, learner.float8_rows, learner.padding
-        self._adapters = [found for model in models if (found := adapters_of(model)) is not None]
+        self._adapters = [found for model in models if (found := chunk_adapters(model)) is not None]
         self._adapter_names = frozenset(self.adapters)
         restore_float32_buffers(models)
         self._shape = shape
@@ -110,7 +110,7 @@ class MegatronScorer:
         """The parameters that a feature has added to this rank's chunks, under global names. As `tensors`."""
         return {name: tensor for one in self._adapters for name, tensor in one.tensors.items()}
 
-    def without_adapters(self) -> AbstractContextManager[None]:
+    def adapters_disabled(self) -> AbstractContextManager[None]:
         """Context in which scores are of the weights without adapters."""
         return nested(one.off() for one in self._adapters)
 
@@ -487,30 +487,31 @@ class MegatronLearner(MegatronScorer):
 
         State that has left the GPU's memory is written from the host's.
         """
-        return self.start_save(folder, apart=False).finalize().files
+        return self.start_save(folder, in_process=False).finalize().files
 
-    def start_save(self, folder: Path, *, apart: bool = True, beside: ExtraState | None = None) -> ShardSave:
-        """Saves as `save`, but with ``apart`` returns once the shards are copied in the host's memory: a thread writes
-        them. The next one writes over that memory, so this one must be durable before. ``beside`` is saved too."""
+    def start_save(self, folder: Path, *, in_process: bool = True, extra: ExtraState | None = None) -> ShardSave:
+        """Saves as `save`, but with ``in_process`` returns once the shards are copied in the host's memory: a thread
+        writes them. The next one writes over that memory, so this one must be durable before. ``extra`` is saved
+        too."""
         self.gather()
         with saving.explained(folder):
             for hooks in self._hooks:
                 hooks.saving(folder)
-        staged = self._staged if apart else None
+        staged = self._staged if in_process else None
         chunks, optimizer = self._all_chunks, self._chained_optimizer
         values, more = self._parked.host_copy, None
-        if beside is not None:
-            values, more = lambda tensor: self._parked.host_copy(beside.values(tensor)), beside.state(self._models)
+        if extra is not None:
+            values, more = lambda tensor: self._parked.host_copy(extra.values(tensor)), extra.state(self._models)
         return saving.save_shards(folder, chunks, optimizer, self._planned, values, staged, more)
 
-    def load(self, folder: Path, beside: ExtraState | None = None) -> None:
-        """Loads the shards that ``save`` wrote, and those of ``beside`` into it. Raises CheckpointError, on the first
+    def load(self, folder: Path, extra: ExtraState | None = None) -> None:
+        """Loads the shards that ``save`` wrote, and those of ``extra`` into it. Raises CheckpointError, on the first
         rank also for adapters of another model."""
         self.onload()
         for hooks in self._hooks:
             hooks.loading(folder)
-        more = None if beside is None else beside.state(self._models)
+        more = None if extra is None else extra.state(self._models)
         read = loading.load(folder, self._all_chunks, self._chained_optimizer, more)
-        if beside is not None:
-            beside.load(self._models, read, folder)
+        if extra is not None:
+            extra.load(self._models, read, folder)
         self._changed()

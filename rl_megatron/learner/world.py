@@ -108,7 +108,7 @@ class Relay:
         size, layered = told.tolist()
         stages = self._stages(layers) if layered else []
         if len(stages) > 1:
-            return self._by_layers(share, stages)
+            return self._relay_layers(share, stages)
         tensor = torch.empty(size, dtype=torch.uint8) if share is None else torch.from_numpy(share)
         dist.broadcast(tensor, self._ranks[0], group=self._group)
         return tensor.numpy()
@@ -132,7 +132,7 @@ class Relay:
                 known.append(rank)
         return stages
 
-    def _by_layers(self, share: Share | None, stages: Sequence[tuple[OwnLayers, list[int]]]) -> Share:
+    def _relay_layers(self, share: Share | None, stages: Sequence[tuple[OwnLayers, list[int]]]) -> Share:
         """Sends each stage's share once to its first rank, which sends it to the others of the stage."""
         first, *beside = next(ranks for _, ranks in stages if self._rank in ranks)
         mine = None

@@ -29,7 +29,7 @@ from rl_megatron.models.shape import DeltaNet, ModelShape
 _EPS = 1e-6  # added to the squared length of queries and keys
 
 
-def by_chunks(
+def attend_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Returns each position's output [n, K, R, C, dv], and the state [K, R, dk, dv] after the last chunks. query and
@@ -44,7 +44,7 @@ def by_chunks(
     return parts.reads @ before + parts.mixes @ new, state
 
 
-def by_position(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def attend_position(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """Returns [N, K, R, dv] for one position of each row: query, key [N, K, dk], value [N, K, R, dv], decay and beta
     [N, K, R]. Writes ``state`` [N, K, R, dk, dv]."""
     query, key = (_unit(x)[:, :, None, None] for x in (query, key))
@@ -201,7 +201,7 @@ class DeltaStates:
         window = torch.cat((seen, x[..., None]), -1)
         seen.copy_(window[..., 1:])
         mixed = functional.silu((window * taps[:, 0]).sum(-1))
-        return by_position(state, *_heads(mixed, state), decay, beta)
+        return attend_position(state, *_heads(mixed, state), decay, beta)
 
 
 def remember_whole(
@@ -225,7 +225,7 @@ def remember_whole(
 
     query, key, value = (chunks(part).movedim(1, -2) for part in _heads(mixed, states.states))
     logs, betas = (chunks(part).movedim(1, -1) for part in (decay, beta))
-    out, states.states[net] = by_chunks(query, key, value, logs, betas, [len(x)] * count)
+    out, states.states[net] = attend_chunks(query, key, value, logs, betas, [len(x)] * count)
     by_chunk: Tensor = out.movedim(-2, 1).unflatten(0, (count, -1))
     return by_chunk.transpose(0, 1).flatten(1, 2)[:, : x.shape[1]]
 

@@ -83,14 +83,14 @@ def choose_experts(router_logits: Tensor, shape: ModelShape, selection_bias: Ten
     softmax = router.score == "softmax"
     scores = router_logits.softmax(-1, dtype=torch.float32) if softmax else router_logits.float().sigmoid()
     rated = scores if selection_bias is None else scores + selection_bias
-    chosen = _in_best_groups(rated, router).topk(k, dim=-1).indices
+    chosen = _mask_other_groups(rated, router).topk(k, dim=-1).indices
     weights = scores.gather(1, chosen)
     if shape.normalize_top_k:
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
     return chosen, weights.mul_(router.scaling)
 
 
-def _in_best_groups(rated: Tensor, router: Router) -> Tensor:
+def _mask_other_groups(rated: Tensor, router: Router) -> Tensor:
     """Returns minus infinity outside of each token's best groups of experts."""
     if router.groups == 1:
         return rated
@@ -269,10 +269,10 @@ class GatedExperts(ExpertMlp):
         chosen, shares = choose_experts(_logits(x, self._router, None, noise), self._shape, self._selection_bias)
         packed = self._packed if self._packed_is_current else None
         if self._shared is not None:
-            residual = self._beside(self._shared, residual, x)
+            residual = self._add_shared(self._shared, residual, x)
         return mix_experts(residual, x, chosen, shares, self._w13, self._w2, packed), chosen
 
-    def _beside(self, shared: DenseMlp, residual: Tensor, x: Tensor) -> Tensor:
+    def _add_shared(self, shared: DenseMlp, residual: Tensor, x: Tensor) -> Tensor:
         """``residual`` plus the output of shared experts, multiplied by their gate if they have one."""
         if self._shared_gate is None:
             return shared(residual, x)

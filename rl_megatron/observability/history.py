@@ -249,7 +249,7 @@ class Run:
         found: list[float] = values[~np.isnan(values)].tolist()
         return found
 
-    def rows_of(self, name: str, *, warm_start: bool) -> MetricRows:
+    def metric_rows(self, name: str, *, warm_start: bool) -> MetricRows:
         """Returns the rows with a metric. Metrics of the warm start have its rows, by their steps. Other metrics have
         rows of steps, and with ``warm_start`` before them the warm start's, at x in [-1, 0)."""
         first, rl = self.warm_start.recorded(name), self.rl.recorded(name)

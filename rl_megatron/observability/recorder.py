@@ -55,14 +55,14 @@ class MetricsWriter:
         """
         if warm_start_step is not None:
             return self._file.truncate_after(warm_start_step, "warm_start/step")
-        return self._file.truncate_after(step, late=_is_beside)
+        return self._file.truncate_after(step, late=_is_background)
 
     def has_evaluation(self, step: int) -> bool:
         """True if a row of this RL step has figures of an evaluation."""
         for row in from_the_end(self._file.path) if self._file.path.exists() else ():
             if row["step"] == step and any(name.startswith("eval/") for name in row):
                 return True
-            if int(str(row["step"])) < step and not _is_beside(row):
+            if int(str(row["step"])) < step and not _is_background(row):
                 return False
         return False
 
@@ -71,14 +71,14 @@ class MetricsWriter:
         axis = "warm_start/step" if written["phase"] == "warm_start" else "step"
         place = {name: written[name] for name in ("phase", axis)}
         last, also = int(str(written[axis])), place.items()
-        self._file.truncate_after(last, axis, late=_is_beside, also=lambda row: also <= row.items())
+        self._file.truncate_after(last, axis, late=_is_background, also=lambda row: also <= row.items())
 
     def close(self) -> None:
         """Closes metrics.jsonl, and no sink. Raises OSError that names it."""
         self._file.close()
 
 
-def _is_beside(row: JsonRow) -> bool:
+def _is_background(row: JsonRow) -> bool:
     """True if the row is of an evaluation during later steps, so that it may follow their rows."""
     return row.get("phase") == "eval"
 
@@ -236,17 +236,17 @@ class Stopwatch:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + (until - place) / 1e9
             place = until
 
-    def count(self, phase: str, tokens: int, *, beside: bool = False) -> None:
+    def count(self, phase: str, tokens: int, *, in_background: bool = False) -> None:
         """Records how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``: over its own seconds, or over
-        the step's if it ran ``beside`` the other phases."""
+        the step's if it ran ``in_background`` the other phases."""
         self._tokens[phase] = tokens
-        self._beside = self._beside | {phase} if beside else self._beside - {phase}
+        self._beside = self._beside | {phase} if in_background else self._beside - {phase}
 
     def note(self, name: str, value: float) -> None:
         """Records the metric ``name`` of something that ended in this step."""
         self._noted[name] = value
 
-    def at_peak(self, seconds: float) -> None:
+    def add_peak_seconds(self, seconds: float) -> None:
         """Adds seconds that training would take GPUs at their peak, for ``mfu/train``."""
         self._at_peak += seconds
 

@@ -98,7 +98,7 @@ def group_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> list[
     return arms
 
 
-def over_seeds(runs: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, Floats, Floats]:
+def seed_mean(runs: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, Floats, Floats]:
     """Returns each x at which runs have a value, their mean there and its band, which is NaN if only one run has it.
 
     ``runs`` have x and values."""
@@ -334,7 +334,7 @@ def template() -> Template:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters["by_its_ends"] = _by_its_ends
+    environment.filters["by_its_ends"] = _shorten
     environment.filters["utc"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     return environment.get_template("report.html.j2")
 
@@ -371,7 +371,7 @@ def _axes(arms: Sequence[Arm]) -> dict[int, dict[str, list[float | None]]]:
         seconds = [np.nan_to_num(each.values("seconds/step")) for each in rows]
         tokens = [np.nan_to_num(each.values(STEP_SPEED)) * s for each, s in zip(rows, seconds, strict=True)]
         x, *values = (
-            over_seeds([(x, np.cumsum(y)) for x, y in zip(steps, ys, strict=True)])[i]
+            seed_mean([(x, np.cumsum(y)) for x, y in zip(steps, ys, strict=True)])[i]
             for ys, i in ((seconds, 0), (seconds, 1), (tokens, 1))
         )
         kept = np.unique(np.linspace(0, len(x) - 1, MAX_POINTS).astype(int)) if len(x) else slice(0)
@@ -526,7 +526,7 @@ def _groups(metric: str, runs: Sequence[Run]) -> float:
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:
     """Returns an arm's line; for a run alone on the page also ``others`` and the plan. ``several``: an arm has several
     runs."""
-    found = [run.rows_of(curve.metric, warm_start=curve.warm_start and not several) for run in arm.runs]
+    found = [run.metric_rows(curve.metric, warm_start=curve.warm_start and not several) for run in arm.runs]
     rows, alone, lines = found[0], num_arms == 1 and not several, list[Series]()
     x, y = rows.x, rows.values(curve.metric)
     for place, other in enumerate(curve.others if alone else ()):
@@ -536,7 +536,7 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
     low = high = None
     each = 1
     if len(found) > 1:
-        x, y, low, high = over_seeds([(one.x, one.values(curve.metric)) for one in found])
+        x, y, low, high = seed_mean([(one.x, one.values(curve.metric)) for one in found])
     elif num_arms > MAX_BANDS:
         x, y, each = averaged(x, y)
     elif not several and curve.spread is not None:
@@ -609,11 +609,11 @@ def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
     by_step: dict[int, list[SampleRow]] = {}
     for sample in run.samples:
         by_step.setdefault(sample.step, []).append(sample)
-    shown = {step: _of_prompts(rows)[:SAMPLES_PER_STEP] for step, rows in by_step.items()}
+    shown = {step: _interleave_prompts(rows)[:SAMPLES_PER_STEP] for step, rows in by_step.items()}
     return [(step, [(s, s.reward >= run.success_reward) for s in rows]) for step, rows in shown.items()]
 
 
-def _of_prompts(rows: Sequence[SampleRow]) -> list[SampleRow]:
+def _interleave_prompts(rows: Sequence[SampleRow]) -> list[SampleRow]:
     """Sorts rows: the first of each prompt, then the second of each, and so on."""
     seen, turns = Counter[str](), list[int]()
     for row in rows:
@@ -629,7 +629,7 @@ def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) ->
     try:
         for sample in latest_samples(folder / "samples.jsonl"):
             place = prompts.setdefault(sample.prompt, len(prompts))
-            new = [htmlsafe_json_dumps(_by_its_ends(sample.prompt))] if place == len(texts) else []
+            new = [htmlsafe_json_dumps(_shorten(sample.prompt))] if place == len(texts) else []
             row = htmlsafe_json_dumps(_row_to_search(sample, place, right=sample.reward >= run.success_reward))
             left -= sum(map(len, (row, *new))) + 2  # all of it is ASCII
             if left < 0:
@@ -648,16 +648,16 @@ def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) ->
 def _row_to_search(sample: SampleRow, prompt: int, *, right: bool) -> list[object]:
     """Returns the row in the order in which page.js reads it; a turn is the text that was read and the sampled text."""
     most = min(_MOST_TEXT, _MOST_TURNS // max(1, len(sample.turns)))
-    turns = [[_by_its_ends(turn.read, most), _by_its_ends(turn.said, most)] for turn in sample.turns]
-    turns = turns or [["", _by_its_ends(sample.completion)]]
-    return [sample.step, prompt, _by_its_ends(sample.answer), sample.reward, right, len(sample.completion), turns]
+    turns = [[_shorten(turn.read, most), _shorten(turn.said, most)] for turn in sample.turns]
+    turns = turns or [["", _shorten(sample.completion)]]
+    return [sample.step, prompt, _shorten(sample.answer), sample.reward, right, len(sample.completion), turns]
 
 
-def _by_its_ends(text: str, most: int = _MOST_TEXT) -> str:
+def _shorten(text: str, limit: int = _MOST_TEXT) -> str:
     """Returns the text, or the beginning and the end of a long one."""
-    if (left_out := len(text) - most) <= 0:
+    if (left_out := len(text) - limit) <= 0:
         return text
-    half = most // 2
+    half = limit // 2
     return f"{text[:half]}\n… {left_out:,} characters left out, which samples.jsonl has …\n{text[len(text) - half :]}"
 
 

@@ -58,19 +58,20 @@ class Clock:
         """Half the distance between the bounds; None before the first exchange."""
         return None if self._low is None else round((self._high - self._low) / 2)
 
-    def exchanged(self, *, asked: int, arrived: int, answered: int, heard: int) -> None:
-        """Narrows the bounds by a call that left here at ``asked`` and was there at ``arrived``, and its answer, which
-        left at ``answered`` and was here at ``heard``. The first and the last are of our clock, the others of theirs.
+    def exchanged(self, *, sent_at: int, arrived: int, answered: int, received_at: int) -> None:
+        """Narrows the bounds by a call that left here at ``sent_at`` and was there at ``arrived``, and its answer,
+        which left at ``answered`` and was here at ``received_at``. The first and the last are of our clock, the others
+        of theirs.
 
         Older bounds widen by the drift of two clocks. If new ones contradict them, a clock was set: the new ones count.
         """
-        low, high = asked - arrived - DRIFT * (heard - asked), float(heard - answered)
+        low, high = sent_at - arrived - DRIFT * (received_at - sent_at), float(received_at - answered)
         if self._low is not None:
-            drift = DRIFT * max(0, heard - self._at)
+            drift = DRIFT * max(0, received_at - self._at)
             old_low, old_high = self._low - drift, self._high + drift
             if max(low, old_low) <= min(high, old_high):
                 low, high = max(low, old_low), min(high, old_high)
-        self._low, self._high, self._at = low, high, heard
+        self._low, self._high, self._at = low, high, received_at
 
 
 MOST = 200_000  # spans in memory; the oldest go first
@@ -100,12 +101,12 @@ _kept: deque[KeptSpan] = deque(maxlen=MOST)
 _lost = 0
 
 
-def keep(lane: Lane, name: str, begin: int, end: int, said: SpanDetails | None = None) -> None:
+def keep(lane: Lane, name: str, begin: int, end: int, details: SpanDetails | None = None) -> None:
     """Keeps a span that has ended."""
     global _lost
     if len(_kept) == MOST:
         _lost += 1
-    _kept.append((lane, name, begin, end, said))
+    _kept.append((lane, name, begin, end, details))
 
 
 def gauge(process: Lane, name: str, **values: int | float) -> None:
@@ -126,12 +127,12 @@ class during:  # noqa: N801  used as a function
 
     __slots__ = ("_begin", "_lane", "_name", "_said")
 
-    def __init__(self, lane: Lane, name: str, **said: str | int | float) -> None:
-        self._lane, self._name, self._said = lane, name, said
+    def __init__(self, lane: Lane, name: str, **details: str | int | float) -> None:
+        self._lane, self._name, self._said = lane, name, details
 
-    def say(self, **said: str | int | float) -> None:
+    def say(self, **details: str | int | float) -> None:
         """Adds details that are known only at the end."""
-        self._said |= said
+        self._said |= details
 
     def __enter__(self) -> Self:
         self._begin = now()
@@ -155,11 +156,11 @@ class FreeLanes:
         self._lanes: list[Lane] = []
 
     @contextmanager
-    def during(self, name: str, **said: str | int | float) -> Iterator[during]:
+    def during(self, name: str, **details: str | int | float) -> Iterator[during]:
         """Records like ``during``, in a lane of its own."""
         number = self.take()
         try:
-            with during(self._lanes[number], name, **said) as span:
+            with during(self._lanes[number], name, **details) as span:
                 yield span
         finally:
             self.give(number)
@@ -215,7 +216,7 @@ class KernelEvent:
     end: int
 
 
-def folder_of(run: Path, step: int) -> Path:
+def profile_folder(run: Path, step: int) -> Path:
     """Returns the folder of a step that was profiled."""
     return run / FOLDER / f"step_{step:06d}"
 
@@ -277,7 +278,7 @@ class RankTimed:
     lost: int
     peak: int = 0
 
-    def seconds_of(self, call: str) -> float:
+    def call_seconds(self, call: str) -> float:
         """Returns the seconds of the call that was answered, without its wait for earlier calls."""
         return sum(end - begin for thread, name, begin, end, _ in self.spans if (thread, name) == ("calls", call)) / 1e9
 
@@ -305,23 +306,23 @@ class RankTimes:
         shift = recorded.monotonic + self.clock.offset + here - recorded.wall
         return RankKernels(file=recorded.file, process=self._process, shift=shift)
 
-    def asked(self, call: str) -> None:
+    def on_call(self, call: str) -> None:
         """Notes a call that is about to be sent."""
         self._asked.append((call, now()))
 
-    def answered(self, said: RankTimed | None) -> None:
+    def answered(self, timed: RankTimed | None) -> None:
         """Notes the answer to the oldest call; None: the rank reports no times."""
         heard, (call, asked) = now(), self._asked.popleft()
         begin = max(asked, self._heard)  # the call waits for earlier ones
         self._heard = heard
         keep(self._controllers, call, begin, heard, {"queued_us": (begin - asked) // 1000})
-        if said is None:
+        if timed is None:
             return
-        self.clock.exchanged(asked=asked, arrived=said.arrived, answered=said.answered, heard=heard)
-        for thread, name, begin, end, more in said.spans:
+        self.clock.exchanged(sent_at=asked, arrived=timed.arrived, answered=timed.answered, received_at=heard)
+        for thread, name, begin, end, more in timed.spans:
             keep(self._lane(thread), name, begin, end, more)
-        if said.lost:
-            keep(self._lane("calls"), f"{said.lost} spans were lost", said.arrived, said.arrived)
+        if timed.lost:
+            keep(self._lane("calls"), f"{timed.lost} spans were lost", timed.arrived, timed.arrived)
 
     def _lane(self, thread: str) -> Lane:
         if thread not in self._lanes:
@@ -343,16 +344,15 @@ _FLOWS_IN = ',"flow_in":true'
 class TraceEvent:
     """A span as it was written: microseconds since 1970 by the controller's clock.
 
-    Without a thread it has values of its process, by their names in ``said``, at ``begin``. Arrows join events of one
-    ``flow``.
-    """
+    Without a thread it has values of its process, by their names in ``details``, at ``begin``. Arrows join events of
+    one ``flow``."""
 
     process: str
     thread: str
     name: str
     begin: int
     end: int
-    said: SpanDetails
+    details: SpanDetails
     flow: int | None = None
 
 
@@ -364,14 +364,14 @@ class _Lines:
         self._threads: dict[tuple[str, str], str] = {}  # (process, thread) -> its numbers in a line
 
     def span(
-        self, process: str, thread: str, name: str, begin: int, end: int, said: SpanDetails | None, flow: int | None
+        self, process: str, thread: str, name: str, begin: int, end: int, details: SpanDetails | None, flow: int | None
     ) -> str:
         """Returns the line of a span, or of values if ``thread`` is empty: Perfetto reads no escapes in their names."""
         head, numbers = "", self._threads.get((process, thread))
         if numbers is None:
             head = self._named(process, thread)
             numbers = self._threads[process, thread]
-        more = _args(tuple(said.items())) if said else ""
+        more = _args(tuple(details.items())) if details else ""
         if flow is not None:
             more += f',"bind_id":"{flow:#x}","flow_out":true{"" if name == _JOINED[0] else _FLOWS_IN}'
         if not thread:
@@ -410,9 +410,9 @@ class TraceFile:
     number of their process would be its main thread's. Arrows point from a generation to each of its requests.
     """
 
-    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, folder: Path, max_bytes: int = MOST_BYTES) -> None:
         self._before, self._path = (folder / name for name in FILES)
-        self._most, self._size = most_bytes, 0
+        self._most, self._size = max_bytes, 0
         self._wall = time.time_ns() - now()
         self._file: IO[bytes] | None = None
         self._lines = _Lines()
@@ -513,7 +513,7 @@ def write_trace(folder: Path, out: Path) -> Path:
     """
     lines = _Lines()
     events = [
-        lines.span(event.process, event.thread, event.name, event.begin, event.end, event.said, event.flow)
+        lines.span(event.process, event.thread, event.name, event.begin, event.end, event.details, event.flow)
         for event in read_trace(folder)
     ]
     kernels = sorted(read_kernels(folder), key=lambda event: (event.begin, -event.end))
@@ -542,7 +542,7 @@ def _events(path: Path) -> Iterator[TraceEvent]:
                 name=found["name"],
                 begin=found["ts"],
                 end=found["ts"] + (0 if values else found["dur"]),
-                said=found.get("args", {}),
+                details=found.get("args", {}),
                 flow=None if flow is None else int(flow, 16),
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -559,13 +559,13 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _meta(event: str, process: int, thread: int = 0, /, **said: str | int) -> str:
-    return f'{{"ph":"M","name":"{event}","pid":{process},"tid":{thread},"args":{json.dumps(said)}}},\n'
+def _meta(event: str, process: int, thread: int = 0, /, **value: str | int) -> str:
+    return f'{{"ph":"M","name":"{event}","pid":{process},"tid":{thread},"args":{json.dumps(value)}}},\n'
 
 
 @lru_cache(4096)
-def _args(said: tuple[tuple[str, str | int | float], ...]) -> str:
-    return f',"args":{json.dumps(dict(said))}'
+def _args(details: tuple[tuple[str, str | int | float], ...]) -> str:
+    return f',"args":{json.dumps(dict(details))}'
 
 
 @lru_cache(4096)
@@ -591,8 +591,8 @@ def _rank(process: str) -> int:
 class Timeline:
     """A run's timeline, in ``folder``. Controller process only. If it cannot write, it warns and ends no run."""
 
-    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
-        self._file, self._failed = TraceFile(folder, most_bytes), False
+    def __init__(self, folder: Path, max_bytes: int = MOST_BYTES) -> None:
+        self._file, self._failed = TraceFile(folder, max_bytes), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="timeline")
         self._writing: Future[None] | None = None
 

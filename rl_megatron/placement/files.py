@@ -16,11 +16,11 @@ from rl_megatron.placement.seats import server_placements
 def engines_on_own_nodes(config: RunConfig) -> bool:
     """True if servers are on nodes without a learner rank: a run starts them there, or an address is not this machine.
     Raises ConfigError if they do not fit."""
-    elsewhere = any(not is_loopback(host) for host in hosts_of(config.rollout.server.addresses or ""))
+    elsewhere = any(not is_loopback(host) for host in address_hosts(config.rollout.server.addresses or ""))
     return elsewhere or any(node is None for node in _nodes_of_servers(config))
 
 
-def hosts_of(addresses: str) -> list[str]:
+def address_hosts(addresses: str) -> list[str]:
     """Returns the hosts of the servers at ``addresses``."""
     return [urlsplit(address.strip()).hostname or "" for address in addresses.split(",") if address]
 

@@ -31,7 +31,7 @@ class RankPlacement:
     domain: int = 1  # neighboring nodes that NVLink joins
     role: str = LEARNER
 
-    def node_of(self, rank: int) -> str:
+    def rank_node(self, rank: int) -> str:
         """Returns the node that the rank runs on."""
         return self.nodes[rank // self.ranks_per_node]
 
@@ -98,9 +98,9 @@ def place_ranks(
     return RankPlacement(dims=dims, nodes=tuple(nodes), ranks_per_node=ranks_per_node, domain=domain, role=role)
 
 
-def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -> RankPlacement:
+def make_placement(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -> RankPlacement:
     """Places the ranks of the learner, or of a separate role, on its nodes. Raises like `place_ranks`."""
-    dims, slurm = config.learner_of(role).dims, config.slurm
+    dims, slurm = config.role_learner(role).dims, config.slurm
     each = slurm.tasks_per_node(dims.world_size) if role == LEARNER else -(-dims.world_size // max(1, len(nodes)))
     try:
         placement = place_ranks(dims, nodes, each, domain=slurm.nvlink_nodes, role=role)
@@ -117,7 +117,7 @@ def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -
 
 def ranks_by_role(config: RunConfig) -> dict[str, int]:
     """Returns the number of ranks of the learner, and of each separate role in the order of a job's nodes."""
-    return {role: config.learner_of(role).dims.world_size for role in (LEARNER, *separate(config))}
+    return {role: config.role_learner(role).dims.world_size for role in (LEARNER, *separate(config))}
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
-from rl_megatron.feature import pushes_of
+from rl_megatron.feature import make_pushes
 from rl_megatron.http.urls import is_loopback
-from rl_megatron.placement.files import file_writer_ranks, hosts_of, weights_folder
+from rl_megatron.placement.files import address_hosts, file_writer_ranks, weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import placeholder_nodes
 from rl_megatron.placement.seats import server_placements
@@ -37,11 +37,11 @@ class Route:
         return " and then through ".join(filter(None, (self.link, self.file)))
 
 
-def route_of(config: RunConfig) -> Route:
+def find_route(config: RunConfig) -> Route:
     """Returns the route of a run's pushes. Raises ConfigError if servers do not fit the job's nodes."""
     kind, served = config.transport, config.rollout.served
     learner_apart = config.run.launcher != "local" and config.slurm.nodes > 1
-    if pushes_of(config) is not None:
+    if make_pushes(config) is not None:
         file, shared = _served_file(config)
         alone = config.learner.dims.world_size == 1
         over = "" if alone else _over(config, learner_apart)
@@ -65,7 +65,7 @@ def engine_nodes(config: RunConfig) -> list[int]:
     address counts once, because its ranks are unknown. Raises ConfigError if servers do not fit the job's nodes."""
     section = config.rollout.server
     if section.addresses is not None:
-        hosts = hosts_of(section.addresses)
+        hosts = address_hosts(section.addresses)
         return [0 if is_loopback(host) else config.slurm.nodes + i for i, host in enumerate(hosts)]
     if config.run.launcher == "local":
         return [0] * (section.count * section.ranks)
@@ -76,10 +76,10 @@ def engine_nodes(config: RunConfig) -> list[int]:
     return [order.index(seat.node) for seat in seats for _ in range(each)]
 
 
-def _over(config: RunConfig, apart: bool, together: bool = True) -> str:
-    """Returns the links without a file, between processes of several nodes (``apart``), of one node, or both."""
+def _over(config: RunConfig, is_separate: bool, is_shared: bool = True) -> str:
+    """Returns the links without a file, between processes of several nodes (``is_separate``), of one node, or both."""
     inside = "NVLink" if config.learner.device != "cpu" else "a node's loopback"
-    return " and ".join([inside] * (together or not apart) + ["the network"] * apart)
+    return " and ".join([inside] * (is_shared or not is_separate) + ["the network"] * is_separate)
 
 
 def _served_file(config: RunConfig) -> tuple[str, bool]:

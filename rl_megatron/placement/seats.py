@@ -159,7 +159,7 @@ def local_server_placements(config: RunConfig, gpus: int) -> tuple[ServerPlaceme
             "let servers share GPUs with the learner by rollout.server.memory_fraction (a share of each one's memory), "
             "with rollout.server.colocated=true if they shall take turns"
         )
-    return _in_turn(section.count, own, gpus, first=ranks if apart else 0, shared=not apart)
+    return _place_in_order(section.count, own, gpus, first=ranks if apart else 0, shared=not apart)
 
 
 def standalone_placements(config: RunConfig, gpus: int) -> tuple[ServerPlacement, ...]:
@@ -181,10 +181,12 @@ def standalone_placements(config: RunConfig, gpus: int) -> tuple[ServerPlacement
             f"rollout.server.replicas={section.count} of {_degrees(section)} need {wanted} GPUs, and this machine has "
             f"{gpus}; lower them{shared if own <= gpus else ''}"
         )
-    return _in_turn(section.count, own, gpus)
+    return _place_in_order(section.count, own, gpus)
 
 
-def _in_turn(servers: int, own: int, gpus: int, *, first: int = 0, shared: bool = False) -> tuple[ServerPlacement, ...]:
+def _place_in_order(
+    servers: int, own: int, gpus: int, *, first: int = 0, shared: bool = False
+) -> tuple[ServerPlacement, ...]:
     """Gives each server the next ``own`` GPUs, from the ``first`` on, in rotation."""
     starts = (first + i * own for i in range(servers))
     return tuple(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rl_megatron.config.sections.reward import HttpSection
 from rl_megatron.errors import ConfigError, RewardError
-from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
+from rl_megatron.http.client import TryAgain, check_status, post_json, quote_beginning, retried
 from rl_megatron.http.urls import split_url
 from rl_megatron.rewards.scoring import ABSTAINS, queued_slot
 from rl_megatron.types import Completion, Prompt, RewardResult
@@ -82,12 +82,12 @@ def _rewards(answer: bytes, count: int) -> list[RewardResult]:
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the answer is not JSON: {beginning_of(answer)}") from error
+        raise ValueError(f"the answer is not JSON: {quote_beginning(answer)}") from error
     rewards = value.get("rewards") if isinstance(value, dict) else None
     if not isinstance(rewards, list):
-        raise ValueError(f'the answer is {beginning_of(answer)}; it must be {{"rewards": [number, ...]}}')
+        raise ValueError(f'the answer is {quote_beginning(answer)}; it must be {{"rewards": [number, ...]}}')
     if len(rewards) != count:
-        raise ValueError(f"the answer holds {len(rewards)} rewards for {count} completions: {beginning_of(answer)}")
+        raise ValueError(f"the answer holds {len(rewards)} rewards for {count} completions: {quote_beginning(answer)}")
     for i, reward in enumerate(rewards):
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise ValueError(f"rewards[{i}] is {reward!r:.80}; it must be a number or null")

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from rl_megatron.bounded import answer_calls
-from rl_megatron.rewards.symbols import mark_formulas, to_latex, without_reasons
+from rl_megatron.rewards.symbols import mark_formulas, remove_reasons, to_latex
 from rl_megatron.sandbox import keeper
 
 MEMORY_BYTES = 4 << 30
@@ -43,13 +43,13 @@ def _score(answer: str, text: str | None) -> dict[str, Any]:
         grader.sympy_numeric_eq = partial(_equal, grader.sympy_numeric_eq)
     wanted = _expression(answer)
     if text is None:
-        told: dict[str, Any] = {"known": bool(wanted)}
+        reply: dict[str, Any] = {"known": bool(wanted)}
     else:
         read = parse(_readable(text, answer), parsing_timeout=None)
-        told = {"total": float(verify(wanted, read, timeout_seconds=None, raise_on_error=False)), "answer": ""}
+        reply = {"total": float(verify(wanted, read, timeout_seconds=None, raise_on_error=False)), "answer": ""}
         with contextlib.suppress(ValueError, RecursionError):  # too deep, or too many digits, to be printed
-            told["answer"] = str(read[0]) if read else ""
-    return told
+            reply["answer"] = str(read[0]) if read else ""
+    return reply
 
 
 def _equal(package: Callable[..., bool], one: Any, other: Any, *places: int) -> bool:
@@ -88,7 +88,7 @@ def _expression(answer: str) -> list[Any]:
 
 def _readable(text: str, answer: str) -> str:
     """Returns a completion's text with parts as LaTeX that the package would otherwise overlook or read in part."""
-    text = _positional(without_reasons(to_latex(text)))
+    text = _positional(remove_reasons(to_latex(text)))
     if not any(mark in text for mark in _MARKED) and _LETTER.fullmatch(answer) and (found := _CHOICE.findall(text)):
         return rf"{text} \boxed{{{found[-1]}}}"
     return mark_formulas(text)

@@ -20,8 +20,8 @@ from rl_megatron.bounded import BoundedProcess, LimitExceeded, ProcessFailed
 from rl_megatron.config.sections.reward import LengthSection, RewardSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.scoring import paused_while_queued
-from rl_megatron.rewards.symbols import number_of, to_ascii, to_latex, without_reasons
-from rl_megatron.rewards.threads import in_daemon_thread
+from rl_megatron.rewards.symbols import read_digits, remove_reasons, to_ascii, to_latex
+from rl_megatron.rewards.threads import run_in_daemon_thread
 from rl_megatron.types import Completion, Prompt, RewardResult
 
 
@@ -52,7 +52,7 @@ async def final_number(prompt: Prompt, completions: Sequence[Completion], texts:
     wanted = last_number(prompt.answer.rsplit("####", 1)[-1])
     if wanted is None:
         raise RewardError(f"prompt {prompt.id!r}: its answer {prompt.answer!r:.80} holds no number to compare with")
-    return await in_daemon_thread(lambda: [_judged(last_number(text), wanted) for text in texts])
+    return await run_in_daemon_thread(lambda: [_judged(last_number(text), wanted) for text in texts])
 
 
 def _judged(number: Fraction | None, wanted: Fraction) -> RewardResult:
@@ -68,7 +68,7 @@ def is_formula(answer: str) -> bool:
 def last_number(text: str) -> Fraction | None:
     """Returns the last number in ``text``; None if there is none, if it is under a root sign, or if it has more than
     ``MAX_DIGITS`` digits."""
-    text, last = without_reasons(to_ascii(text)), None
+    text, last = remove_reasons(to_ascii(text)), None
     for last in _NUMBER.finditer(text):  # noqa: B007  # only the last counts
         pass
     if last is None or len(last[0]) > MAX_DIGITS or text[: last.start()].rstrip(" (").endswith(("√", "∛", "∜")):
@@ -80,7 +80,7 @@ def last_number(text: str) -> Fraction | None:
             return None
         value /= divisor
     if last["raised"] is not None:
-        power = number_of(last["raised"][:5])
+        power = read_digits(last["raised"][:5])
         bits = max(value.numerator.bit_length(), value.denominator.bit_length())
         if abs(power) * bits > 3 * MAX_DIGITS or (power < 0 and value == 0):
             return None
@@ -106,7 +106,7 @@ class FormatReward:
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[RewardResult]:
         """Returns 1.0 or 0.0 for each text. Raises RewardError if the process does not start, is killed or hangs."""
-        return await in_daemon_thread(lambda: [RewardResult(total=float(self._matches(text))) for text in texts])
+        return await run_in_daemon_thread(lambda: [RewardResult(total=float(self._matches(text))) for text in texts])
 
     def _matches(self, text: str) -> bool:
         try:
@@ -169,20 +169,22 @@ async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: 
     """
     answer = prompt.answer.rsplit("####", 1)[-1].strip()
     with paused_while_queued() as begun:
-        if not (await _asked(answer, None)).get("known"):
+        if not (await _compare_in_process(answer, None)).get("known"):
             raise RewardError(f"prompt {prompt.id!r}: math-verify finds no expression in its answer {answer!r:.80}")
-        told = await asyncio.gather(*(_asked(answer, text, begun) for text in texts))
+        told = await asyncio.gather(*(_compare_in_process(answer, text, begun) for text in texts))
     return [RewardResult(total=one.get("total", 0.0), answer=one.get("answer", "")) for one in told]
 
 
-async def _asked(answer: str, text: str | None, begun: Callable[[], None] | None = None) -> dict[str, Any]:
+async def _compare_in_process(
+    answer: str, text: str | None, on_start: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """Returns the reply of the first process that is free; empty if the comparison exceeded its limit."""
     loop = asyncio.get_running_loop()
 
     def ask() -> dict[str, Any]:
-        if begun is not None:
+        if on_start is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed
-                loop.call_soon_threadsafe(begun)
+                loop.call_soon_threadsafe(on_start)
         try:
             return dict(_mine.process.ask(LIMIT_SECONDS, answer, text))
         except LimitExceeded:

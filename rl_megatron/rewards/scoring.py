@@ -41,7 +41,7 @@ async def score(
         return (RewardResult(total=math.nan, error=problem, late=late),) * len(completions)
 
 
-def errors_of(scored: Sequence[RewardResult]) -> list[str]:
+def distinct_errors(scored: Sequence[RewardResult]) -> list[str]:
     """Returns the first distinct errors of one prompt's completions, and the number of the others."""
     named = list(dict.fromkeys(one.error for one in scored if one.error is not None))
     more = [f"so did {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []

@@ -95,12 +95,12 @@ def to_ascii(text: str, fraction: str = "{}/{}") -> str:
 
     text = _AREA.sub(r"\1", _REPEATING.sub(repeat, _THOUSANDS.sub("", text)))
     if not text.isascii():
-        text = _TENS.sub(lambda match: f"e{number_of(match[1] or match[2].replace('−', '-'))}", text)
+        text = _TENS.sub(lambda match: f"e{read_digits(match[1] or match[2].replace('−', '-'))}", text)
         text = _DEGREES.sub("", _LONG_DASH.sub("-", text)).translate(_TABLE)
     return _FRACTION.sub(write, text)
 
 
-def number_of(digits: str) -> int:
+def read_digits(digits: str) -> int:
     """Reads superscripts, or digits, as an integer."""
     return int(unicodedata.normalize("NFKC", digits).replace("−", "-"))
 
@@ -116,7 +116,7 @@ def _root(match: re.Match[str]) -> str:
     return f"\\{_COMMANDS.get(match[1], 'sqrt')}{{{match[3] or _ROOT.sub(_root, match[2])}}}"
 
 
-def without_reasons(text: str) -> str:
+def remove_reasons(text: str) -> str:
     """Removes the reason for a value: ``(as 7² = 49)`` of ``answer: 7 (as 7² = 49)``. A reason stays if it holds a box,
     or after an expression, because it may state the expression's value: ``3 * 4 (since 3 * 4 = 12)``."""
 

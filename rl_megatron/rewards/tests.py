@@ -17,7 +17,7 @@ from typing import Any
 
 from rl_megatron.config.sections.reward import TestsSection
 from rl_megatron.errors import RewardError, task_group
-from rl_megatron.files import parse, value_at
+from rl_megatron.files import field_value, parse
 from rl_megatron.rewards.scoring import paused_while_queued
 from rl_megatron.sandbox.executors import Sandbox
 from rl_megatron.types import Completion, Prompt, RewardResult
@@ -60,27 +60,29 @@ class PassedTests:
         tests, place = _tests(prompt, self._section.field), self._sandbox.place()
         with paused_while_queued() as begun:
             async with task_group() as group:
-                running = [group.create_task(self._passed(code_of(text), tests, place, begun)) for text in texts]
+                running = [group.create_task(self._passed(extract_code(text), tests, place, begun)) for text in texts]
         return [RewardResult(total=task.result()) for task in running]
 
-    async def _passed(self, code: str, tests: Sequence[_Test], place: int, begun: Callable[[], None]) -> float:
+    async def _passed(self, code: str, tests: Sequence[_Test], place: int, on_start: Callable[[], None]) -> float:
         if not code.strip():
             return 0.0
         passed = 0
         for test in tests:
-            right = await self._passes(code, test, place, begun)
+            right = await self._passes(code, test, place, on_start)
             if not right and self._section.score == "all":
                 return 0.0
             passed += right
         return passed / len(tests)
 
-    async def _passes(self, code: str, test: _Test, place: int, begun: Callable[[], None]) -> bool:
+    async def _passes(self, code: str, test: _Test, place: int, on_start: Callable[[], None]) -> bool:
         limits = replace(self._sandbox.limits, output_bytes=self._sandbox.limits.output_bytes + test.length)
         if not test.calls:
-            ran = await self._sandbox.run(code, stdin=test.given, limits=limits, place=place, begun=begun)
+            ran = await self._sandbox.run(code, stdin=test.given, limits=limits, place=place, on_start=on_start)
             return ran.ended == "done" and ran.exit == 0 and same_output(ran.stdout, test.wanted)
         files = {_OWN_CODE: code}
-        ran = await self._sandbox.run(_CALLER, stdin=test.given, files=files, limits=limits, place=place, begun=begun)
+        ran = await self._sandbox.run(
+            _CALLER, stdin=test.given, files=files, limits=limits, place=place, on_start=on_start
+        )
         if ran.ended != "done" or ran.exit != 0:
             return False
         try:
@@ -90,7 +92,7 @@ class PassedTests:
         return bool(answer == test.wanted or (test.wrapped and answer == test.wanted[0]))
 
 
-def code_of(text: str) -> str:
+def extract_code(text: str) -> str:
     """Returns the last fenced block after any thinking that is marked as Python, or the last without a language, or
     the whole text."""
     said = text.rpartition("</think>")[2].replace("\r\n", "\n")
@@ -138,7 +140,7 @@ def _tests(prompt: Prompt, field: str) -> list[_Test]:
     """Reads a problem's tests. Raises RewardError that names the problem and the error in its tests."""
     where = f"prompt {prompt.id!r}: its field {field!r} (reward.tests.field)"
     try:
-        given = value_at(prompt.meta, field)
+        given = field_value(prompt.meta, field)
     except KeyError:
         raise RewardError(
             f"{where} is not among the row's others, {', '.join(sorted(prompt.meta)) or 'none'}: name one of these. "

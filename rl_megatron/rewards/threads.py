@@ -38,7 +38,7 @@ _IDLE_LOOKS = 10  # looks after which an idle thread counts as waiting although 
 _MOST_AT_ONCE = 64  # the most threads that are started between two looks, after all were seen to wait
 
 
-async def in_daemon_thread(call: Callable[[], T]) -> T:
+async def run_in_daemon_thread(call: Callable[[], T]) -> T:
     """Runs ``call`` in its own thread, once fewer than ``MAX_COMPUTING_THREADS`` others compute. Exceptions that would
     end an event loop become a RewardError.
 
@@ -203,7 +203,7 @@ class Plain:
             except BaseException as error:
                 raise RewardError(describe_error(error)) from error
 
-        return await in_daemon_thread(call)
+        return await run_in_daemon_thread(call)
 
 
 class Async:

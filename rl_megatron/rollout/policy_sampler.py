@@ -76,7 +76,7 @@ class PolicySampler(GroupSource):
         return replace(self, engine=engine)
 
     @abstractmethod
-    async def sample_eval(self, asked: EvalRequest) -> list[GroupResult]:
+    async def sample_eval(self, request: EvalRequest) -> list[GroupResult]:
         """Samples not to train on: log-probs may be of another distribution.
 
         Poison prompts are not requested again. Raises the errors of `groups`, and EngineError if more than 1 % of the
@@ -86,16 +86,16 @@ class PolicySampler(GroupSource):
     async def wait_closed(self) -> None:
         """Waits until resources of failed samples are released. Runs and evaluations call it at their end."""
 
-    def healthy_prompts(self, asked: EvalRequest) -> list[int]:
+    def healthy_prompts(self, request: EvalRequest) -> list[int]:
         """Returns the places of the prompts that are not known as poison."""
         known = self.dropped_prompts
-        return [i for i, prompt in enumerate(asked.prompts) if f"{asked.purpose}: {prompt.id}" not in known]
+        return [i for i, prompt in enumerate(request.prompts) if f"{request.purpose}: {prompt.id}" not in known]
 
     def among_poison(
-        self, asked: EvalRequest, places: Sequence[int], answered: Sequence[GroupResult]
+        self, request: EvalRequest, places: Sequence[int], answered: Sequence[GroupResult]
     ) -> list[GroupResult]:
         """Returns the results of the prompts at ``places``, and poison for the others. Raises EngineError."""
-        prompts, purpose = asked.prompts, asked.purpose
+        prompts, purpose = request.prompts, request.purpose
         found = dict(zip(places, answered, strict=True))
         for place, one in found.items():
             if one.reason == "poison":
@@ -116,11 +116,11 @@ LOWEST_PRIORITY: Final = 1 << 30
 
 
 class LowPriorityEngine(RolloutEngine):
-    """Forwards requests as the youngest, which engines with priorities sample last. At most ``most`` are in flight
+    """Forwards requests as the youngest, which engines with priorities sample last. At most ``limit`` are in flight
     together (None: no limit). The others wait here, where they take no slot of a server."""
 
-    def __init__(self, engine: RolloutEngine, most: int | None) -> None:
-        self._engine, self._free = engine, nullcontext() if most is None else asyncio.Semaphore(most)
+    def __init__(self, engine: RolloutEngine, limit: int | None) -> None:
+        self._engine, self._free = engine, nullcontext() if limit is None else asyncio.Semaphore(limit)
 
     @override
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:

@@ -23,7 +23,7 @@ from rl_megatron.errors import PoisonPrompt, RewardError, task_group
 from rl_megatron.feature import SamplerHooks
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline import FreeLanes
-from rl_megatron.rewards.scoring import errors_of, score
+from rl_megatron.rewards.scoring import distinct_errors, score
 from rl_megatron.rollout.policy_sampler import EvalRequest, PolicySampler, Tell
 from rl_megatron.rollout.stream import Draw, GroupResult, drop_reason, sampled_tokens
 from rl_megatron.seeds import text_seed
@@ -41,7 +41,7 @@ async def traced_generate(
     continue a completion. Raises the engine's errors."""
     with _IN_FLIGHT.during("generate", request=request.id) as span:
         completions = tuple(await engine.generate(request))
-        span.say(**_said(completions))
+        span.say(**_span_details(completions))
     stop, begun = request.params.stop, request.partial is not None
     joined = [begun or one.continued or len(one.spans) > 1 for one in completions] if stop else []
     if any(joined):
@@ -76,7 +76,7 @@ def _cut(completion: Completion, stop: Sequence[str], decode: Callable[[Sequence
     )
 
 
-def _said(completions: Sequence[Completion]) -> dict[str, int]:
+def _span_details(completions: Sequence[Completion]) -> dict[str, int]:
     """Returns values for the timeline: the number of tokens, and the oldest and newest version that sampled them."""
     versions = [span.version for one in completions for span in one.spans]
     tokens = sum(len(one.token_ids) for one in completions)
@@ -164,21 +164,21 @@ class RolloutSampler(PolicySampler):
         return tuple(known) if any(one is not None for one in known) else ()
 
     @override
-    async def sample_eval(self, asked: EvalRequest) -> list[GroupResult]:
+    async def sample_eval(self, request: EvalRequest) -> list[GroupResult]:
         """Samples like `PolicySampler.held_out`, and scores the completions."""
-        places, names = self.healthy_prompts(asked), list(_distinct_purposes(asked.purpose, asked.prompts))
-        named = [(asked.prompts[place], names[place]) for place in places]
+        places, names = self.healthy_prompts(request), list(_distinct_purposes(request.purpose, request.prompts))
+        named = [(request.prompts[place], names[place]) for place in places]
         answered = await self._run(
-            named, asked.samples, asked.params, ahead=True, exact_logprobs=False, tell=asked.on_progress
+            named, request.samples, request.params, ahead=True, exact_logprobs=False, tell=request.on_progress
         )
-        return self.among_poison(asked, places, answered)
+        return self.among_poison(request, places, answered)
 
     async def _run(
         self,
         named: Sequence[tuple[Prompt, str]],
         count: int,
         params: SamplingParams,
-        begun: Mapping[str, Sequence[Completion | None]] | None = None,
+        partials: Mapping[str, Sequence[Completion | None]] | None = None,
         *,
         columns: tuple[str, ...] = (),
         exact_logprobs: bool = True,
@@ -186,7 +186,7 @@ class RolloutSampler(PolicySampler):
         max_seconds: float | None = None,
         tell: Tell | None = None,
     ) -> list[GroupResult]:
-        """Returns a group of each prompt. ``named`` has the prompt and its request's name. ``begun``: request id ->
+        """Returns a group of each prompt. ``named`` has the prompt and its request's name. ``partials``: request id ->
         partial completions, if separate requests are allowed."""
         async with task_group() as tasks:
             running = []
@@ -198,7 +198,7 @@ class RolloutSampler(PolicySampler):
                     skips_queue=ahead,
                     max_seconds=max_seconds,
                 )
-                running.append(tasks.create_task(self._group(prompt, request, begun)))
+                running.append(tasks.create_task(self._group(prompt, request, partials)))
                 if tell is not None:
                     running[-1].add_done_callback(lambda _: tell(count))
         return [task.result() for task in running]
@@ -215,20 +215,20 @@ class RolloutSampler(PolicySampler):
         return tuple(self.decode(completion.token_ids.tolist()) for completion in completions)
 
     async def _group(
-        self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
+        self, prompt: Prompt, request: GenerationRequest, partials: Mapping[str, Sequence[Completion | None]] | None
     ) -> GroupResult:
         try:
-            return await self._sampled(prompt, request, begun)
+            return await self._sampled(prompt, request, partials)
         except PoisonPrompt as error:
             logger.error("prompt %r is dropped: %s", prompt.id, error)
             return GroupResult(group=None, reason="poison", problem=str(error))
 
     async def _sampled(
-        self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
+        self, prompt: Prompt, request: GenerationRequest, partials: Mapping[str, Sequence[Completion | None]] | None
     ) -> GroupResult:
-        if begun is None or not (self.one_request_each or (self.rollout.served and begun[request.id])):
+        if partials is None or not (self.one_request_each or (self.rollout.served and partials[request.id])):
             return await self._scored(prompt, await self._generated(request), request)
-        before = begun[request.id] or (None,) * request.num_completions
+        before = partials[request.id] or (None,) * request.num_completions
         parts = [_single_request(request, i, one) for i, one in enumerate(before)]
         try:
             async with task_group() as tasks:
@@ -263,7 +263,7 @@ class RolloutSampler(PolicySampler):
         with _SCORING.during("reward", prompt=prompt.id):
             scored = await score(self.reward_function, prompt, completions, texts, limit=section.timeout_seconds)
         on_error = section.on_error
-        if told := errors_of(scored):
+        if told := distinct_errors(scored):
             function = ", ".join(section.functions.values())
             message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(told)}"
             if on_error == "fail":
@@ -288,14 +288,14 @@ def _part(name: str, place: int) -> str:
     return f"{name}, completion {place}"
 
 
-def _single_request(request: GenerationRequest, place: int, begun: Completion | None) -> GenerationRequest:
+def _single_request(request: GenerationRequest, place: int, partial: Completion | None) -> GenerationRequest:
     """Returns the request for the completion at ``place`` in its group, with its own seed."""
     return replace(
         request,
         id=_part(request.id, place),
         num_completions=1,
         params=replace(request.params, seed=text_seed(f"{request.params.seed} {place}")),
-        partial=begun,
+        partial=partial,
         prefix_group=request.id,
     )
 
@@ -358,13 +358,13 @@ class SourceSampler(PolicySampler):
         return self._of(drawn.prompt).partial_completion(drawn)
 
     @override
-    async def sample_eval(self, asked: EvalRequest) -> list[GroupResult]:
+    async def sample_eval(self, request: EvalRequest) -> list[GroupResult]:
         """Samples like `PolicySampler.held_out`. The limit of poison applies to each source's prompts."""
         found = dict[int, GroupResult]()
-        for sampler, places in self._parts(asked.prompts):
-            part = await sampler.sample_eval(replace(asked, prompts=[asked.prompts[place] for place in places]))
+        for sampler, places in self._parts(request.prompts):
+            part = await sampler.sample_eval(replace(request, prompts=[request.prompts[place] for place in places]))
             found |= dict(zip(places, part, strict=True))
-        return [found[place] for place in range(len(asked.prompts))]
+        return [found[place] for place in range(len(request.prompts))]
 
     @override
     async def wait_closed(self) -> None:

@@ -361,10 +361,10 @@ class RolloutStream:
         begun = self._source.partial_completion(place.drawn)
         return replace(place, drawn=replace(place.drawn, begun=begun))
 
-    def _sendable(self, most: int) -> list[PendingPrompt]:
-        """Takes up to ``most`` places to sample: those that a checkpoint left, and newly drawn ones."""
-        found, self._unsent = self._unsent[:most], self._unsent[most:]
-        return found + [self._draw() for _ in range(min(self._room, most - len(found)))]
+    def _sendable(self, limit: int) -> list[PendingPrompt]:
+        """Takes up to ``limit`` places to sample: those that a checkpoint left, and newly drawn ones."""
+        found, self._unsent = self._unsent[:limit], self._unsent[limit:]
+        return found + [self._draw() for _ in range(min(self._room, limit - len(found)))]
 
     @property
     def _room(self) -> int:
@@ -390,11 +390,11 @@ class RolloutStream:
         self._dues[place.due] += 1
         return place
 
-    async def _sample(self, most: int) -> None:
+    async def _sample(self, limit: int) -> None:
         try:
             if self._prompts.reads:  # a template may take seconds, so it runs outside the event loop
-                await asyncio.to_thread(self._prompts.make_next, most)
-            places = self._sendable(most)
+                await asyncio.to_thread(self._prompts.make_next, limit)
+            places = self._sendable(limit)
         finally:
             self._begins = False
         if not places:

@@ -29,7 +29,7 @@ from typing_extensions import override
 import rl_megatron
 from rl_megatron.config.sections.reward import SandboxSection
 from rl_megatron.errors import SandboxError
-from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
+from rl_megatron.http.client import TryAgain, check_status, post_json, quote_beginning, retried
 from rl_megatron.http.token_file import StatusAndBody, TokenFile
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class SandboxProgram:
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
 
-    def in_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Returns the program as a JSON object, with bytes in base64."""
         files = {name: base64.b64encode(content).decode() for name, content in self.files.items()}
         argv = None if self.argv is None else list(self.argv)
@@ -119,7 +119,7 @@ class SubprocessExecutor(Executor):
     @override
     async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
         told = await _answered(program, limits, fenced=self._fenced)
-        if self._fenced and self._allow_unfenced and "refused" in told and (why := await why_unfenced()):
+        if self._fenced and self._allow_unfenced and "refused" in told and (why := await find_fence_problem()):
             logger.warning("sandbox.allow_unfenced=true: programs of the model run as your user: %s", why)
             self._fenced = False
             told = await _answered(program, limits, fenced=False)
@@ -149,7 +149,7 @@ def find_bubblewrap() -> str:
     return ""
 
 
-async def why_unfenced() -> str:
+async def find_fence_problem() -> str:
     """Returns why this machine cannot fence a Python program, by a trial; empty if it can."""
     program, limits = SandboxProgram(argv=None, files={PYTHON: b""}), Limits.of(SandboxSection())
     try:
@@ -170,7 +170,7 @@ async def _answered(program: SandboxProgram, limits: Limits, *, fenced: bool) ->
 
 
 def _order(program: SandboxProgram, limits: Limits, fence: str) -> bytes:
-    given = {**program.in_json(), "fence": fence, "environment": _ENVIRONMENT, "readable": _readable()}
+    given = {**program.to_json(), "fence": fence, "environment": _ENVIRONMENT, "readable": _readable()}
     order = {**given, "argv": given["argv"] or [sys.executable, PYTHON], **asdict(limits)}
     return json.dumps(order).encode() + b"\n"
 
@@ -246,7 +246,7 @@ class RemoteExecutor(Executor):
 
     @override
     async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
-        body = json.dumps({**program.in_json(), "limits": asdict(limits)}).encode()
+        body = json.dumps({**program.to_json(), "limits": asdict(limits)}).encode()
         try:
             answer = await retried(
                 lambda: self._attempt(body, limits), retries=_RETRIES, wait=_WAIT_SECONDS, about=self._url
@@ -266,7 +266,7 @@ class RemoteExecutor(Executor):
         if len(answer) > most:
             raise ValueError(f"the answer is longer than {most} bytes")
         if self._token and (advice := self._token.refused(status)):
-            raise TryAgain(f"status {status}: {beginning_of(answer)}{advice}")
+            raise TryAgain(f"status {status}: {quote_beginning(answer)}{advice}")
         check_status(status, answer)
         return answer
 
@@ -276,7 +276,7 @@ def _ran(answer: bytes, limits: Limits) -> Ran:
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the answer is not JSON: {beginning_of(answer)}") from error
+        raise ValueError(f"the answer is not JSON: {quote_beginning(answer)}") from error
     if not isinstance(value, Mapping):
         raise ValueError("the answer is no JSON object")
     ended: Any = value.get("ended")
@@ -321,13 +321,13 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
         place: int | None = None,
-        begun: Callable[[], None] | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Ran:
         """Runs Python code, or a command with its arguments; returns once no process of it is left.
 
         It runs in its own folder, which holds only ``files``, with an empty environment and without a network.
         ``limits`` are the configuration's unless given. Its time begins when it has a slot. It waits for one at
-        ``place``, which several programs may share, or at a new one, and then calls ``begun``.
+        ``place``, which several programs may share, or at a new one, and then calls ``on_start``.
         Raises SandboxError if it could not be run or fenced, and for names of files outside of its folder.
         """
         given = {name: _bytes(content) for name, content in (files or {}).items()}
@@ -341,8 +341,8 @@ class Sandbox:
         if argv is not None and (not argv or any("\0" in part for part in argv)):
             raise SandboxError("a command of a sandbox needs a program's name, and no part of it may hold a NUL")
         async with self._slots.one(self.place() if place is None else place):
-            if begun is not None:
-                begun()
+            if on_start is not None:
+                on_start()
             program = SandboxProgram(argv=argv, stdin=_bytes(stdin), files=given)
             return await self._executor.execute(program, limits or self.limits)
 

@@ -324,7 +324,7 @@ def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:
         why = base64.b64encode(f"{command[0]}: {error.strerror}\n".encode()).decode()
         return {"ended": "done", "exit": 127, "stdout": "", "stderr": why, "seconds": 0.0}
     os.close(tell)
-    return _Watch(order, process, said, release).until_the_end()
+    return _Watch(order, process, said, release).wait_until_end()
 
 
 def _readable(content: bytes) -> int:
@@ -340,10 +340,10 @@ def _readable(content: bytes) -> int:
 class _Watch:
     """The keeper's work while the program runs."""
 
-    def __init__(self, order: dict[str, Any], process: subprocess.Popen[bytes], said: int, release: int) -> None:
+    def __init__(self, order: dict[str, Any], process: subprocess.Popen[bytes], progress: int, release: int) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        self._order, self._process, self._said, self._release = order, process, said, release
+        self._order, self._process, self._said, self._release = order, process, progress, release
         self._outputs = (process.stdout.fileno(), process.stderr.fileno())
         self._texts = {one: bytearray() for one in self._outputs}
         self._lines = b""
@@ -351,7 +351,7 @@ class _Watch:
         self._status: int | None = None
         self._cpu: dict[tuple[int, str], tuple[float, float]] = {}  # (pid, start) -> CPU seconds of its own, and added
 
-    def until_the_end(self) -> dict[str, Any]:
+    def wait_until_end(self) -> dict[str, Any]:
         """Returns once the program has ended by itself, or has reached a limit; its processes may still run."""
         began = looked = time.monotonic()
         end = began + _START_SECONDS
@@ -385,9 +385,9 @@ class _Watch:
         if ended == "done":
             _end_all()  # ending the others closes the pipes
             self._drain({*self._outputs, self._said} & open_ends)
-        return self._told(ended, seconds)
+        return self._report(ended, seconds)
 
-    def _told(self, ended: str, seconds: float) -> dict[str, Any]:
+    def _report(self, ended: str, seconds: float) -> dict[str, Any]:
         status, most = self._status, self._order["output_bytes"]
         texts = [bytes(self._texts[one][:most]) for one in self._outputs]
         if ended == "done" and self._order["fence"]:

@@ -24,7 +24,7 @@ from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.config.sections.jobs import CHECKPOINT
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.pool import TableState
-from rl_megatron.digests import KIND, Digest, digest_of, digests, mismatches
+from rl_megatron.digests import KIND, Digest, digest_bytes, digests, mismatches
 from rl_megatron.errors import CheckpointError
 from rl_megatron.files import REMOVING, add_path_to_errors, publish_folder, remove_folder, write_atomically
 from rl_megatron.interfaces import Learner, SaveHandle
@@ -156,7 +156,7 @@ class CheckpointStore:
             (temporary / _STATE_FILE).write_bytes(text)
         with add_path_to_errors(temporary / _COLUMNS):
             written = [f"{_COLUMNS}/{name}" for name in columns.write(temporary / _COLUMNS)]
-        everything = {**files, _STATE_FILE: digest_of(text), **digests(temporary, written)}
+        everything = {**files, _STATE_FILE: digest_bytes(text), **digests(temporary, written)}
         manifest = _Manifest(
             checksum=KIND, config=self._config, files=everything, accuracy=accuracy, measured_by=self._measured_by
         )
@@ -238,7 +238,7 @@ class PendingCheckpoint:
 
         No rank enters a collective while another still writes any model: its time limit may be shorter than a write.
         """
-        await self._until_written()
+        await self._poll_until_written()
         try:
             return await self._published()
         except (CheckpointError, OSError):
@@ -256,7 +256,7 @@ class PendingCheckpoint:
         num_bytes, seconds = sum(digest.bytes for digest in files.values()), sum(one.seconds for one in written)
         return SavedShards(folder=self.folder, num_bytes=num_bytes, write_seconds=seconds)
 
-    async def _until_written(self) -> None:
+    async def _poll_until_written(self) -> None:
         """Polls ranks, which answer between their passes, each after a quarter of the time that it writes already."""
         began = timeline.now()
         while not self._hurry.is_set() and not all([await saving.is_written() for saving in self._savings.values()]):
@@ -332,7 +332,8 @@ def _state(folder: Path, columns: Iterable[str]) -> TrainerState:
         reader.check()
     except ValidationError as error:
         raise CheckpointError(
-            f"{folder / _STATE_FILE} was written by another version of rl_megatron: {_said(error)}\nresume with the "
+            f"{folder / _STATE_FILE} was written by another version of rl_megatron: "
+            f"{_first_problem(error)}\nresume with the "
             "version that wrote it"
         ) from error
     except (ValueError, LookupError) as error:
@@ -340,7 +341,7 @@ def _state(folder: Path, columns: Iterable[str]) -> TrainerState:
     return state
 
 
-def files_of(shards: Path) -> Mapping[str, Digest]:
+def file_digests(shards: Path) -> Mapping[str, Digest]:
     """Returns digests of the files in ``shards``, from the checkpoint that it is part of; empty if it is part of none.
     Raises CheckpointError if the manifest is torn."""
     return _inside(shards.name, _manifest(shards.parent).files) if (shards.parent / _MANIFEST_FILE).exists() else {}
@@ -363,7 +364,8 @@ def _manifest(folder: Path) -> _Manifest:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}\n{_advice(folder)}") from error
     except ValidationError as error:
         raise CheckpointError(
-            f"{path} is torn or was written by another version of rl_megatron: {_said(error)}\n{_advice(folder)}"
+            f"{path} is torn or was written by another version of rl_megatron: "
+            f"{_first_problem(error)}\n{_advice(folder)}"
         ) from error
     outside = [name for name in manifest.files if PurePosixPath(name).is_absolute() or ".." in name.split("/")]
     if outside:
@@ -377,7 +379,7 @@ def _scored(folder: Path, version: tuple[int, int]) -> tuple[str, float | None]:
     return (manifest := _manifest(folder)).measured_by, manifest.accuracy
 
 
-def _said(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     """Returns the first of pydantic's problems, without the value."""
     first = error.errors(include_input=False, include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg'][:200]}".removeprefix(": ")

@@ -314,18 +314,18 @@ def _digests(tokens: TokenIds, ends: Sequence[int]) -> dict[int, bytes]:
     return found
 
 
-def _by_group(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
+def _repeat_group_ids(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
     return group_ids(groups).repeat_interleave(each)
 
 
-def _by_index(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
+def _completion_index(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
     index = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
-    return _by_group(groups, each) * int(each.max()) + index
+    return _repeat_group_ids(groups, each) * int(each.max()) + index
 
 
 _BASELINES: Mapping[str, Callable[[Sequence[RolloutGroup], Tensor], Tensor]] = {
-    "all": _by_group,
-    "index": _by_index,
+    "all": _repeat_group_ids,
+    "index": _completion_index,
     "state": lambda groups, _: turn_states(groups),
 }
 
@@ -376,7 +376,7 @@ def assign_credit(
         whole = None
         if section.turn_weight is not None:
             whole = _completion_advantages(groups, replace(rewards, values=values), section)
-        samples = _by_turn(samples, rewarded_turns(groups, values, section), whole, section)
+        samples = _credit_turns(samples, rewarded_turns(groups, values, section), whole, section)
     else:
         advantages = _completion_advantages(groups, replace(rewards, values=values), section)
         if section.whiten and section.whiten_of == "completions":
@@ -388,18 +388,18 @@ def assign_credit(
     if section.whiten and section.whiten_of == "tokens":
         samples = replace(samples, advantages=whiten(samples.advantages, samples.mask))
     if section.drop_truncated:
-        cut = _of_sequences(truncated(groups), samples)
+        cut = _to_sequences(truncated(groups), samples)
         samples = replace(samples, mask=drop_truncated(samples.mask, cut, samples.cu_seqlens))
     if section.nll_coefficient:
         right = torch.tensor([r >= success_reward for g in groups for r in g.rewards])
         if section.unfinished_reward is not None:
             right &= ~truncated(groups)
-        marks = _of_sequences(right, samples)[sequence_ids(samples.cu_seqlens)] & samples.mask
+        marks = _to_sequences(right, samples)[sequence_ids(samples.cu_seqlens)] & samples.mask
         samples = replace(samples, nll_weights=section.nll_coefficient * marks.float())
     return samples, state
 
 
-def _of_sequences(values: Tensor, samples: Samples) -> Tensor:
+def _to_sequences(values: Tensor, samples: Samples) -> Tensor:
     """Maps [K] -> [S]."""
     return values if samples.trajectory_of is None else values[samples.trajectory_of]
 
@@ -422,8 +422,8 @@ class _Credit:
         return last_token_rewards(self.completion_credit, samples.mask, samples.cu_seqlens) + self.token_credit
 
 
-def _by_completion(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    everywhere = np.repeat(_of_sequences(credit.completion_credit, samples).numpy(), samples.cu_seqlens.diff().numpy())
+def _credit_completions(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    everywhere = np.repeat(_to_sequences(credit.completion_credit, samples).numpy(), samples.cu_seqlens.diff().numpy())
     return replace(samples, advantages=torch.from_numpy(everywhere).mul_(samples.mask))
 
 
@@ -469,7 +469,7 @@ def _generalized(samples: Samples, credit: _Credit, section: AlgorithmSection) -
     return replace(samples, advantages=of_policy, returns=of_critic + values)
 
 
-def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
+def _credit_turns(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
     """Gives the tokens of a turn, which are masked in one turn after another, its advantage, added to the ``whole``
     completion's [K] under ``turn_weight``."""
     of_turns = row_advantages(turns.values, turns.baseline_of, turns.lengths, section)
@@ -484,7 +484,7 @@ def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, secti
 
 
 _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] = {
-    "completion": _by_completion,
+    "completion": _credit_completions,
     "discounted": _discounted,
     "optimal": _less_optimal,
     "gae": _generalized,

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.errors import StopRequested, wait_or_stop
-from rl_megatron.evaluation.sets import EvalSet, measure, row_of
+from rl_megatron.evaluation.sets import EvalSet, measure, set_metrics
 from rl_megatron.observability.recorder import Recorder, Row
 from rl_megatron.rollout.policy_sampler import LowPriorityEngine, PolicySampler
 
@@ -49,7 +49,7 @@ class Evaluator:
                 row["eval/accuracy"] = sum(measured.right) / (len(one.prompts) * one.section.samples)
                 row["eval/errors"] = measured.errors
             if one.name is not None:
-                row |= row_of(one.name, measured, one.section.pass_at)
+                row |= set_metrics(one.name, measured, one.section.pass_at)
         if pushed is not None and sampled:
             row["eval/current_version_fraction"] = own / sampled
         return row

@@ -55,7 +55,7 @@ PEAKS: Sequence[Peak] = (  # the first that fits
 
 
 @cache
-def peak_of(name: str) -> Peak | None:
+def find_peak(name: str) -> Peak | None:
     """Returns the peak of the GPU that CUDA calls ``name``; None if it is not in the table, or a part of one (MIG)."""
     words = name.replace("-", " ").split()
     if "MIG" in words:
@@ -70,7 +70,7 @@ def seconds_at_peak(
 
     Over the seconds that it took it is the MFU. None if there is no GPU, or the peak of one is not known.
     """
-    known = [peak for name in gpus if (peak := peak_of(name)) is not None]
+    known = [peak for name in gpus if (peak := find_peak(name)) is not None]
     if not known or len(known) < len(gpus):
         return None
     together = sum(peak.bfloat16 for peak in known) * 1e12
@@ -115,7 +115,7 @@ def _pairs(length: int, window: int) -> float:
 def _weights(shape: ModelShape) -> float:
     """Returns forward FLOPs of the model's weights for one position."""
     return 2.0 * shape.hidden_size * shape.outputs + sum(
-        _of_layer(shape, sparse=layer in shape.moe_layers, delta=layer in shape.delta_layers)
+        _layer_flops(shape, sparse=layer in shape.moe_layers, delta=layer in shape.delta_layers)
         for layer in range(shape.num_layers)
     )
 
@@ -131,7 +131,7 @@ def _draft(shape: ModelShape, batch: _Batch) -> float:
     """Returns training FLOPs of a draft layer: a linear that joins two hidden states, a layer as the decoder's last
     one, and the output matrix. The layer attends; the output matrix is detached."""
     last, hidden = shape.num_layers - 1, shape.hidden_size
-    own = 4.0 * hidden * hidden + _of_layer(shape, sparse=last in shape.moe_layers, delta=False)
+    own = 4.0 * hidden * hidden + _layer_flops(shape, sparse=last in shape.moe_layers, delta=False)
     trained = batch.tokens * own + _attention(shape, batch, [last])
     return PASSES * trained + (PASSES - 1) * batch.tokens * 2.0 * hidden * shape.outputs
 
@@ -153,7 +153,7 @@ def _attention(shape: ModelShape, batch: _Batch, layers: Iterable[int]) -> float
     return 2 * pairs * shape.num_heads * (shape.head_dim + value_dim)
 
 
-def _of_layer(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
+def _layer_flops(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
     """Returns forward FLOPs of a layer's weights for one position."""
     hidden, m = shape.hidden_size, shape.latent
     queries = 3 * shape.num_heads if shape.output_gate else 2 * shape.num_heads

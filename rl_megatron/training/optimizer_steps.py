@@ -44,7 +44,7 @@ def policy_row(steps: Sequence[CompletedStep]) -> Row:
     row = _merged([made.loss_metrics for made in steps]) | {"grad_norm": _grad_norm(steps)}
     row |= _merged([made.result.observer_metrics for made in steps])
     if "sampled/share" in row:
-        row = _of_either(row)
+        row = _token_means(row)
     if "ratio/share" in row:
         share = float(row["ratio/share"] or 0)
         row |= {name: float(row[name] or 0) / share for name in MEANS_OF_RATIOS}
@@ -54,7 +54,7 @@ def policy_row(steps: Sequence[CompletedStep]) -> Row:
     return row
 
 
-def _of_either(row: Row) -> Row:
+def _token_means(row: Row) -> Row:
     """Returns the row with means over sampled tokens, and over demonstrated ones, in place of their sums over both. A
     mean over no token is left out."""
     sampled, shown = float(row.pop("sampled/share") or 0), float(row["demonstration/share"] or 0)
@@ -137,15 +137,15 @@ class OptimizerSteps:
         learning_rate: float,
         prompts: Iterable[Prompt],
         *,
-        most_kl: float | None,
+        max_kl: float | None,
     ) -> CompletedStep | KLLimitReached | None:
         """Makes a step as `step` does, or drops the gradients if ``kl/old_policy`` of the batch, of the model before
-        the step, is above ``most_kl``."""
+        the step, is above ``max_kl``."""
         said = await learner.backward(batch, loss)
-        if most_kl is not None:
+        if max_kl is not None:
             kl = said["kl/old_policy"].value
             assert isinstance(kl, float)
-            if kl > most_kl:
+            if kl > max_kl:
                 await learner.zero_grad()
                 return KLLimitReached(kl)
         return self._judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)

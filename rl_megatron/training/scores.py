@@ -29,7 +29,7 @@ from rl_megatron.interfaces import ForwardPass, PassResult, RunComponents, Score
 from rl_megatron.observability import timeline
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rewards.scoring import queued_slot
-from rl_megatron.seeds import seed_of
+from rl_megatron.seeds import make_seed
 from rl_megatron.types import Batch, Samples, Want
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Packers:
         whole = self.config.train.minibatch_by_group
         make = partial(make_packer, attention_cost=self.attention_cost, unit=self.unit, whole_groups=whole)
         self.own = make(self.config.learner)
-        self.others = {role: make(self.config.learner_of(role)) for role in self.config.roles.layouts}
+        self.others = {role: make(self.config.role_learner(role)) for role in self.config.roles.layouts}
 
     def packed(
         self,
@@ -134,9 +134,9 @@ class Packers:
         packer = self.others.get(role, self.own)
         if part is not None and len(part) < samples.num_sequences:
             return packer.pack(samples, part=part, with_room=with_room)
-        most, seed = self.config.train.minibatches, seed_of(self.config.seed, step, 0)
+        most, seed = self.config.train.minibatches, make_seed(self.config.seed, step, 0)
         is_trained = packer is self.own or role == "critic"
-        ranks: RankOf | None = packer.ranks(samples, most=most, seed=seed) if is_trained else None
+        ranks: RankOf | None = packer.ranks(samples, limit=most, seed=seed) if is_trained else None
         return packer.pack(samples, ranks=ranks, with_room=with_room)
 
     def pack_untrained(self, samples: Samples, role: str, longest: int) -> Batch:
@@ -167,10 +167,10 @@ class _Request:
         """The sequences, where they are not the step's samples."""
         return None if self.judge is None else self.judge.read
 
-    def seconds(self, said: Sequence[PassResult]) -> dict[str, float]:
+    def seconds(self, results: Sequence[PassResult]) -> dict[str, float]:
         """Returns the seconds that the answered passes took, added up by phase."""
         found = dict.fromkeys(self.phases, 0.0)
-        for phase, one in zip(self.phases, said, strict=True):
+        for phase, one in zip(self.phases, results, strict=True):
             found[phase] += one.seconds
         return found
 
@@ -204,7 +204,7 @@ async def score_batch(
                     pack = partial(packers.pack_untrained, read, role, judge.longest)
                 packed[layout] = await to_thread(pack)
             request.batch = packed[layout]
-            running.append(at_once.start(request.phases[0], _asked(roles, request)))
+            running.append(at_once.start(request.phases[0], _make_requests(roles, request)))
         for request, task in zip(requests, running, strict=True):
             assert request.batch is not None
             answers = await at_once.end_shared(task, request.seconds)
@@ -245,7 +245,7 @@ def _passes(
     both = section.is_own_critic and not alone
     of_reference: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
     asked = [
-        (one, ForwardPass(role=one.model, outputs=of_reference)) for one in (() if judges is None else judges.asked)
+        (one, ForwardPass(role=one.model, outputs=of_reference)) for one in (() if judges is None else judges.judges)
     ]
     yield from (("reference", judge, one) for judge, one in asked if judge.read is not None)
     if wanted or both:
@@ -266,7 +266,7 @@ def _passes(
         )
 
 
-async def _asked(roles: RunComponents, request: _Request) -> Sequence[PassResult]:
+async def _make_requests(roles: RunComponents, request: _Request) -> Sequence[PassResult]:
     assert request.batch is not None
     if request.ranks is not None:
         return await request.ranks.score(request.batch, request.passes)

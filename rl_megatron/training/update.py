@@ -37,7 +37,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.feature import Judges, StepHooks, step_hooks
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.seeds import seed_of
+from rl_megatron.seeds import make_seed
 from rl_megatron.training.credit import AlgorithmState, ShapedRewards, assign_credit, describe_kl, shape_rewards
 from rl_megatron.training.optimizer_steps import (
     CompletedStep,
@@ -191,7 +191,7 @@ class PolicyUpdate:
         self.policy_steps, self.critic_steps = (OptimizerSteps(name=name) for name in ("policy", "critic"))
 
     @property
-    def of_models(self) -> tuple[OptimizerSteps, OptimizerSteps]:
+    def model_steps(self) -> tuple[OptimizerSteps, OptimizerSteps]:
         """The optimizer steps of each model."""
         return self.policy_steps, self.critic_steps
 
@@ -203,7 +203,7 @@ class PolicyUpdate:
         return row
 
     async def _row(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
-        section, longest = self.config.algorithm, self.config.most_sampled
+        section, longest = self.config.algorithm, self.config.max_sampled
         row: Row = {"tokens/train": 0}
         if not groups:
             return row
@@ -219,7 +219,7 @@ class PolicyUpdate:
             return row | await to_thread(self._gaps, found)
         row |= await self._train(found, samples, step, watch, [group.prompt for group in groups])
         for hooks in self.hooks:
-            row |= await hooks.trained(found, partial(self._asked, found.samples, step, watch))
+            row |= await hooks.trained(found, partial(self._score_now, found.samples, step, watch))
         self.state = state
         await to_thread(describe_kl, samples, section, row)
         return row
@@ -274,7 +274,7 @@ class PolicyUpdate:
     def _build_samples(self, groups: Sequence[RolloutGroup]) -> Samples:
         """Returns samples of the groups, with the columns that models read. Raises DataError if a row lacks one that
         engines must return."""
-        section, asked = self.config.algorithm, self.config.asked_columns
+        section, asked = self.config.algorithm, self.config.required_columns
         rows = [row for group in groups for one in group.trajectories for row in one.chains]
         for name, key in asked.items():
             if bare := sum(name not in row.columns for row in rows):
@@ -300,7 +300,7 @@ class PolicyUpdate:
         found = (hooks.judges(samples, groups) for hooks in self.hooks)
         return next((judges for judges in found if judges is not None), None)
 
-    async def _asked(
+    async def _score_now(
         self, samples: Samples, step: int, watch: Stopwatch, want: frozenset[Want]
     ) -> Mapping[Want, Tensor]:
         """Returns the policy's scores of the samples by now, [N, ...] each, by one more pass."""
@@ -315,7 +315,7 @@ class PolicyUpdate:
         weight = token_weight(
             samples,
             section.aggregation,
-            max_length=self.config.most_sampled,
+            max_length=self.config.max_sampled,
             part=torch.from_numpy(part),
         )
         return samples if weight is None else replace(samples, token_weight=weight)
@@ -331,7 +331,7 @@ class PolicyUpdate:
         """Returns the policy's loss under a minibatch's ``limits``."""
         own = {} if limits is None else {"clip_low": limits.low, "clip_high": limits.high}
         row = self.config.algorithm.model_copy(update=own)
-        return policy_loss(row, kl_coefficient=row.kl.coefficient, max_new_tokens=self.config.most_sampled)
+        return policy_loss(row, kl_coefficient=row.kl.coefficient, max_new_tokens=self.config.max_sampled)
 
     async def _train(
         self, found: ScoredSamples, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]
@@ -339,7 +339,7 @@ class PolicyUpdate:
         """Makes ``train.epochs`` passes over the batch, each in minibatches of a new order. The metrics of the batch
         are computed during these: ranks do not wait for them."""
         c = self.config
-        choice = token_choice(c.algorithm, found, seed_of(c.seed, step, c.train.epochs))
+        choice = token_choice(c.algorithm, found, make_seed(c.seed, step, c.train.epochs))
         batches, own_columns = await to_thread(self._minibatches, samples, choice, step)
         row: Row = {"learning_rate": learning_rate(c, step)}
         described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
@@ -372,12 +372,12 @@ class PolicyUpdate:
         """Returns the minibatches of a step that have a token to train on: of others, momentum would move the weights.
         They share columns. The function gives one its own, in their order, so that those of one are held at a time."""
         train = self.config.train
-        seeds = [seed_of(self.config.seed, step, epoch) for epoch in range(train.epochs)]
+        seeds = [make_seed(self.config.seed, step, epoch) for epoch in range(train.epochs)]
 
         def columns_for(samples: Samples, part: NDArray[np.int64]) -> Samples:
             return self._weighted(samples if choice is None else choice(samples, part), part)
 
-        packed = self.packers.own.minibatches(samples, most=train.minibatches, seeds=seeds)
+        packed = self.packers.own.minibatches(samples, limit=train.minibatches, seeds=seeds)
         return [batch for batch in packed if batch.num_tokens], partial(finish_minibatch, weighted=columns_for)
 
     async def _steps(
@@ -410,7 +410,7 @@ class PolicyUpdate:
             async with RankTasks(watch) as at_once:
                 trained = valued = None
                 if goes_on:
-                    near = partial(self.policy_steps.step_near, most_kl=section.old_kl_limit)
+                    near = partial(self.policy_steps.step_near, max_kl=section.old_kl_limit)
                     trained = at_once.start("train", near(roles.policy, batch, loss, rate, prompts))
                 if critic is not None:
                     learned = await to_thread(self.packers.repack, "critic", batch)
@@ -436,7 +436,7 @@ class PolicyUpdate:
         if self.training_flops is not None:
             row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(_positions(batch))
         if self.seconds_at_peak is not None:
-            watch.at_peak(self.seconds_at_peak(_positions(batch)))
+            watch.add_peak_seconds(self.seconds_at_peak(_positions(batch)))
 
 
 def _positions(batch: Batch) -> list[int]:

@@ -56,10 +56,10 @@ def worlds(
 def whole_gradients() -> Iterator[None]:
     """Every data-parallel rank that is made inside has whole gradients, and none a shard of the optimizer's state."""
     off = {"use_distributed_optimizer": False}
-    of_gradients, of_optimizer = keywords._of_gradients, keywords._of_optimizer
+    of_gradients, of_optimizer = keywords._gradient_keywords, keywords._optimizer_keywords
     with (
-        patch.object(keywords, "_of_gradients", lambda learner: of_gradients(learner) | off),
-        patch.object(keywords, "_of_optimizer", lambda learner: of_optimizer(learner) | off),
+        patch.object(keywords, "_gradient_keywords", lambda learner: of_gradients(learner) | off),
+        patch.object(keywords, "_optimizer_keywords", lambda learner: of_optimizer(learner) | off),
     ):
         yield
 

@@ -39,7 +39,7 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
 from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans import plan as plans
-from rl_megatron.weights.plans.plan import Place, Plan, plan_into_copies, receivers_of
+from rl_megatron.weights.plans.plan import Place, Plan, find_receivers, plan_into_copies
 from rl_megatron.weights.routes import engine_ends, mirror
 from rl_megatron.weights.routes import rendezvous as meeting
 from rl_megatron.weights.routes.engine_ends import Receiver, Sender
@@ -320,21 +320,21 @@ def test_an_engine_rank_on_a_learner_ranks_gpu_gets_all_from_that_and_others_are
 ) -> None:
     places = [Place(node=node, name=f"node-{node}", gpu=gpu) for node in "ab" for gpu in "xy"]
     places[2:] = [place._replace(gpu=f"{place.gpu}b") for place in places[2:]]
-    assert receivers_of([*places, *reversed(places)], 4) == [3, 2, 1, 0]
-    assert receivers_of([*places, places[0], places[0]], 4) == [0, 0]
+    assert find_receivers([*places, *reversed(places)], 4) == [3, 2, 1, 0]
+    assert find_receivers([*places, places[0], places[0]], 4) == [0, 0]
     away = Place(node="c", name="node-c", gpu="z")
-    assert receivers_of([*places, places[0], away, places[0]._replace(gpu="z")], 4) == [0, 5, 6]
+    assert find_receivers([*places, places[0], away, places[0]._replace(gpu="z")], 4) == [0, 5, 6]
     with pytest.raises(
         ConfigError, match="direct: engine rank 1 is on node-c, GPU x, as a learner rank is that cannot"
     ):
-        receivers_of([*places, places[0], away._replace(gpu="x")], 4)
+        find_receivers([*places, places[0], away._replace(gpu="x")], 4)
     cpus = [place._replace(gpu="") for place in places]
     on_nodes = [*cpus, cpus[0], cpus[3], away._replace(gpu=""), cpus[0], cpus[0]]
-    assert receivers_of(on_nodes, 4) == [0, 2, 6, 1, 0]
+    assert find_receivers(on_nodes, 4) == [0, 2, 6, 1, 0]
     monkeypatch.setattr(plans, "_HOP_ON_A_GPU", False)
-    assert receivers_of(on_nodes, 4) == [0, 2, 6, 1, 0]
+    assert find_receivers(on_nodes, 4) == [0, 2, 6, 1, 0]
     with pytest.raises(ConfigError, match="engine rank 0 is on node-a, GPU x, as a learner rank is that cannot hand"):
-        receivers_of([*places, places[0]], 4)
+        find_receivers([*places, places[0]], 4)
 
 
 def test_processes_of_another_user_or_network_are_not_beside_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from rl_megatron import feature
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
-from rl_megatron.feature import Encoding, compression_of, encoding_of
+from rl_megatron.feature import Encoding, make_compression, make_encoding
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import whole_box
-from rl_megatron.weights.bytes.bits import dtype_of
+from rl_megatron.weights.bytes.bits import stored_dtype
 from rl_megatron.weights.checks.places import record
 from rl_megatron.weights.checks.reports import checksum, seal_from_reports, sender_boxes
 from rl_megatron.weights.formats.hf_folder import stored
@@ -128,13 +128,13 @@ def in_rank(package: Path) -> None:
 
 
 def mine() -> Encoding:
-    found = encoding_of(load_config("tiny_cpu", ["run.name=mine"]))
+    found = make_encoding(load_config("tiny_cpu", ["run.name=mine"]))
     assert found is not None
     return found
 
 
 def blank() -> dict[str, Tensor]:
-    entries = stored(SHAPES, dtype_of(torch.float32), mine()).items()
+    entries = stored(SHAPES, stored_dtype(torch.float32), mine()).items()
     return {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in entries}
 
 
@@ -159,7 +159,7 @@ def test_a_file_has_what_an_installed_encoding_writes(package: Path) -> None:
     mirror.seal(path, version, seal_from_reports([made.sums()], mirror.shapes(path)))
     mirror.check(path, version)
     assert json.loads(path.with_name("config.json").read_text())["quantization_config"] == {"quant_method": "flipped"}
-    assert encoding_of(load_config("tiny_cpu", ["run.name=other"])) is None
+    assert make_encoding(load_config("tiny_cpu", ["run.name=other"])) is None
 
 
 def straight(rank: int, package: Path, rendezvous: Rendezvous) -> None:
@@ -196,7 +196,7 @@ def test_engine_ranks_get_what_an_installed_encoding_packs(package: Path) -> Non
 
 def compressed(package: Path, rank: int, folder: Path) -> None:
     in_rank(package)
-    compression = compression_of(load_config("tiny_cpu", ["run.name=mine"]))
+    compression = make_compression(load_config("tiny_cpu", ["run.name=mine"]))
     dims, hf = ParallelDims(ep=2, dp=2), base.hf_tensors(0)
     src = base.megatron_tensors(hf, dims, rank)
     dst = {name: torch.full_like(tensor, torch.nan) for name, tensor in hf.items()} if rank == 0 else {}
@@ -224,6 +224,6 @@ def test_two_encodings_of_one_run_are_refused(package: Path) -> None:
     points = "[rl_megatron.features]\nmine = my_encoding:FEATURE\nother = other_encoding:FEATURE\n"
     (package / "my_encoding-1.0.dist-info" / "entry_points.txt").write_text(points)
     feature.features.cache_clear()
-    for made, side in ((encoding_of, "encoding"), (compression_of, "compression")):
+    for made, side in ((make_encoding, "encoding"), (make_compression, "compression")):
         with pytest.raises(ConfigError, match=f"the features mine and other each bring the {side} of weights; turn on"):
             made(load_config("tiny_cpu", ["run.name=mine"]))

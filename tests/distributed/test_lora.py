@@ -108,7 +108,7 @@ def layouts_of(folder: Path, learner: LearnerSection) -> tuple[Layout, Layout, L
     shape = read_shape(folder)
     ranks = megatron_layout(shape, learner.dims, stages=learner.stages)
     hf, lora = hf_layout(shape), learner.lora
-    return ranks, hf, LoraLayouts(lora).on_ranks(ranks), LoraLayouts(lora).in_files(ranks, hf)
+    return ranks, hf, LoraLayouts(lora).on_ranks(ranks), LoraLayouts(lora).file_layout(ranks, hf)
 
 
 def fill(policy: MegatronLearner, folder: Path, learner: LearnerSection, rank: int, kind: type[RandomWeights]) -> None:
@@ -125,11 +125,11 @@ def check(folder: Path, learner: LearnerSection, rank: int, device: torch.device
     policy = make_policy(read_shape(folder), learner, device, temperature=1.0)
     fill(policy, folder, learner, rank, UntrainedAdapters)
     first = logprobs(policy)
-    with policy.without_adapters():
+    with policy.adapters_disabled():
         same = all(map(torch.equal, first, logprobs(policy)))
     frozen = {name: tensor.clone() for name, tensor in policy.tensors.items()}
     fill(policy, folder, learner, rank, Drawn)
-    with policy.without_adapters():
+    with policy.adapters_disabled():
         off = all(map(torch.equal, first, logprobs(policy)))
     off = off and not any(map(torch.equal, first, logprobs(policy)))
     with watched_merging():

@@ -18,7 +18,7 @@ from rl_megatron.config.learner_checks import problems
 from rl_megatron.config.sections.learner import LearnerSection, PaddingSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.errors import ConfigError
-from rl_megatron.feature import without_captures
+from rl_megatron.feature import drop_captures
 from rl_megatron.learner.keywords import keywords
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import Batch
@@ -147,7 +147,7 @@ def test_experts_latents_windows_and_a_missing_transformer_engine_are_refused(mo
         keywords(learner, dense)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     assert keywords(learner, dense).model["cuda_graph_impl"] == "local"
-    assert "cuda_graph_impl" not in keywords(without_captures(learner), dense).model  # of models without gradients
+    assert "cuda_graph_impl" not in keywords(drop_captures(learner), dense).model  # of models without gradients
 
 
 def test_the_plan_keeps_activations_as_the_graphs_own() -> None:

@@ -38,7 +38,7 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.observability.timeline import folder_of, read_kernels
+from rl_megatron.observability.timeline import profile_folder, read_kernels
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.training.scores import Packers, ScoredSamples, score_batch
@@ -135,14 +135,14 @@ def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> No
 
     async def step(roles: RunComponents) -> None:
         before = written()
-        batch = packer.pack(samples, ranks=packer.ranks(samples, most=2, seed=0))
+        batch = packer.pack(samples, ranks=packer.ranks(samples, limit=2, seed=0))
         said = await roles.policy.score(batch, frozenset({"logprobs"}))
         current = unpack(batch, said["logprobs"], samples)
         for row in range(3):
             first, stop = samples.cu_seqlens[row : row + 2].tolist()
             torch.testing.assert_close(current[first:stop], by_transformers(model, samples, row), atol=1e-4, rtol=0)
         scored = replace(samples, old_logprobs=current)
-        for minibatch in packer.minibatches(scored, most=2, seeds=[0]):
+        for minibatch in packer.minibatches(scored, limit=2, seeds=[0]):
             await roles.policy.backward(minibatch, CrossEntropy())
             await roles.policy.step(1e-4)
         moved, tokens = written() - before, len(samples.targets) + samples.num_sequences
@@ -204,7 +204,7 @@ def learned(
 
     async def run() -> tuple[ScoredSamples, ScoredSamples, list[float]]:
         async with LocalLauncher(model, folder).start(config) as roles:
-            async with roles.record_kernels(folder_of(folder, 1)):
+            async with roles.record_kernels(profile_folder(folder, 1)):
                 found = await step(roles)
             assert len({event.process for event in read_kernels(folder)}) == (3 if keys else 1)
             return found

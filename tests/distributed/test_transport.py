@@ -32,7 +32,7 @@ from rl_megatron.weights.plans.plan import Plan, plan, plan_into
 from rl_megatron.weights.routes import rendezvous
 from rl_megatron.weights.routes.ends import BoundBucket
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging, Transport
-from rl_megatron.weights.routes.last_hop import LearnerEnd, end_beside
+from rl_megatron.weights.routes.last_hop import LearnerEnd, make_local_end
 from rl_megatron.weights.routes.rendezvous import Rendezvous, RendezvousMember, RendezvousStore
 from tests.distributed.ranks import run_ranks
 from tests.forks import FORKS
@@ -375,7 +375,7 @@ class Process:
             more = {"member": self.member, "bytes_into": lambda process: SYNC_BUCKET_BYTES}
             learns = self.rank < LEARNERS
             self.transport = (
-                LearnerEnd(moves, src=self.src, **more) if learns else end_beside(moves, dst=self.dst, **more)
+                LearnerEnd(moves, src=self.src, **more) if learns else make_local_end(moves, dst=self.dst, **more)
             )
         else:
             compression = Changes() if kind == "delta" else None

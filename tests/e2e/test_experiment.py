@@ -19,7 +19,7 @@ from tests.e2e.processes import LIMIT, TINY, Fork, Place
 from tests.unit.launcher.commands import status_of
 from tools.lab.run import run_cells, start_process
 from tools.lab.states import CellStanding, find_states, read_record
-from tools.lab.study import Cell, Study, cells_of, read_study
+from tools.lab.study import Cell, Study, read_study, study_cells
 
 REWARD = '''
 import time
@@ -109,7 +109,7 @@ async def _interrupted(place: Place, study: Study, cells: list[Cell], console: C
 def test_a_study_that_was_killed_and_stopped_goes_on_to_its_end(
     place: Place, study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells, said = cells_of(study), (place.folder / "said.txt").open("w+")
+    cells, said = study_cells(study), (place.folder / "said.txt").open("w+")
     monkeypatch.chdir(place.folder)
     console = Console(file=said)
     found = asyncio.run(_interrupted(place, study, cells, console))
@@ -141,7 +141,7 @@ def test_a_cell_that_fails_is_named_with_its_error(place: Place, monkeypatch: py
     path.write_text(yaml.safe_dump({"overrides": keys, "seeds": [0], "folder": str(folder)}))
     monkeypatch.chdir(place.folder)
     bad = read_study(path)
-    (found,) = asyncio.run(run_cells(bad, cells_of(bad), retry=False, start=start_process))
+    (found,) = asyncio.run(run_cells(bad, study_cells(bad), retry=False, start=start_process))
     assert found.state.value == "failed"
     assert found.reason.startswith("status 1: error: reward.function='nowhere:reward'")
 
@@ -158,7 +158,7 @@ def test_cells_under_ray_have_each_a_cluster_and_the_numbers_of_those_without(
     levels, keys = text["axes"]["algorithm"][1:], [*text["overrides"], "run.launcher=ray"]
     path.write_text(yaml.safe_dump({**text, "overrides": keys, "axes": {"algorithm": levels}, "folder": str(folder)}))
     under_ray = read_study(path)
-    cells, local = cells_of(under_ray), cells_of(study)[1:]
+    cells, local = study_cells(under_ray), study_cells(study)[1:]
     assert [cell.name for cell in cells] == [cell.name for cell in local]
     start = started_as_forks(place.folder)
     found = asyncio.run(run_cells(under_ray, cells, retry=False, start=start))

@@ -47,9 +47,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if fault is None:
         sglang_worker.load(model, named_tensors)
         return
-    right = sglang_worker.layout_of
-    sglang_worker.layout_of = lambda broken, path, **how: right(model, path, **how)  # type: ignore[assignment]
+    right = sglang_worker.find_sglang_boxes
+    sglang_worker.find_sglang_boxes = lambda broken, path, **how: right(model, path, **how)  # type: ignore[assignment]
     try:
         sglang_worker.load(_Broken(model, fault), named_tensors)
     finally:
-        sglang_worker.layout_of = right
+        sglang_worker.find_sglang_boxes = right

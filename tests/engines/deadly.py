@@ -33,7 +33,7 @@ def die(cause: str, beside: int) -> None:
 
 
 def main() -> None:
-    asked, serve, make = adapter.request_of, LocalEngine.serve, RunningBatch.__init__
+    asked, serve, make = adapter.decode_request, LocalEngine.serve, RunningBatch.__init__
 
     def request_of(body: Any) -> Any:
         name, request = asked(body)
@@ -54,7 +54,7 @@ def main() -> None:
         make(batch, *given, **named)
         RUNNING.append(batch)
 
-    setattr(adapter, "request_of", request_of)  # noqa: B010  an assignment is none of mypy's
+    setattr(adapter, "decode_request", request_of)  # noqa: B010  an assignment is none of mypy's
     setattr(LocalEngine, "serve", half_loaded)  # noqa: B010
     setattr(RunningBatch, "__init__", remembered)  # noqa: B010
     server.main()

@@ -77,7 +77,7 @@ def push(model: torch.nn.Module, path: Path, *, draft: bool) -> None:
     Raises WeightError if weights cannot be sent straight into the model.
     """
     path.with_name(f"{path.name}.json").write_text(json.dumps({"version": 1}))
-    worker.layout_of(model, path)
+    worker.find_sglang_boxes(model, path)
     report = worker._load(model, path, 1, (), reads=not draft)
     pushed = load_file(path)
     shapes = {name: tuple(tensor.shape) for name, tensor in pushed.items()}

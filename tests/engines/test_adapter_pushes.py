@@ -73,7 +73,7 @@ class AdapterFolder(FolderSync):
         source = RandomWeights(self.base, sizes, version)
         return {name: source.read(name, tuple((0, n) for n in size)).mul_(3) for name, size in sizes.items()}
 
-    async def push_beside(self, version: int, *given: Any) -> WeightUpdate:
+    async def push_extra(self, version: int, *given: Any) -> WeightUpdate:
         self.is_written = version
         for name, tensor in self.drawn(version).items():
             self.writer.tensors[name].copy_(tensor * (name != self.lost))
@@ -114,7 +114,7 @@ def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFol
     model = save_model("qwen2", folder / "model", 1, **sizes)
     (folder / engine).mkdir()
     shape = read_shape(model)
-    shapes = LoraLayouts(LORA).in_files(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
+    shapes = LoraLayouts(LORA).file_layout(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
     with served(engine, model, folder / engine, routes=False, more=KEYS) as bench:
         config = LoraLayouts(LORA).described(shape, model)
         writer = AdapterFolders(bench.path, shapes, torch.float32, config)
@@ -230,7 +230,7 @@ def test_vllm_computes_with_the_adapters_as_transformers_does_with_merged_weight
     needs("vllm")
     model = save_model("qwen2", tmp_path / "model", 1)
     shape = read_shape(model)
-    shapes = LoraLayouts(LORA_OF_PROBE).in_files(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
+    shapes = LoraLayouts(LORA_OF_PROBE).file_layout(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
     drawn = RandomWeights(model, shapes, 3)
     adapters = {name: drawn.read(name, tuple((0, n) for n in size)).mul_(3) for name, size in shapes.items()}
     folder = tmp_path / "adapters"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from launcher.servers.engines import SERVERS
-from rl_megatron.engines.local.engine import decoder_of
+from rl_megatron.engines.local.engine import make_decoder
 from rl_megatron.errors import EngineError
 from rl_megatron.types import Completion, Span
 from tests.engines.benches import RETURN_ROUTES, Bench, ServedBench, logits_of, logprobs_of, request, routes_of, served
@@ -111,7 +111,7 @@ def test_the_token_that_completes_a_stop_text_is_the_last(
     engine: str, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     needs(engine)
-    decode = decoder_of(models[0])
+    decode = make_decoder(models[0])
     stop = (*"abcdefgh", "é", "<pad>")  # some half of the completions reach one, for vLLM samples without a seed
     with served(engine, models[0], tmp_path, routes=False, more=["rollout.stop=a"]) as server:
         server.push(models[0], 1)

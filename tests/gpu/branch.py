@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from launcher.processes.environment import of_one_order
+from launcher.processes.environment import missing_order_variables
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.models.shape import ModelShape
@@ -64,7 +64,7 @@ def micro_batches(learner: LearnerSection) -> tuple[Sequence[Samples], dict[str,
 
 def begin(rank: int, folder: Path, keys: Mapping[str, Any]) -> tuple[LearnerSection, torch.device]:
     """Join a world of one process, without TF32, with the variables that a run's rank has."""
-    os.environ.update(of_one_order(os.environ) if keys.get("deterministic") else {})
+    os.environ.update(missing_order_variables(os.environ) if keys.get("deterministic") else {})
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     from rl_megatron.learner import world

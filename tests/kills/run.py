@@ -72,7 +72,7 @@ EACH_STEP = {
     "rl_megatron.rollout.stream:Ledger": ("end", "write", "check", "state"),
     "rl_megatron.engines.weights:ReplicaWeights": ("load", "commit"),
     "rl_megatron.training.checkpoints:CheckpointStore": ("save", "_make_room", "_publish"),
-    "rl_megatron.training.checkpoints": ("publish_folder", "digest_of"),
+    "rl_megatron.training.checkpoints": ("publish_folder", "digest_bytes"),
     "rl_megatron.training.update:PolicyUpdate": ("__call__",),
     "rl_megatron.observability.recorder:Recorder": ("write", "write_samples"),
 }

@@ -21,7 +21,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.features.lora.rows import LoraLayouts
-from rl_megatron.features.overlap.feature import overlap_of
+from rl_megatron.features.overlap.feature import overlap_section
 from rl_megatron.types import Batch, Loss, Samples, SkippedStep, Want
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, RandomWeights, read_boxes
@@ -117,7 +117,7 @@ def layouts_of(folder: Path, learner: LearnerSection, features: Sequence[str] = 
 
 
 def of_adapters(ranks: Layout, hf: Layout, learner: LearnerSection) -> tuple[Layout, Layout]:
-    return LoraLayouts(learner.lora).on_ranks(ranks), LoraLayouts(learner.lora).in_files(ranks, hf)
+    return LoraLayouts(learner.lora).on_ranks(ranks), LoraLayouts(learner.lora).file_layout(ranks, hf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def made(cell: Cell, folder: Path, learner: LearnerSection, rank: int, device: t
 
     ranks, hf = layouts_of(folder, learner)
     small = partial(trained.DistributedDataParallelConfig, bucket_size=BUCKET)
-    overlaps, features = overlap_of(learner).gradients, cell.features
+    overlaps, features = overlap_section(learner).gradients, cell.features
     with patch.object(trained, "DistributedDataParallelConfig", small) if overlaps else nullcontext():
         if "critic" in features:
             policy = make_critic(hf.shape, learner, device)
@@ -272,7 +272,7 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     seen["saved"] = held(policy)
     seen["second"] = of_step(one.step())
     seen["buckets"], gathers = len(groups), {group.start_param_sync.call_count for group in groups}
-    if overlap_of(learner).parameters:
+    if overlap_section(learner).parameters:
         waits_for_weights(one)
     elif learner.optimizer.name == "adamw":
         assert gathers == {2}, f"two steps gathered buckets of weights {gathers} times"
@@ -330,7 +330,7 @@ def waits_for_weights(one: Ready) -> None:
 def has_bits_of_plain(seen: Mapping[str, Any], cell: Cell, folder: Path, rank: int, device: torch.device) -> None:
     """Asserts that both steps without the features `BITWISE` have the same metrics and weights. With overlap there are
     several buckets, which sum the norm in another order, and a step has one pass."""
-    plain, overlaps = made(cell, folder, cell.plain, rank, device), overlap_of(cell.learner).gradients
+    plain, overlaps = made(cell, folder, cell.plain, rank, device), overlap_section(cell.learner).gradients
     for step, after in (("first", "saved"), ("second", "tensors")):
         found = of_step(plain.step() if overlaps or step == "second" else in_parts(plain)) or {}
         same = found.keys() - ({"norm"} if overlaps else set())
@@ -371,7 +371,7 @@ def skipped(one: Ready) -> list[tuple[int, int]]:
 
 def in_parts(one: Ready) -> Any:
     """A step of two passes, with a score between them and a dropped pass before, where the layout allows that."""
-    policy, row, overlaps = one.policy, one.row, overlap_of(one.learner).gradients
+    policy, row, overlaps = one.policy, one.row, overlap_section(one.learner).gradients
     if overlaps:
         one.backward(row)
         with pytest.raises(RLMegatronError, match="a step takes one backward pass"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.features.overlap.feature import overlap_of
+from rl_megatron.features.overlap.feature import overlap_section
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checks.compare import compare
@@ -166,7 +166,7 @@ def test_it_steps_and_resumes_as_transformers_and_torch(
     assert_stepped(cell, folder, cell.resumed, later, of_later)
     if not has_values(cell.features):  # which the plan of a policy leaves out
         assert_planned(cell, folder, seen)
-    assert not overlap_of(cell.learner).gradients or max(rank["buckets"] for rank in seen) > 2
+    assert not overlap_section(cell.learner).gradients or max(rank["buckets"] for rank in seen) > 2
     if wanted.merged:
         for name, tensor in in_files(cell, folder, cell.learner, [rank["merged"] for rank in seen]).items():
             assert ".lora_" in name or (tensor - wanted.merged[name]).abs().max() < 1e-5, name

@@ -19,7 +19,7 @@ from rl_megatron.environments.shipped import evaluated
 from rl_megatron.rewards.math_verify_worker import _readable
 from rl_megatron.rewards.rules import is_formula, last_number
 from rl_megatron.rewards.symbols import mark_formulas, to_latex
-from rl_megatron.rewards.tests import code_of, same_output
+from rl_megatron.rewards.tests import extract_code, same_output
 
 FIRST, LAST = 1 << 10, 1 << 15  # characters
 ENOUGH_SECONDS, MOST_TIMES = 0.005, 2.6
@@ -106,7 +106,7 @@ def calculated(text: str) -> None:
 
 
 READERS: dict[str, Callable[[str], object]] = {
-    "code": code_of,
+    "code": extract_code,
     "output": lambda text: same_output(text, f"{text} 1"),
     "number": last_number,
     "formula": is_formula,

@@ -94,7 +94,7 @@ def test_micro_batches_are_few(lengths: list[int], dp: int, max_tokens: int, cos
         return all(packing._longest_first(*one, shared * num_micro, max_tokens, 80) is not None for one in of_parts)
 
     fewest = next(filter(fits, range(1, 81)))
-    _, num_bins = packing.fill_bins(sizes, work, dp=dp, budget=max_tokens, most=None, ranks=ranks)
+    _, num_bins = packing.fill_bins(sizes, work, dp=dp, budget=max_tokens, capacity=None, ranks=ranks)
     memory = max(-(-int(part.sum()) // (shared * max_tokens)) for part in parts)
     assert fewest <= num_bins // dp <= max(fewest, memory + memory // 8)
 
@@ -131,15 +131,15 @@ def counted_tries(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @given(LENGTHS, DIMS, st.integers(1, 4), st.sampled_from([1, 2]))
 def test_a_micro_batch_has_bounded_sequences(lengths: list[int], dims: ParallelDims, units: int, unit: int) -> None:
     lengths = lengths * unit
-    plan = plan_packing(np.array(lengths), dims=dims, max_tokens=300, unit=unit, most=units * unit + unit - 1)
+    plan = plan_packing(np.array(lengths), dims=dims, max_tokens=300, unit=unit, limit=units * unit + unit - 1)
     assert sorted(i for row in plan for ids in row for i in ids.tolist()) == list(range(len(lengths)))
     assert max(len(ids) for row in plan for ids in row) <= units * unit
 
 
 def test_the_most_sequences_alone_decide_how_many_micro_batches_short_ones_make() -> None:
-    plan = plan_packing(np.array([2] * 30), dims=ParallelDims(dp=2), max_tokens=1000, most=4)
+    plan = plan_packing(np.array([2] * 30), dims=ParallelDims(dp=2), max_tokens=1000, limit=4)
     assert [[len(ids) for ids in row] for row in plan] == [[4, 4, 4, 3], [4, 4, 4, 3]]
-    pairs = plan_packing(np.array([2] * 30), dims=ParallelDims(dp=2), max_tokens=1000, unit=2, most=5)
+    pairs = plan_packing(np.array([2] * 30), dims=ParallelDims(dp=2), max_tokens=1000, unit=2, limit=5)
     assert [[len(ids) for ids in row] for row in pairs] == [[4, 4, 4, 4], [4, 4, 4, 2]]
 
 
@@ -228,7 +228,7 @@ def test_a_micro_batch_more_that_is_no_more_even_is_not_taken() -> None:
 def test_a_micro_batch_more_is_taken_where_the_most_sequences_say_how_few_there_are() -> None:
     """73 positions: the heaviest of 8, two sequences each, would have 11; of 9 it has 9."""
     lengths = np.array([6, 1, 8, 8, 5, 1, 4, 2, 6, 8, 8, 7, 1, 7, 1])
-    plan = plan_packing(lengths, dims=ParallelDims(), max_tokens=1000, most=2)
+    plan = plan_packing(lengths, dims=ParallelDims(), max_tokens=1000, limit=2)
     assert [int(lengths[ids].sum()) for ids in plan[0]] == [9, 9, 8, 8, 8, 8, 8, 8, 7]
 
 

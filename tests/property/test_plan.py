@@ -227,7 +227,7 @@ def test_both_ends_of_a_pair_list_the_same_transfers(data: st.DataObject, m: Mod
             traffic[process, other] = sum(size(t.dst_box) for t in transfers)
     assert traffic == moves.traffic()
     rounds = moves.rounds()
-    met = [(rounds.of_pair(a, b), a, b) for a, b in traffic]
+    met = [(rounds.pair_round(a, b), a, b) for a, b in traffic]
     assert len({(k, a) for k, a, _ in met}) == len({(k, b) for k, _, b in met}) == len(met)  # one partner in a round
     assert all(k < len(rounds) for k, _, _ in met)
     check_turns(moves, e.world_size)

@@ -161,7 +161,7 @@ def test_ranks_build_what_the_controller_would_have_sent(
         shares = sent.shares(batch, to_score=to_score)
         return [rank.micro_batches(share, {"routes": (0, 1, 2)}) for rank, share in zip(held, shares, strict=True)]
 
-    ranks = packer.ranks(sampled, most=most, seed=seed)
+    ranks = packer.ranks(sampled, limit=most, seed=seed)
     batch = packer.pack(sampled, ranks=ranks)
     for row, numbers in zip(taken(batch, to_score=True), batch.sequences, strict=True):
         for found, ids in zip(row, numbers, strict=True):
@@ -177,7 +177,7 @@ def test_ranks_build_what_the_controller_would_have_sent(
         seen = [micro_batch_for_pass(found, replays=False, last_tokens=True) for found in row]
         assert [bits(found) for found in seen] == [bits(one) for one in wanted]
     trained = scored(sampled, kinds, seed)
-    for minibatch in packer.minibatches(trained, most=most, seeds=[seed + e for e in range(epochs)]):
+    for minibatch in packer.minibatches(trained, limit=most, seeds=[seed + e for e in range(epochs)]):
         for row, wanted in zip(taken(minibatch, to_score=False), minibatch.micro_batches, strict=True):
             assert [bits(found) for found in row] == [bits(one) for one in wanted]
 
@@ -195,10 +195,10 @@ def test_a_step_costs_its_columns_once_and_little_more() -> None:
     samples, dp = of_size(16, 8, 400), 4
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=4000, attention_cost=0.0)
     sent = SentRows(dp)
-    moved = bytes_of(sent.shares(packer.pack(samples, ranks=packer.ranks(samples, most=2, seed=5)), to_score=True))
+    moved = bytes_of(sent.shares(packer.pack(samples, ranks=packer.ranks(samples, limit=2, seed=5)), to_score=True))
     advantages = torch.repeat_interleave(torch.randn(samples.num_sequences), samples.cu_seqlens.diff()) * samples.mask
     trained = replace(samples, old_logprobs=torch.randn(len(samples.mask)), advantages=advantages)
-    for batch in packer.minibatches(trained, most=2, seeds=[5]):
+    for batch in packer.minibatches(trained, limit=2, seeds=[5]):
         moved += bytes_of(sent.shares(batch, to_score=False))
     columns = 4 * ((len(samples.input_ids) + samples.num_sequences) + int(samples.mask.sum()) + len(samples.mask))
     assert columns < moved <= 1.05 * columns
@@ -212,10 +212,10 @@ def test_a_rank_gets_the_routes_of_its_own_rows_alone_and_once() -> None:
         replace(samples, extra={"routes": routes.to(torch.uint8)}),
         Packer(dims=ParallelDims(dp=dp), max_tokens=4000, attention_cost=0.0),
     )
-    ranks, extra = packer.ranks(samples, most=2, seed=5), [0] * dp
+    ranks, extra = packer.ranks(samples, limit=2, seed=5), [0] * dp
     for one, sign in ((routed, 1), (samples, -1)):
         sent, trained = SentRows(dp), replace(one, old_logprobs=torch.ones(len(one.mask)))
-        batches = [packer.pack(one, ranks=ranks), *packer.minibatches(trained, most=2, seeds=[5])]
+        batches = [packer.pack(one, ranks=ranks), *packer.minibatches(trained, limit=2, seeds=[5])]
         for number, batch in enumerate(batches):
             shares = sent.shares(batch, to_score=number == 0)
             extra = [bytes + sign * len(share) for bytes, share in zip(extra, shares, strict=True)]

@@ -40,7 +40,7 @@ import megatron.core.transformer.moe.token_dispatcher as dispatcher  # noqa: E40
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 
-from rl_megatron.features.draft.feature import of_learner  # noqa: E402
+from rl_megatron.features.draft.feature import draft_section  # noqa: E402
 from rl_megatron.features.draft.learner import FEATURE, next_positions  # noqa: E402
 from rl_megatron.learner import heads, megatron, optimizer, world  # noqa: E402
 from rl_megatron.learner.model import attention, kernels  # noqa: E402
@@ -129,7 +129,7 @@ def micro_batch(learner: LearnerSection, sequence: int) -> PackedMicroBatch:
     )
     cp_rank, cpu = parallel_state.get_context_parallel_rank(), torch.device("cpu")
     packed = pack_micro_batch(samples, tp=learner.tp, cp=learner.cp, cp_rank=cp_rank, device=cpu)
-    if not of_learner(learner).train:
+    if not draft_section(learner).train:
         return packed
     return replace(packed, extras={FEATURE.name: next_positions(packed, samples)})
 

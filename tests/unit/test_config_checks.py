@@ -17,11 +17,11 @@ from rl_megatron.config.removed import (
     COMMANDS,
     REMOVED,
     VALUES,
+    drop_removed,
     is_removed,
     new_name,
     removed_key,
     with_new_names,
-    without_removed,
 )
 from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
@@ -526,7 +526,7 @@ def test_a_removed_key_is_dropped_where_it_says_what_happens_now(key: str) -> No
         for section in sections:
             inner = inner.setdefault(section, {})  # type: ignore[assignment]
         inner[leaf] = value
-        assert not any(found == named for found, _ in flat(without_removed(tree)))
+        assert not any(found == named for found, _ in flat(drop_removed(tree)))
         assert is_removed(named, value, {}.get)
     assert not is_removed(named, "another", {}.get)
 

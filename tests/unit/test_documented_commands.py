@@ -37,12 +37,12 @@ from rl_megatron.config.sections.data import (
     MixtureData,
 )
 from rl_megatron.models.named import NAMED
-from rl_megatron.placement.routes import route_of
+from rl_megatron.placement.routes import find_route
 from rl_megatron.placement.seats import server_placements
 from rl_megatron.section import EntryName, Section
 from tests.documents import blocks
 from tools.convert.layouts import model_shape, parse_layout
-from tools.lab.study import cells_of, read_study
+from tools.lab.study import read_study, study_cells
 from tools.migrate import docs as migrating
 from tools.planner.memory import check_memory
 from tools.planner.plan import _texts
@@ -136,9 +136,9 @@ def test_what_a_document_shows_is_taken(command: Command) -> None:
         config = configuration(str(given.get("config") or given.get("target")), [*job, *overrides])
         if name == "submit" and config.model.name is not None:
             check_memory(config, NAMED[config.model.name])
-            assert not route_of(config).shared
+            assert not find_route(config).shared
     elif name.startswith("experiment "):
-        assert cells_of(read_study(REPO / str(given["study"])))
+        assert study_cells(read_study(REPO / str(given["study"])))
     elif name == "plan" and given["config"]:
         extra = [] if any(o.startswith("model.path=") for o in overrides) else ["model.path=."]
         configuration(str(given["config"]), [*(given["arguments"] or []), *extra])  # type: ignore[misc, list-item]

@@ -280,7 +280,7 @@ class Rig:
                 config=config,
                 roles=roles,
                 attention_cost=0.0,
-                tracked=None if prompts.table is None else prompts.table.value_of,
+                tracked=None if prompts.table is None else prompts.table.prompt_value,
             ),
             start_folder=self.folder / "hf_start",
             recorder=self.recorder,
@@ -353,7 +353,7 @@ def learned_labels(config: RunConfig) -> list[object]:
         return [str(error)]
     rows = [(row.id, row.token_ids.tolist(), row.margin) for (row,) in kept.units]
     steps = config.written_epochs, config.completions_per_step
-    return [rows, left_out, kept.num_dropped, steps, built.loss, built.most, built.reference.folder]
+    return [rows, left_out, kept.num_dropped, steps, built.loss, built.max_length, built.reference.folder]
 
 
 @pytest.mark.parametrize("row", ["gspo", "grpo", "cispo"])

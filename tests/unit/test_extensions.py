@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from launcher.__main__ import app
 from launcher.preflight.checks import checks, preflight
-from launcher.preflight.engine import module_of
+from launcher.preflight.engine import find_server_module
 from launcher.servers.engines import load_adapter
 from rl_megatron.config.io import load_config
 from rl_megatron.engines.engine import ServerEngine
@@ -62,7 +62,7 @@ def test_an_algorithm(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("mine")
 async def test_an_engine_that_is_a_server() -> None:
     name = load_config("tiny_cpu", ["rollout.engine=mine_engine:Mine"]).rollout.engine
-    assert module_of(name) == "mine_server"
+    assert find_server_module(name) == "mine_server"
     adapter = load_adapter(name, SHAPE)
     with running(1) as (fake,):
         server = Server(fake.url, token="t", timeout_seconds=60.0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rl_megatron.seeds import seed_of, text_seed
+from rl_megatron.seeds import make_seed, text_seed
 
 
 def test_a_texts_seed_is_the_first_63_bits_of_its_sha256_and_others_differ() -> None:
     """FIPS 180-2, appendix B.1: SHA-256 of "abc" begins with ba7816bf 8f01cfea."""
     assert text_seed("abc") == 0xEACF018FBF1678BA >> 1
-    seeds = [seed_of(a, b) for a in range(20) for b in range(20)]
+    seeds = [make_seed(a, b) for a in range(20) for b in range(20)]
     assert len(set(seeds)) == 400
-    assert seed_of(3, 4) == seed_of(3, 4)
+    assert make_seed(3, 4) == make_seed(3, 4)
     assert all(0 <= s < 2**63 for s in seeds)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from launcher.build.model import starting_shape
 from rl_megatron.config.io import load_config
-from rl_megatron.errors import CheckpointError, ConfigError, of_the_hub
+from rl_megatron.errors import CheckpointError, ConfigError, download_hint
 from rl_megatron.files import parse
 from rl_megatron.models.json_files import JsonFields, read_json, tensor_names
 from rl_megatron.models.shape import ModelShape
@@ -82,7 +82,7 @@ def found(folder: Path) -> Path:
     Raises ConfigError if there is no folder, and like `newest_checkpoint`.
     """
     if not folder.is_dir():
-        hub = of_the_hub(folder)
+        hub = download_hint(folder)
         raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint{hub}")
     return newest_checkpoint(folder)
 
@@ -142,10 +142,10 @@ def describe(folder: Path) -> Contents:
     if drafts:
         facts["draft layers"] = ", ".join(drafts)
     parts = [(what, dtype, shape) for _, what, dtype, shape in held]
-    return _told("megatron torch_dist" if megatron else "Hugging Face", folder, facts, parts)
+    return _describe("megatron torch_dist" if megatron else "Hugging Face", folder, facts, parts)
 
 
-def _told(
+def _describe(
     kind: str, folder: Path, facts: Mapping[str, str], held: Sequence[tuple[str, str, tuple[int, ...]]]
 ) -> Contents:
     parts: dict[tuple[str, str], tuple[int, int]] = {}
@@ -176,7 +176,7 @@ def _adapters(folder: Path) -> Contents:
         (f"adapter: {match[2]}" if (match := named[name]) else "adapter: other", str(entry.dtype), entry.shape)
         for name, entry in entries.items()
     ]
-    return _told(f"adapters ({told.peft_type}, peft)", folder, facts, held)
+    return _describe(f"adapters ({told.peft_type}, peft)", folder, facts, held)
 
 
 def _hugging_face(folder: Path, layers: int | None) -> Iterator[_Held]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_megatron.config.errors import closest_key
 from rl_megatron.config.sections.learner import COUNTS, layer_counts
-from rl_megatron.errors import ConfigError, of_the_hub
+from rl_megatron.errors import ConfigError, download_hint
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
@@ -61,6 +61,6 @@ def model_shape(model: str, family: str | None = None) -> ModelShape:
         near = closest_key(model, NAMED)
         raise ConfigError(
             f"{model} is neither a folder nor a known model{near}; known: {', '.join(NAMED)}; of others give a folder "
-            f"with their config.json{of_the_hub(Path(model))}"
+            f"with their config.json{download_hint(Path(model))}"
         )
     return read_shape(Path(model), family)

@@ -25,7 +25,7 @@ from rl_megatron.section import NonNegative, NonNegativeFloat, Positive, Section
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.bytes.bits import to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.convert import in_dtype, options_of, write_hf
+from rl_megatron.weights.checkpoints.convert import cast_copies, convert_options, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
 from rl_megatron.weights.checkpoints.megatron import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import STD, RandomWeights
@@ -124,7 +124,7 @@ def upcycle(
     tensors = [new for tensor in stored for new in _of(tensor, width, given)]
     tensors += [_router(layer, shape, given, _dtype_of_mlp(stored)) for layer in range(shape.num_layers)]
 
-    tensors = in_dtype(sorted(tensors, key=lambda tensor: tensor.name), dtype, hf_layout(shape))
+    tensors = cast_copies(sorted(tensors, key=lambda tensor: tensor.name), dtype, hf_layout(shape))
     return write_hf(
         source,
         out,
@@ -132,7 +132,7 @@ def upcycle(
         files,
         companion=source,
         config=_config(config_text(source, {str(dtype)} if dtype else set()), shape, width, given),
-        options=options_of(source, None, dtype, shard_bytes) | {"upcycle": given.model_dump(mode="json")},
+        options=convert_options(source, None, dtype, shard_bytes) | {"upcycle": given.model_dump(mode="json")},
         shard_bytes=shard_bytes,
         on_progress=on_progress,
         share=share,

@@ -49,7 +49,7 @@ def print_problems(
     """Prints all problems; returns True if there are none. Raises RLMegatronError if the folder is unreadable."""
     folder = found(folder)
     against = None if against is None else found(against)
-    problems, written = _of_run(folder.resolve()) if is_megatron(folder) else ([], None)
+    problems, written = _check_run(folder.resolve()) if is_megatron(folder) else ([], None)
     with display(folder.name) as progress:
         problems += verify(folder, against=against, config=config, family=family, written=written, on_progress=progress)
     for line in problems[:_MAX_LINES]:
@@ -60,12 +60,12 @@ def print_problems(
     return not problems
 
 
-def _of_run(shards: Path) -> tuple[list[str], Mapping[str, Digest] | None]:
+def _check_run(shards: Path) -> tuple[list[str], Mapping[str, Digest] | None]:
     """Returns problems that prevent a resume from the run's checkpoint with ``shards``; if it is sound, its digests."""
     from rl_megatron.training import checkpoints  # imports torch
 
     try:
-        return [], checkpoints.read(shards.parent).files if checkpoints.files_of(shards) else None
+        return [], checkpoints.read(shards.parent).files if checkpoints.file_digests(shards) else None
     except CheckpointError as error:
         return [str(error)], None
 
@@ -115,7 +115,9 @@ def verify(
         for each in (folder, against):
             own = [] if is_megatron(each) else dropped_draft_matrices(each, converted_shape(each, config, family))
             yield from (f"{each}: {line}; it is not compared" for line in own)
-        yield from _alone({folder: {tensor.name for tensor in tensors}, against: others.keys()}, config, family)
+        yield from _list_unmatched(
+            {folder: {tensor.name for tensor in tensors}, against: others.keys()}, config, family
+        )
     seen = 0
     for tensor in tensors:
         yield from _wrong(tensor, others.get(tensor.name), on_bytes)
@@ -139,7 +141,7 @@ def _tensors(folder: Path, config: Path | None, family: str | None) -> tuple[lis
     return list(adapters.values()), files
 
 
-def _alone(names: Mapping[Path, Set[str]], config: Path | None, family: str | None) -> Iterator[str]:
+def _list_unmatched(names: Mapping[Path, Set[str]], config: Path | None, family: str | None) -> Iterator[str]:
     """Yields a line for each tensor that only one checkpoint has, and notes if the other has no draft layers."""
     for folder, other in permutations(names, 2):
         if found := sorted(names[folder] - names[other]):

@@ -11,8 +11,8 @@ import typer
 
 from launcher.completion import Overrides
 from rl_megatron.errors import ConfigError
-from tools.lab.states import CellState, drift_of, find_states, states_table, write_config
-from tools.lab.study import Cell, Study, cells_of, outcome_folder, read_study
+from tools.lab.states import CellState, describe_drift, find_states, states_table, write_config
+from tools.lab.study import Cell, Study, outcome_folder, read_study, study_cells
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="the study's file", show_default=False)]
@@ -42,10 +42,10 @@ def run(
     cell has failed.
     """
     loaded, cells = _checked(study, override or [])
-    from tools.lab.run import cells_at_once, run_cells
+    from tools.lab.run import max_running_cells, run_cells
 
     if check:
-        at_once = cells_at_once(loaded, cells)
+        at_once = max_running_cells(loaded, cells)
         for cell in cells:
             write_config(cell)
         print(
@@ -71,11 +71,11 @@ def submit() -> None:
 def status(study: StudyFile, override: More = None) -> None:
     """Print each cell: done, running, stopped, failed with the reason, or waiting."""
     loaded = read_study(study, override or [])
-    cells = cells_of(loaded)
+    cells = study_cells(loaded)
     found = find_states(loaded, cells)
     print(states_table(found))
     for each in found:
-        if each.state in {CellState.DONE, CellState.SPENT} and (line := drift_of(each.cell)):
+        if each.state in {CellState.DONE, CellState.SPENT} and (line := describe_drift(each.cell)):
             print(f"note: {each.cell.name}: {line}")
 
 
@@ -97,7 +97,7 @@ def report(
     from tools.lab.report import write_study_report
 
     loaded = read_study(study, override or []).with_outcome(metric, last)
-    cells = cells_of(loaded)
+    cells = study_cells(loaded)
     assert loaded.folder is not None
     folder = loaded.folder / outcome_folder(metric, last, override or [])
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,9 +114,9 @@ def mismatch(
 
     For a run's folder it uses the run's configuration and newest checkpoint. It trains nothing.
     """
-    from tools.lab.mismatch.diagnose import diagnose, target_of
+    from tools.lab.mismatch.diagnose import diagnose, find_target
 
-    chosen = target_of(target, overrides or [])
+    chosen = find_target(target, overrides or [])
     if asyncio.run(diagnose(chosen, num_prompts=prompts, num_completions=completions)):
         raise typer.Exit(1)
 
@@ -126,7 +126,7 @@ def _checked(path: Path, more: Sequence[str]) -> tuple[Study, list[Cell]]:
     from launcher.preflight.checks import preflight
 
     study = read_study(path, more)
-    cells = cells_of(study)
+    cells = study_cells(study)
     arms = {cell.arm: cell for cell in reversed(cells)}  # a seed changes nothing here
     lines = [f"{arm}: {text}" for arm, cell in arms.items() for text in preflight(cell.config).texts("problem")]
     if lines:

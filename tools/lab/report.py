@@ -35,8 +35,8 @@ from rl_megatron.observability.history import Run, load_runs, number_text
 from rl_megatron.observability.intervals import Interval, contrast, mean_interval, t_quantile
 from rl_megatron.observability.metrics import documented
 from rl_megatron.observability.report import Arm, Panel, arms_chart, group_runs, write_page
-from tools.lab.states import CellStanding, CellState, drift_of, find_states
-from tools.lab.study import Cell, Study, arms_of
+from tools.lab.states import CellStanding, CellState, describe_drift, find_states
+from tools.lab.study import Cell, Study, study_arms
 
 COUNTED = (CellState.DONE, CellState.SPENT)
 """The states of cells with results that are compared and fitted."""
@@ -57,7 +57,7 @@ class CellRun:
 
     def spent(self) -> Iterator[dict[str, float | None]]:
         """Yields compute up to each of the run's rows of RL, by every measure."""
-        return spent_of(self.standing.cell, self.run)
+        return compute_spent(self.standing.cell, self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ SPENT = {"tokens": "tokens/rollout", "device_seconds": "seconds/step", "flops": 
 """The measures of compute that add up over steps, each with the metric of one step."""
 
 
-def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, float]]:
+def curve_points(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, float]]:
     """Returns (step, compute, value) of RL's rows with the study's metric. Raises DataError if compute was not
     recorded; FLOPs must be in every row of a step that trained."""
     name, rows = study.evaluation.compute, _rows(run)
@@ -124,12 +124,12 @@ def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, fl
         )
     return [
         (spent["steps"] or 0.0, spent[name] or 0.0, value)
-        for value, spent in zip(run.rl.values(study.evaluation.metric).tolist(), spent_of(cell, run), strict=True)
+        for value, spent in zip(run.rl.values(study.evaluation.metric).tolist(), compute_spent(cell, run), strict=True)
         if not math.isnan(value)
     ]
 
 
-def spent_of(cell: Cell, run: Run) -> Iterator[dict[str, float | None]]:
+def compute_spent(cell: Cell, run: Run) -> Iterator[dict[str, float | None]]:
     """Yields compute up to each row, by every measure. FLOPs are None from the first row that lacks them, and tokens if
     the job samples none."""
     total: dict[str, float | None] = dict.fromkeys(SPENT, 0.0)
@@ -154,7 +154,7 @@ def _uncounted(cell: Cell, row: JsonRow) -> bool:
     return trained and number(row, SPENT["flops"]) is None
 
 
-def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> StudyResults:
+def make_results(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> StudyResults:
     """Compares and fits the runs that have ended."""
     of = {arm: [each for each in runs if each.standing.cell.arm == arm] for arm in arms}
     lasts = {arm: {e.standing.cell.seed: _last(study, e) for e in of[arm] if e.counted} for arm in arms}
@@ -203,7 +203,7 @@ def _last(study: Study, each: CellRun) -> float | None:
 
 def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
     curves, limits = curves_for_fit(study, runs), study.evaluation.limits
-    refused = why_not(curves, limits) if runs else "none of its runs has ended"
+    refused = find_fit_problem(curves, limits) if runs else "none of its runs has ended"
     return ArmFit(refused=refused, fit=None if refused else fit_sigmoid(curves, limits))
 
 
@@ -237,16 +237,16 @@ def write_study_report(study: Study, cells: Sequence[Cell], out: Path) -> Path:
     Cells may still run, wait or have failed: the page names them. Raises DataError if none has recorded a step.
     """
     found = find_states(study, cells)
-    names = list(arms_of(study))
+    names = list(study_arms(study))
     begun = sorted((each for each in found if each.recorded), key=lambda each: names.index(each.cell.arm))
     if not begun:
         raise DataError(f"{study.folder}: no cell has recorded a step yet; start them with rl-megatron experiment run")
     loaded = load_runs([each.cell.folder for each in begun])
     runs = [
-        CellRun(standing=each, run=run, points=points_of(study, each.cell, run))
+        CellRun(standing=each, run=run, points=curve_points(study, each.cell, run))
         for each, run in zip(begun, loaded, strict=True)
     ]
-    results = results_of(study, names, runs)
+    results = make_results(study, names, runs)
     arms = group_runs(loaded, [each.cell.arm for each in begun])
     style = dict(zip(dict.fromkeys(each.cell.arm for each in begun), (arm.style for arm in arms), strict=True))
     drawn = _drawn(study, results, runs, arms, style)
@@ -331,7 +331,9 @@ def _results_panel(
     notes = [f"A run's result is {which} of {study.evaluation.metric}: {metric.meaning if metric else ''}."]
     measured = {run.standing.cell.name for run in runs if run.points}
     notes += [note for each in found if (note := _remark(study, results, each, measured))]
-    notes += [f"{each.cell.name}: {line}" for each in found if each.state in COUNTED if (line := drift_of(each.cell))]
+    notes += [
+        f"{each.cell.name}: {line}" for each in found if each.state in COUNTED if (line := describe_drift(each.cell))
+    ]
     notes.append("The last three columns: a run's tokens sampled, seconds times learner processes, and training FLOPs.")
     rows = []
     for arm, by_seed in results.results.items():
@@ -491,7 +493,7 @@ class SigmoidFit:
 
 
 def fit_sigmoid(curves: Sequence[SeedCurve], limits: tuple[float, float] | None = None) -> SigmoidFit:
-    """Fits the curve; R0 and A stay within ``limits``, as 0 and 1 of a pass rate. Call `why_not` first."""
+    """Fits the curve; R0 and A stay within ``limits``, as 0 and 1 of a pass rate. Call `find_fit_problem` first."""
     x = np.log(np.concatenate([curve.compute for curve in curves]))
     y = np.concatenate([curve.reached for curve in curves])
     inner = _polished(_on_grid(x, y, limits), x, y, limits)
@@ -507,7 +509,7 @@ def fit_sigmoid(curves: Sequence[SeedCurve], limits: tuple[float, float] | None 
     )
 
 
-def why_not(curves: Sequence[SeedCurve], limits: tuple[float, float] | None) -> str | None:
+def find_fit_problem(curves: Sequence[SeedCurve], limits: tuple[float, float] | None) -> str | None:
     """Returns the reason that the points cannot support this fit, in words for the reader; None if they can."""
     if not curves:
         return "no run has values to fit"

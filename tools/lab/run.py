@@ -80,8 +80,8 @@ async def run_cells(
     with ``retry``. Raises ConfigError if another process runs this study. Raises OSError, after ending the other cells,
     if a cell cannot be started or its record cannot be written, for example on a full disk.
     """
-    at_once = cells_at_once(study, cells)
-    with alone(study):
+    at_once = max_running_cells(study, cells)
+    with lock_study(study):
         found = states.find_states(study, cells)
         startable = {*states.STARTABLE, *([CellState.FAILED] if retry else [])}
         waiting = [each.cell for each in found if each.state in startable]
@@ -103,7 +103,7 @@ async def run_cells(
         return states.find_states(study, cells)
 
 
-def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
+def max_running_cells(study: Study, cells: Sequence[Cell]) -> int:
     """Returns the budget's number, or as many as the cores allow; Ray's processes count as one core of a cell.
 
     Raises ConfigError for several cells on the same GPUs, or on the same nodes of this process's job.
@@ -141,7 +141,7 @@ class _Series:
     running: dict[str, tuple[Cell, Child]] = field(default_factory=dict)
     stopping: bool = False
     began: float = field(default_factory=time.monotonic)
-    asked: set[str] = field(default_factory=set)  # names of cells that got a signal to stop
+    requested: set[str] = field(default_factory=set)  # names of cells that got a signal to stop
     late: dict[str, str] = field(default_factory=dict)  # name of a cell that had to be killed -> reason
 
     async def work(self) -> None:
@@ -167,7 +167,7 @@ class _Series:
             self._end(name, signal.SIGKILL if again else signal.SIGTERM)
 
     def _end(self, name: str, number: signal.Signals) -> None:
-        self.asked.add(name)
+        self.requested.add(name)
         with contextlib.suppress(ProcessLookupError):
             self.running[name][1].send_signal(number)
 
@@ -175,7 +175,7 @@ class _Series:
         last, began, output = states.read_record(cell), time.monotonic(), states.output_path(cell)
         printed = output.stat().st_size if output.is_file() else 0  # bytes printed by earlier starts
         resume = ["--resume"] if cell.folder.is_dir() else []
-        used = states.seconds_of(cell, last) if last else 0.0  # read before the process creates the folder
+        used = states.cell_seconds(cell, last) if last else 0.0  # read before the process creates the folder
         states.write_config(cell)
         given = ["--config", str(states.config_path(cell)), "log.progress=plain"]
         child = await self.start(["train", *given, *resume], output)
@@ -183,7 +183,7 @@ class _Series:
         if self.stopping:  # `stop` was called while the process started
             self._end(cell.name, signal.SIGTERM)
         record = CellRecord(
-            pid=child.pid, began=states.birth_of(child.pid), starts=(last.starts if last else 0) + 1, seconds=used
+            pid=child.pid, began=states.process_birth(child.pid), starts=(last.starts if last else 0) + 1, seconds=used
         )
         states.write_record(cell, record)
         self.display.note(f"{cell.name}: {'goes on' if resume else 'starts'}")
@@ -216,7 +216,7 @@ class _Series:
                 self.display.note(f"{cell.name}: {self.late[cell.name]} (pid {child.pid})")
                 self._end(cell.name, signal.SIGKILL)
         status = await waits
-        return 0 if cell.name in self.asked and status in _ASKED else status
+        return 0 if cell.name in self.requested and status in _ASKED else status
 
 
 class _Display:
@@ -266,7 +266,7 @@ class _Display:
 
 
 @contextlib.contextmanager
-def alone(study: Study) -> Iterator[None]:
+def lock_study(study: Study) -> Iterator[None]:
     """Context in which only this process starts cells of the study. Raises ConfigError if another does."""
     assert study.folder is not None
     study.folder.mkdir(parents=True, exist_ok=True)

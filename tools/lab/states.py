@@ -16,7 +16,7 @@ from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import DataError, quote_start
 from rl_megatron.files import parse, write_atomically
 from rl_megatron.observability.files import STEPS, JsonRow, from_the_end, number
-from tools.lab.study import Cell, Study, numbers_of
+from tools.lab.study import Cell, Study, numeric_values
 
 
 class CellState(StrEnum):
@@ -44,7 +44,7 @@ class CellRecord:
     """
 
     pid: int
-    began: str  # `birth_of` the process: the system reuses process ids
+    began: str  # `process_birth` the process: the system reuses process ids
     starts: int
     seconds: float
     status: int | None = None
@@ -133,12 +133,12 @@ def last_step(cell: Cell) -> int:
     return int(number(row, "step") or 0) if row is not None and row.get("phase") in STEPS else 0
 
 
-def seconds_of(cell: Cell, record: CellRecord) -> float:
+def cell_seconds(cell: Cell, record: CellRecord) -> float:
     """Returns seconds of all starts of the cell; 0 if its folder was removed, so that it begins again."""
     return record.seconds if cell.folder.is_dir() else 0.0
 
 
-def drift_of(cell: Cell) -> str:
+def describe_drift(cell: Cell) -> str:
     """Describes values that differ from those that the cell ran with, for example by another version's defaults.
 
     It is empty if none differ. The folder's name does not show it: that is of values that differ from the defaults.
@@ -146,7 +146,7 @@ def drift_of(cell: Cell) -> str:
     path = cell.folder / "config.yaml"
     if not path.is_file():
         return ""
-    then, now = dict(numbers_of(yaml_text.read(path))), dict(numbers_of(cell.config.model_dump(mode="json")))
+    then, now = dict(numeric_values(yaml_text.read(path))), dict(numeric_values(cell.config.model_dump(mode="json")))
     changed = [f"{key}={quote_start(then[key])}" for key in then.keys() & now.keys() if then[key] != now[key]]
     wanted = [f"{key}={quote_start(now[key])}" for key in then.keys() & now.keys() if then[key] != now[key]]
     if not changed:
@@ -172,11 +172,11 @@ def is_running(record: CellRecord) -> bool:
     """True if the process of the cell's last start is alive on this machine."""
     if record.status is not None:
         return False
-    birth = birth_of(record.pid)
+    birth = process_birth(record.pid)
     return bool(birth) and birth == record.began
 
 
-def birth_of(pid: int) -> str:
+def process_birth(pid: int) -> str:
     """Returns the machine's boot id and the ticks from boot to the start of a running process, which do not depend on
     the clock; empty if it has ended."""
     ticks = start_ticks(pid)
@@ -204,7 +204,7 @@ def _found(study: Study, cell: Cell) -> CellStanding:
         recorded=recorded and not broken,
         step=step,
         value=value,
-        seconds=seconds_of(cell, record) if record else 0.0,
+        seconds=cell_seconds(cell, record) if record else 0.0,
         reason=reason,
     )
 
@@ -224,7 +224,7 @@ def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, en
     if ended:
         return CellState.DONE, ""
     limit = study.budget.cell_minutes
-    if record is not None and limit is not None and seconds_of(cell, record) >= 60 * limit:
+    if record is not None and limit is not None and cell_seconds(cell, record) >= 60 * limit:
         late = f"; {record.reason}" if record.reason else ""
         return CellState.SPENT, f"budget.cell_minutes={limit:g} are over{late}"
     return (CellState.STOPPED if cell.folder.is_dir() else CellState.WAITING), ""

@@ -144,7 +144,7 @@ def outcome_folder(metric: str | None, last: int | None, overrides: Sequence[str
     return Path("outcomes", ",".join(parts)) if parts else Path()
 
 
-def levels_of(axis: Sequence[Level]) -> list[tuple[str, list[str]]]:
+def axis_levels(axis: Sequence[Level]) -> list[tuple[str, list[str]]]:
     """Returns an axis's labels, each with its overrides."""
     return [_labeled(level) for level in axis]
 
@@ -180,13 +180,13 @@ def _problems(study: Study) -> list[str]:
         found.append(f"combine=zip: axes must have equally many levels; {listed}")
     keys: dict[str, str] = {}
     for name, axis in study.axes.items():
-        for key in dict.fromkeys(each.partition("=")[0] for _, given in levels_of(axis) for each in given):
+        for key in dict.fromkeys(each.partition("=")[0] for _, given in axis_levels(axis) for each in given):
             if key in keys:
                 found.append(f"axes.{name} and axes.{keys[key]} both set {key}, so one would hide the other")
             keys[key] = name
     places = {
         "overrides": study.overrides,
-        **{f"axes.{n}": [o for _, g in levels_of(a) for o in g] for n, a in study.axes.items()},
+        **{f"axes.{n}": [o for _, g in axis_levels(a) for o in g] for n, a in study.axes.items()},
     }
     for place, given in places.items():
         found += [f"{place}: {each}: {why}" for each in given if (why := _RESERVED.get(each.partition("=")[0]))]
@@ -230,7 +230,7 @@ _SAMPLED = {name for name, *_ in (*SAMPLING, *ENVIRONMENTS)}
 def never_recorded(study: Study, config: RunConfig) -> list[str]:
     """Returns a line for the metric, and for the measure of compute, if a run of ``config`` never records it."""
     metric = study.evaluation.metric
-    found = [f"evaluation.metric={metric}: {why}" for why in _why_never(metric, config)]
+    found = [f"evaluation.metric={metric}: {why}" for why in _missing_metric_reasons(metric, config)]
     if study.evaluation.compute == "tokens" and not config.kind.samples:
         found.append(
             f"evaluation.compute=tokens: job={config.job} samples no tokens; take steps, device_seconds or flops"
@@ -278,7 +278,7 @@ def _dense(folder: Path | None, family: str | None) -> str | None:
     return shape.family if shape is not None and not shape.num_experts else None
 
 
-def _why_never(metric: str, config: RunConfig) -> Iterator[str]:
+def _missing_metric_reasons(metric: str, config: RunConfig) -> Iterator[str]:
     kind, found = config.kind, documented(metric)
     held_out, name = _held_out(kind), found.name if found else metric
     sampled = name in _SAMPLED or name == "tokens/rollout" or name.startswith(("reward/", "source/", "eval/<name>/"))
@@ -286,7 +286,7 @@ def _why_never(metric: str, config: RunConfig) -> Iterator[str]:
         yield f"job={config.job} never records it; of held-out data it records {' and '.join(held_out)}"
     elif match := _OF_ENTRY.fullmatch(metric):
         room, name, figure = match.groups()
-        yield from _of_entry(room, name, figure, config)
+        yield from _missing_entry_reasons(room, name, figure, config)
 
 
 def _held_out(kind: JobKind) -> tuple[str, ...]:
@@ -296,7 +296,7 @@ def _held_out(kind: JobKind) -> tuple[str, ...]:
     return ("eval/loss", *(_OF_PAIRS if kind.rows != "answers" else _OF_TEXT))
 
 
-def _of_entry(room: str, name: str, figure: str, config: RunConfig) -> Iterator[str]:
+def _missing_entry_reasons(room: str, name: str, figure: str, config: RunConfig) -> Iterator[str]:
     """Yields why a run never records a metric of an evaluation set or of a source."""
     sets = config.eval.sets
     sources = config.data.sources if isinstance(config.data, MixtureData) else {}
@@ -342,9 +342,9 @@ class Cell:
         return sum(ranks_by_role(self.config).values())
 
 
-def arms_of(study: Study) -> dict[str, list[str]]:
+def study_arms(study: Study) -> dict[str, list[str]]:
     """Returns each arm's overrides by its name, which joins its levels' labels. Raises ConfigError for equal names."""
-    axes = [levels_of(axis) for axis in study.axes.values()]
+    axes = [axis_levels(axis) for axis in study.axes.values()]
     rows = itertools.product(*axes) if study.combine == "product" or not axes else zip(*axes, strict=True)
     arms: dict[str, list[str]] = {}
     for row in itertools.islice(rows, _MOST_CELLS + 1):
@@ -357,14 +357,14 @@ def arms_of(study: Study) -> dict[str, list[str]]:
     return arms
 
 
-def cells_of(study: Study) -> list[Cell]:
+def study_cells(study: Study) -> list[Cell]:
     """Returns all cells, the first seed of every arm first, so that a stopped study has results of each arm.
 
     Raises one ConfigError that names the cells with an invalid configuration, or with one that never records the
     study's metric, and the reasons. It also names a metric of a critic or of experts that no cell records, two cells of
     one configuration, and missing arms.
     """
-    arms = arms_of(study)
+    arms = study_arms(study)
     if len(arms) * len(study.seeds) > _MOST_CELLS:
         raise ConfigError(f"the study has more than {_MOST_CELLS} cells; give it fewer levels or seeds")
     cells, refused = list[Cell](), dict[str, list[str]]()
@@ -393,12 +393,12 @@ def config_digest(config: RunConfig) -> str:
     Keys that change no number of a run are left out: its name and folder, logs, checkpoints, the cluster's.
     """
     defaults = dict(flat(RunConfig().model_dump(mode="json")))
-    values = numbers_of(config.model_dump(mode="json"))
+    values = numeric_values(config.model_dump(mode="json"))
     changed = sorted((k, v) for k, v in values if defaults.get(k, ...) != v)
     return hashlib.sha256(json.dumps(changed).encode()).hexdigest()[:_DIGITS]
 
 
-def numbers_of(tree: Any) -> Iterator[tuple[str, Any]]:
+def numeric_values(tree: Any) -> Iterator[tuple[str, Any]]:
     """Returns the keys and JSON values of a whole configuration that may change a run's numbers."""
     return ((key, value) for key, value in flat(tree) if not key.startswith(_ANYWHERE))
 

@@ -15,7 +15,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JOBS
 from rl_megatron.errors import ConfigError, quote_start
-from rl_megatron.rules import is_in
+from rl_megatron.rules import contains_leaf
 from tools.migrate import conversions, slime, trl, verl
 from tools.migrate.given import SKIP, Given, NoCounterpart, Reader, ToSet
 from tools.migrate.tables import Cell, Framework, OurKey, framework, our_keys
@@ -165,8 +165,8 @@ class _Conversion:
         base = _base(row, chosen)
         kind = JOBS[find_value(base, "job")]  # type: ignore[index]
         for key, ours in our_keys().items():
-            if (kind.reads is not None and not any(is_in(key, one) for one in kind.reads)) or any(
-                is_in(key, one) for one in kind.unread
+            if (kind.reads is not None and not any(contains_leaf(key, one) for one in kind.reads)) or any(
+                contains_leaf(key, one) for one in kind.unread
             ):
                 continue
             cell = next((one for one in self.table.cells.get(key, ()) if self._holds(one.when)), None)

@@ -18,7 +18,7 @@ from rl_megatron.errors import GB, gigabytes
 from rl_megatron.feature import adapter_layouts
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import placeholder_nodes, placement_of, ranks_by_role
+from rl_megatron.placement.ranks import make_placement, placeholder_nodes, ranks_by_role
 from rl_megatron.rules import as_given
 from tools.planner.estimates import estimate
 from tools.planner.memory import (
@@ -27,8 +27,8 @@ from tools.planner.memory import (
     file_bytes,
     filled_bytes,
     host_bytes,
+    host_memory_keys,
     sent_straight,
-    why_off_gpus,
 )
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # units of Slurm's --mem
@@ -92,7 +92,7 @@ def _parts(subject: PreflightContext) -> Iterator[_Part]:
     more_nodes = "more nodes (slurm.nodes with learner.dp or learner.ep), or"
     yield _Part(
         size=host_bytes(config, shape),
-        keys=" and ".join(why_off_gpus(config)),
+        keys=" and ".join(host_memory_keys(config)),
         given=_given(config),
         what="what the learner keeps off its GPUs",
         remedy=f"{more_nodes} keep less there",
@@ -155,7 +155,7 @@ def pushes(subject: PreflightContext) -> Iterator[Finding]:
         return
     if config.run.launcher == "local":  # `submit` sets it
         config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
-    placement_of(config, placeholder_nodes(config)[LEARNER])
+    make_placement(config, placeholder_nodes(config)[LEARNER])
     found = estimate(config, subject.shape)
     yield from map(fact, found.lines())
     yield from map(note, found.warnings())

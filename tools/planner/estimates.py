@@ -16,19 +16,19 @@ from launcher.servers.degrees import served_bytes
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import GB, ConfigError
-from rl_megatron.feature import adapter_layouts, pushes_of
+from rl_megatron.feature import adapter_layouts, make_pushes
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import file_writer_ranks
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import gpus_by_role
-from rl_megatron.placement.routes import Route, engine_nodes, route_of
+from rl_megatron.placement.routes import Route, engine_nodes, find_route
 from rl_megatron.training.flops import training_flops
 from rl_megatron.types import BYTES
 from rl_megatron.weights.boxes import volume
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout, coordinates
 from rl_megatron.weights.layouts.learner import elements_by_stage, engine_layout, learner_layout
-from rl_megatron.weights.plans.plan import Place, Plan, Rounds, plan, plan_into_copies, plan_of_group, receivers_of
+from rl_megatron.weights.plans.plan import Place, Plan, Rounds, find_receivers, plan, plan_into_copies, plan_of_group
 from tools.planner.hardware import RANGE, Gpu, gpu_named
 from tools.planner.memory import Save, bytes_served, encoded_layout, footprints, save_cost
 from tools.planner.rl_step import RlStep, length_distribution, rl_step, unmodeled_features
@@ -83,8 +83,8 @@ def plan_cost(moves: Plan, element_bytes: int | Callable[[str], int], links: Lin
     return Cost(
         bytes_within_nodes=sum(moved for (_, sending, near), moved in ports.items() if sending and near),
         bytes_across_nodes=sum(moved for (_, sending, near), moved in ports.items() if sending and not near),
-        sent=_by_process(ports, sending=True),
-        received=_by_process(ports, sending=False),
+        sent=_process_bytes(ports, sending=True),
+        received=_process_bytes(ports, sending=False),
         bound=max(
             (moved / (links.nvlink if near else links.nic) for (_, _, near), moved in ports.items()), default=0.0
         ),
@@ -126,7 +126,7 @@ def broadcast_cost(src: Layout, receivers: Iterable[int], element_bytes: int, li
     )
 
 
-def _by_process(ports: Mapping[tuple[int, bool, bool], int], *, sending: bool) -> dict[int, int]:
+def _process_bytes(ports: Mapping[tuple[int, bool, bool], int], *, sending: bool) -> dict[int, int]:
     out: Counter[int] = Counter()
     for (process, sends, _), moved in ports.items():
         if sends == sending:
@@ -138,7 +138,7 @@ def _last_round(traffic: Mapping[tuple[int, int], int], rounds: Rounds, links: L
     """Returns the last process's end, in seconds. A round takes as long as the longer of a process's two messages."""
     pairs: dict[int, list[tuple[int, int]]] = {}
     for a, b in traffic:
-        pairs.setdefault(rounds.of_pair(a, b), []).append((a, b))
+        pairs.setdefault(rounds.pair_round(a, b), []).append((a, b))
     ready: dict[int, float] = {}
     for k in sorted(pairs):
         done: dict[int, float] = {}
@@ -211,8 +211,8 @@ class Push:
 
 def push_cost(config: RunConfig, shape: ModelShape) -> Push:
     """Returns the push of a run's weights. Raises ConfigError if the layout or the servers do not fit."""
-    route, kind, served = route_of(config), config.transport, config.rollout.served
-    if pushes_of(config) is not None:
+    route, kind, served = find_route(config), config.transport, config.rollout.served
+    if make_pushes(config) is not None:
         return _adapter_problems(config, shape, route)
     if served and kind.direct:
         return Push(route=route, hops=(_straight(config, shape, route),))
@@ -222,7 +222,7 @@ def push_cost(config: RunConfig, shape: ModelShape) -> Push:
     return Push(route=route, hops=(_into_every_rank(config, shape, route),))
 
 
-def _by_stage(section: ServerSection) -> list[int]:
+def _stage_processes(section: ServerSection) -> list[int]:
     """Returns the servers' processes, numbered by server and by replica within it, in the order of a layout's ranks:
     all of a stage come before the next."""
     each = section.tp * section.pp
@@ -242,21 +242,21 @@ def _straight(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
     hf = hf_layout(shape)
     source, target = encoded_layout(config, source, hf), encoded_layout(config, target, hf)
     each = bytes_served(config, hf)
-    processes = _by_stage(config.rollout.server)
+    processes = _stage_processes(config.rollout.server)
     if config.transport.last_hop:
         places = [Place(node=str(links.node(process)), name="", gpu="") for process in range(first + len(nodes))]
-        receivers = receivers_of(places, first)
+        receivers = find_receivers(places, first)
         moves = plan_of_group(source, target, [receivers[process] for process in processes])
-        return _over_links(moves, each, links, route)
+        return _make_hop(moves, each, links, route)
     placement = {rank: first + process for rank, process in enumerate(processes)}
-    return _over_links(plan(source, target, placement=placement), each, links, route)
+    return _make_hop(plan(source, target, placement=placement), each, links, route)
 
 
 def _into_files(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
     """Returns the hop into the learner ranks that write the servers' files."""
     layout = learner_layout(config, shape)
     moves = plan_into_copies(layout, hf_layout(shape), file_writer_ranks(config))
-    return _over_links(moves, bytes_served(config, layout), _links(config, {}), route)
+    return _make_hop(moves, bytes_served(config, layout), _links(config, {}), route)
 
 
 def _into_every_rank(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
@@ -275,7 +275,7 @@ def _into_every_rank(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
     )
 
 
-def _over_links(moves: Plan, bytes_of: Callable[[str], int], links: Links, route: Route) -> Hop:
+def _make_hop(moves: Plan, bytes_of: Callable[[str], int], links: Links, route: Route) -> Hop:
     cost = plan_cost(moves, bytes_of, links)
     return Hop(
         link=f"over {route.link}",
@@ -309,22 +309,22 @@ def _adapter_problems(config: RunConfig, shape: ModelShape, route: Route) -> Pus
     learner, each = learner_layout(config, shape), BYTES[config.learner.dtype]
     adapters = adapter_layouts(config.learner)
     assert adapters is not None, "the rows of weights.push say so"
-    layout, whole = adapters.on_ranks(learner), adapters.in_files(learner, hf_layout(shape))
+    layout, whole = adapters.on_ranks(learner), adapters.file_layout(learner, hf_layout(shape))
     size = sum(map(prod, whole.local_shapes(0).values())) * each
     moves = plan_into_copies(layout, whole, [group[:1] for group in file_writer_ranks(config)])
-    first = [hop for hop in (_over_links(moves, lambda _: each, _links(config, {}), route),) if hop.total]
-    hops = (*first, *_through_file(config, size, route, alone=True))
+    first = [hop for hop in (_make_hop(moves, lambda _: each, _links(config, {}), route),) if hop.total]
+    hops = (*first, *_through_file(config, size, route, is_single=True))
     return Push(route=route, hops=hops, before=served_bytes(config, shape))
 
 
-def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = False) -> tuple[Hop, Hop]:
-    """Returns the hops of writing and reading files: the writers of a file share it, or one writes ``alone``. Then all
-    servers read theirs at the same time, and a node reads a shared file system once."""
+def _through_file(config: RunConfig, size: int, route: Route, *, is_single: bool = False) -> tuple[Hop, Hop]:
+    """Returns the hops of writing and reading files: the writers of a file share it, or one writes ``is_single``. Then
+    all servers read theirs at the same time, and a node reads a shared file system once."""
     speeds, nodes = _hardware(config), engine_nodes(config)
     section, writers = config.rollout.server, file_writer_ranks(config)
     each = section.ranks if section.addresses is None else 1
     readers = len(set(nodes)) if route.shared else len({(i // each, node) for i, node in enumerate(nodes)})
-    sent = size if alone else size / len(writers[0])
+    sent = size if is_single else size / len(writers[0])
     written, read = sent / (speeds.node_file * GB), size / (speeds.node_file * GB)
     speed = f"{speeds.node_file:g} GB/s a process"
     if route.shared:
@@ -338,12 +338,12 @@ def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = F
     )
 
 
-def _links(config: RunConfig, elsewhere: Mapping[int, int]) -> Links:
+def _links(config: RunConfig, remote_nodes: Mapping[int, int]) -> Links:
     """Links of learner ranks, and of processes ``node_of``. Processes on CPUs of one node share its memory."""
     speeds, gpus, world = _hardware(config), config.learner.device != "cpu", config.learner.dims.world_size
     per_node = world if config.run.launcher == "local" else config.slurm.tasks_per_node(world)
     near = speeds.nvlink if gpus else speeds.node_file
-    return Links(nic=speeds.network * GB, nvlink=near * GB, per_node=per_node, node_of=elsewhere)
+    return Links(nic=speeds.network * GB, nvlink=near * GB, per_node=per_node, node_of=remote_nodes)
 
 
 def _speed_of(links: Links, *, across: bool) -> str:
@@ -385,10 +385,11 @@ class PredictedStep:
         parts = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in step.parts.items())
         bubble = step.training.get("bubble", 0.0) / step.parts["training"]
         yield f"  {parts}{f'; sampling overlaps the rest (staleness {step.staleness})' if step.staleness else ''}"
-        if step.least:
-            older = ", which only makes data older" if step.staleness > step.least else ""
+        if step.min_staleness:
+            older = ", which only makes data older" if step.staleness > step.min_staleness else ""
             yield (
-                f"  the longest completion takes {step.sampled.longest:,.0f} s: train.max_staleness={step.least} is "
+                f"  the longest completion takes {step.sampled.longest:,.0f} s: "
+                f"train.max_staleness={step.min_staleness} is "
                 f"the least with which no step waits for it, and takes {step.slower:,.1f} s; here it is "
                 f"{step.staleness}{older}"
             )

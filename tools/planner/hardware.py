@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl_megatron.config import yaml_text
 from rl_megatron.errors import ConfigError
-from rl_megatron.training.flops import Peak, peak_of
+from rl_megatron.training.flops import Peak, find_peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Gpu:
     @property
     def peak(self) -> Peak:
         """Its peak. Raises ConfigError if the table of peaks has no such GPU."""
-        found = peak_of(self.cuda_name)
+        found = find_peak(self.cuda_name)
         if found is None:
             raise ConfigError(f"cuda_name={self.cuda_name}: no peak is known of this GPU; name one that has its chip")
         return found

@@ -86,7 +86,7 @@ def product_seconds(rows: float, wide: float, deep: float, rate: float, gpu: Gpu
     return max(computed, moved)
 
 
-def rate_of(gpu: Gpu, precision: str, constants: Constants) -> float:
+def product_rate(gpu: Gpu, precision: str, constants: Constants) -> float:
     """Returns FLOP/s that large products reach. GPUs with few watts for their peak lower clocks (`Constants.power`).
 
     Float32 is multiplied as such, not as TF32, outside of the tensor cores.
@@ -105,7 +105,7 @@ _AMPLE = 700 / 989.5  # W per TFLOP/s of an H100
 
 def products(k: LayerKind, sizes: Sequence[tuple[float, float, float]]) -> Iterator[float]:
     """Yields seconds of each product (rows, wide, deep)."""
-    rate, size = rate_of(k.gpu, k.precision, k.constants), BYTES_READ[k.precision]
+    rate, size = product_rate(k.gpu, k.precision, k.constants), BYTES_READ[k.precision]
     for rows, wide, deep in sizes:
         yield product_seconds(rows, wide, deep, rate, k.gpu, k.constants, size)
 
@@ -186,7 +186,7 @@ def orthogonal_seconds(matrix: Matrix, rate: float, gpu: Gpu, c: Constants, size
 def matrices(s: ModelShape, ep: int) -> tuple[list[Matrix], list[Matrix]]:
     """Returns the matrices of all layers but the experts', and those of a rank's share of experts, each whole."""
     sparse, h = len(s.moe_layers), s.hidden_size
-    dense = [*_of_attention(s), *_of_delta_nets(s), *_gated(h, s.dense_width, s.num_layers - sparse)]
+    dense = [*_attention_matrices(s), *_delta_net_matrices(s), *_gated(h, s.dense_width, s.num_layers - sparse)]
     if not sparse:
         return dense, []
     dense += [(s.num_experts, h, sparse), *_gated(h, s.shared_width, sparse)]
@@ -199,7 +199,7 @@ def _gated(hidden: int, width: int, count: float) -> Iterator[Matrix]:
         yield width, hidden, 3 * count
 
 
-def _of_attention(s: ModelShape) -> Iterator[Matrix]:
+def _attention_matrices(s: ModelShape) -> Iterator[Matrix]:
     h, layers, m = s.hidden_size, s.num_layers - len(s.delta_layers), s.latent
     heads = s.num_heads * s.head_dim
     if m is None:
@@ -214,7 +214,7 @@ def _of_attention(s: ModelShape) -> Iterator[Matrix]:
     yield h, s.num_heads * m.value_dim, layers
 
 
-def _of_delta_nets(s: ModelShape) -> Iterator[Matrix]:
+def _delta_net_matrices(s: ModelShape) -> Iterator[Matrix]:
     if (m := s.delta) is None:
         return
     layers = len(s.delta_layers)
@@ -303,16 +303,16 @@ def _between_stages(learner: LearnerSection, shape: ModelShape, rank: Rank) -> i
     return (rank.stage > 0) + (rank.stage < learner.pp - 1 and not counted)
 
 
-def in_forward(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
+def forward_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
     """Returns the most bytes that a pass without gradients holds: all tensors of one layer, kept or not."""
-    return max((_made(learner, shape, rank, layer) for layer in rank.layers), default=0.0)
+    return max((_created_bytes(learner, shape, rank, layer) for layer in rank.layers), default=0.0)
 
 
 def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
     """Returns bytes that ``layer`` recomputes for its backward pass, and that its larger half holds in addition."""
     if wants_transformer_engine(learner, shape):
         gradients = _gradients(learner, shape, layer, matrices=2)
-        return 2 * _made(learner, shape, rank, layer) + max(gradients, _embedding(learner, shape, rank))
+        return 2 * _created_bytes(learner, shape, rank, layer) + max(gradients, _embedding(learner, shape, rank))
     parts = halves(learner, shape, layer, rank.longest)
     if (
         learner.recompute.uniform is not None
@@ -387,7 +387,7 @@ def _group(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
     return together * most * rank.tokens
 
 
-def _made(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
+def _created_bytes(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
     """Returns bytes of all tensors that ``rank`` creates while it computes one layer, kept or not."""
     d, hidden = learner.dims, shape.hidden_size
     per_token = 4.0 * hidden + sum(_attention(shape, layer))  # inputs and outputs of both norms
@@ -481,7 +481,7 @@ def _forward(k: LayerKind) -> Seconds:
     rows = k.tokens / k.cp
     own = rows / k.tp
     hbm = gpu.hbm * GB * MEMORY
-    rate = rate_of(gpu, _unquantized(k), c) / c.gemm * c.attention
+    rate = product_rate(gpu, _unquantized(k), c) / c.gemm * c.attention
     out: Seconds = {
         "linears": sum(products(k, linears(k))),
         "attention": attention_flops(s, k.length) * own / rate,
@@ -511,7 +511,7 @@ def _add_experts(k: LayerKind, own: float, out: Seconds) -> None:
     local, chosen = s.num_experts / k.ep, s.experts_per_token
     rows = own * chosen * k.etp * (c.imbalance if k.natural else 1.0)
     width, hidden = s.expert_width / k.etp, s.hidden_size
-    size, rate, each = BYTES_READ[k.precision], rate_of(gpu, k.precision, c), rows / local
+    size, rate, each = BYTES_READ[k.precision], product_rate(gpu, k.precision, c), rows / local
     out["experts"] = local * (
         product_seconds(each, hidden, 2 * width, rate, gpu, c, size)
         + product_seconds(each, width, hidden, rate, gpu, c, size)
@@ -559,7 +559,7 @@ def head_seconds(k: LayerKind, drafts: int) -> Mapping[str, float]:
     """
     s, c, rows = k.shape, k.constants, k.tokens / k.cp
     again, norms = "head" in k.again, "norms" in k.again
-    rate, size = rate_of(k.gpu, "float32" if again else _unquantized(k), c), 4.0 if again else k.size
+    rate, size = product_rate(k.gpu, "float32" if again else _unquantized(k), c), 4.0 if again else k.size
     times = (1 if k.scored else 3 + again) + (again and norms)
     logits = product_seconds(rows, s.hidden_size, s.outputs / k.tp, rate, k.gpu, c, size) * times
     read = ((3 if k.scored else 6) + 3 * norms) * rows * s.outputs / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)

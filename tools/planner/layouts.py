@@ -38,7 +38,7 @@ Timed = tuple[float, dict[str, object]]
 CUTS = (1, 2, 4, 8)
 """Degrees of tensor and context parallelism that are tried."""
 MOST_STAGES, MOST_EXPERT_RANKS = 32, 128
-CHANGES_TOGETHER: Mapping[str, str] = {
+COUPLED_KEYS: Mapping[str, str] = {
     term: change.removeprefix(f"set roles.{term}=separate, ") for term, change in CHANGES.items()
 }
 """`CHANGES` without roles on separate GPUs, which no planned layout has."""
@@ -313,7 +313,9 @@ def _best_servers(
         server = server_shape(base, section, weights, shape, wanted.gpu)
         for slots in _slots(wanted, server, dp=dp, replicas=gpus // ranks, staleness=staleness):
             here = _sampled(wanted, server, replicas=gpus // ranks, slots=slots)
-            seconds = max(here.steady, min(here.longest / staleness, here.alone)) if staleness else here.alone
+            seconds = (
+                max(here.steady, min(here.longest / staleness, here.lone_seconds)) if staleness else here.lone_seconds
+            )
             if best is None or seconds < best[0]:
                 best = seconds, {**keys, **_requests(wanted, here, slots)}
     return best
@@ -328,7 +330,7 @@ def _slots(wanted: SearchRequest, server: ServerShape, *, dp: int, replicas: int
     room = rows_that_fit(wanted.shape, server, wanted.mean)
     needed = wanted.base.completions_per_step * (1 + staleness) / replicas
     whole = min(int(room) // dp * dp, SLOTS[-1])
-    least = dp * wanted.base.most_completions  # vLLM rejects a request of more than a dp replica has
+    least = dp * wanted.base.max_completions  # vLLM rejects a request of more than a dp replica has
     fitting = sorted({max(least, slots) for slots in (*SLOTS, whole) if slots <= room})
     first = [usual] if least <= usual and min(usual, needed) <= room else []
     return [*first, *(slots for slots in reversed(fitting) if slots != usual)]

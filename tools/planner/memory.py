@@ -34,7 +34,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import GB, ConfigError, gigabytes
-from rl_megatron.feature import adapter_layouts, encoding_of
+from rl_megatron.feature import adapter_layouts, make_encoding
 from rl_megatron.learner.keywords import SLAB
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import file_writer_ranks, weights_folder
@@ -53,12 +53,12 @@ from rl_megatron.weights.layouts.learner import (
     elements_by_stage,
     layers_held,
     learner_layout,
-    ranks_of,
     role_layout,
+    stage_ranks,
     trained_elements,
     trained_matrices,
 )
-from tools.planner.layers import in_forward, peak_beyond_activations
+from tools.planner.layers import forward_bytes, peak_beyond_activations
 from tools.planner.terms import changes, memory, num_in_flight
 
 Phase = Literal["", "training", "sampling"]
@@ -130,11 +130,11 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
 
 def _footprints(config: RunConfig, shape: ModelShape, here: int | None = None, *, every: bool) -> list[Footprint]:
     """Returns `footprints`; unless ``every``, of ranks with equal stage and number of servers only the first."""
-    of = {role: config.of_role(role) for role in (LEARNER, *separate(config))}
+    of = {role: config.for_role(role) for role in (LEARNER, *separate(config))}
     layouts = {role: role_layout(config, shape, role) for role in of}
     inner = {role: layout.dims.world_size // layout.dims.pp for role, layout in layouts.items()}
-    stages = {role: ranks_of(of[role], layout) for role, layout in layouts.items()}
-    beside = _beside_servers(config, here)
+    stages = {role: stage_ranks(of[role], layout) for role, layout in layouts.items()}
+    beside = _count_shared_servers(config, here)
     firsts = {role: {stage * inner[role] for stage in range(layout.dims.pp)} for role, layout in layouts.items()}
     for role, servers in beside.items():
         alike = {(rank // inner[role], servers[rank]): rank for rank in sorted(servers, reverse=True)}
@@ -165,7 +165,7 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
 
     ``here`` as in `gpus_on_learner_nodes`.
     """
-    share, beside = config.rollout.server.memory_fraction, _beside_servers(config, here)
+    share, beside = config.rollout.server.memory_fraction, _count_shared_servers(config, here)
     servers = max(beside[LEARNER].values(), default=0)  # rank 0's GPU has the most
     if share is not None and share * servers >= 1:
         raise ConfigError(
@@ -258,7 +258,7 @@ def weights_on_gpu(server: ServerSection, whole: Elements) -> float:
 
 def bytes_served(config: RunConfig, hf: Layout) -> Callable[[str], int]:
     """Returns bytes per element in engines as a function of the tensor's pattern in ``hf``, the plain checkpoint's."""
-    each, encoding, plain = BYTES[config.learner.dtype], encoding_of(config), DType(config.learner.dtype)
+    each, encoding, plain = BYTES[config.learner.dtype], make_encoding(config), DType(config.learner.dtype)
     if encoding is None:
         return lambda name: each
     whole = [one for spec in hf.rows() for one in hf.chunks(spec)[0]]
@@ -268,7 +268,7 @@ def bytes_served(config: RunConfig, hf: Layout) -> Callable[[str], int]:
 
 def encoded_layout(config: RunConfig, layout: Layout, hf: Layout) -> Layout:
     """Returns a layout with the tensors that engines hold in addition to those of ``hf``, the plain checkpoint's."""
-    encoding = encoding_of(config)
+    encoding = make_encoding(config)
     return layout if encoding is None else encoding.layout(layout, hf)
 
 
@@ -288,7 +288,7 @@ def server_window(config: RunConfig, shape: ModelShape) -> float:
     return (count * max(sizes.values()) + outside) / (server.tp * server.dp)
 
 
-def _beside_servers(config: RunConfig, here: int | None) -> dict[str, Counter[int]]:
+def _count_shared_servers(config: RunConfig, here: int | None) -> dict[str, Counter[int]]:
     """Counts the servers on the GPU of each rank that shares it with some, by role. On one machine separate roles'
     ranks follow the learner's and are included. In a job other roles have their own nodes, so only the learner is."""
     on = Counter(gpu for gpus in gpus_on_learner_nodes(config, here) for gpu in gpus)
@@ -307,7 +307,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     """
     learner, algorithm, shape = config.learner, config.algorithm, layout.shape
     if role == "critic":
-        rank = _of_critic(layout, rank)
+        rank = _critic_rank(layout, rank)
     own = dict(memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
@@ -315,7 +315,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     own["activations"] += max(peak_beyond_activations(learner, shape, rank) - own["logits"], 0.0)
     own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # the optimizer steps after the passes
     if role in frozen_folders(config):
-        own |= {"gradients": 0.0, "optimizer": 0.0, "activations": in_forward(learner, shape, rank), "step": 0.0}
+        own |= {"gradients": 0.0, "optimizer": 0.0, "activations": forward_bytes(learner, shape, rank), "step": 0.0}
     beside = {"critic": algorithm.needs_critic, "reference": config.needs_reference}
     here = {name for name, needed in beside.items() if needed and name not in separate(config)}
     reserved = RESERVED * (config.slurm.gpu_memory_gb or 0) * GB
@@ -324,7 +324,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         return terms, {}
     critic: Terms = {}
     if "critic" in here:
-        found = memory(learner, shape, _of_critic(layout, rank))
+        found = memory(learner, shape, _critic_rank(layout, rank))
         held = ("parameters", "gradients", "optimizer", "fp8 weights")
         critic = {term: found[term] for term in held if term in found}
         terms["critic"] = sum(critic.values())
@@ -378,7 +378,7 @@ def _server(config: RunConfig, shape: ModelShape) -> float:
     return max(own, weights + window) if section.colocated else own + window
 
 
-def _of_critic(layout: Layout, rank: Rank) -> Rank:
+def _critic_rank(layout: Layout, rank: Rank) -> Rank:
     """Returns ``rank`` with a critic's parameters: a value layer of one row replaces the output layer."""
     last = rank.stage == layout.dims.pp - 1
     held = [layout.chunks(spec)[0][0].shape for spec in layout.rows() if spec.name.startswith("output_layer.")]
@@ -410,8 +410,8 @@ class Save:
     total: int
     by_node: int
     every: int  # steps; 0: only after the last
-    most: int  # the most checkpoints that are on the disk at the same time
-    best: int  # checkpoint.keep_best, included in ``most``; as many more per other way to measure accuracy
+    max_kept: int  # the most checkpoints that are on the disk at the same time
+    best: int  # checkpoint.keep_best, included in ``max_kept``; as many more per other way to measure accuracy
 
     def describe(self) -> str:
         """Returns a line to show."""
@@ -422,8 +422,8 @@ class Save:
         """Returns a line about the disk that the run needs."""
         more = f"; {self.best * self.total / GB:,.1f} GB more after a resume that measures accuracy otherwise"
         return (
-            f"  up to {self.most} checkpoints at once: {self.most * self.total / GB:,.1f} GB of disk (checkpoint.keep*)"
-            + (more if self.best else "")
+            f"  up to {self.max_kept} checkpoints at once: {self.max_kept * self.total / GB:,.1f} GB of disk "
+            "(checkpoint.keep*)" + (more if self.best else "")
         )
 
 
@@ -480,20 +480,20 @@ def copied_by_rank(config: RunConfig, shape: ModelShape, role: str = LEARNER) ->
 def save_cost(config: RunConfig, shape: ModelShape) -> Save:
     """Returns a run's checkpoint, with its critic's. Raises ConfigError if the layout does not divide the sizes."""
     saved = (LEARNER, "critic") if config.algorithm.needs_critic else (LEARNER,)
-    by_node = [_by_node(config, role, bytes_by_rank(config.of_role(role), shape, role)) for role in saved]
+    by_node = [_sum_nodes(config, role, bytes_by_rank(config.for_role(role), shape, role)) for role in saved]
     busiest = [max(found.values()) for found in by_node]
     return Save(
         total=sum(found.total() for found in by_node),
         by_node=max(busiest) if "critic" in separate(config) else sum(busiest),
         every=config.checkpoint.every,
-        most=_most_at_once(config),
+        max_kept=_max_checkpoints(config),
         best=config.checkpoint.keep_best,
     )
 
 
-def _by_node(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counter[int]:
+def _sum_nodes(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counter[int]:
     """Sums bytes by the node's index among the role's nodes."""
-    world = config.learner_of(role).dims.world_size
+    world = config.role_learner(role).dims.world_size
     per_node = world
     if config.run.launcher != "local":
         apart = role in separate(config)
@@ -504,7 +504,7 @@ def _by_node(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counte
     return out
 
 
-def _most_at_once(config: RunConfig) -> int:
+def _max_checkpoints(config: RunConfig) -> int:
     """Returns the number of checkpoints on the disk while the last is written: those that are kept, and itself."""
     section, steps = config.checkpoint, config.train.steps
     written = bool(config.warm_start.steps) + (-(-steps // section.every) if section.every else bool(steps))
@@ -527,18 +527,18 @@ def host_bytes(config: RunConfig, shape: ModelShape) -> float:
 def _held(config: RunConfig, shape: ModelShape, role: str) -> float:
     """Returns bytes on the role's node that needs most. A critic in the learner's layout needs at most the policy's."""
     each, layout = _ranks_of_a_node(config, role), role_layout(config, shape, role)
-    of, inner = config.of_role(role), layout.dims.world_size // layout.dims.pp
+    of, inner = config.for_role(role), layout.dims.world_size // layout.dims.pp
     by_stage = [
         _stepped(of, layout, rank)
         + _activations(of, shape, rank)
         + (_parked(of, layout, rank) + _frozen(of, layout, rank) if role == LEARNER else 0.0)
-        for rank in ranks_of(of, layout)
+        for rank in stage_ranks(of, layout)
     ]
     held = [by_stage[rank // inner] for rank in range(layout.dims.world_size)]
     return max(sum(held[first : first + each]) for first in range(0, len(held), each))
 
 
-def why_off_gpus(config: RunConfig) -> list[str]:
+def host_memory_keys(config: RunConfig) -> list[str]:
     """Returns the sections of keys that need `host_bytes`."""
     offload, adapters = config.learner.offload.model_dump(exclude_defaults=True), adapter_layouts(config.learner)
     return ["learner.offload"] * bool(offload) + ([] if adapters is None else [adapters.section])
@@ -587,13 +587,13 @@ def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 def _copies(config: RunConfig, shape: ModelShape, role: str) -> float:
     """Returns bytes of the copies of one model on the node that needs most."""
-    each, held = _ranks_of_a_node(config, role), copied_by_rank(config.of_role(role), shape, role)
-    world = range(0, config.learner_of(role).dims.world_size, each)
+    each, held = _ranks_of_a_node(config, role), copied_by_rank(config.for_role(role), shape, role)
+    world = range(0, config.role_learner(role).dims.world_size, each)
     return max(sum(held.get(rank, 0) for rank in range(first, first + each)) for first in world)
 
 
 def _ranks_of_a_node(config: RunConfig, role: str) -> int:
-    return config.slurm.gpus_per_node or config.learner_of(role).dims.world_size
+    return config.slurm.gpus_per_node or config.role_learner(role).dims.world_size
 
 
 def pinned(num_bytes: float) -> int:

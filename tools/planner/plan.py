@@ -41,7 +41,7 @@ from tools.planner.memory import (
     footprints,
     fullest,
     host_bytes,
-    why_off_gpus,
+    host_memory_keys,
 )
 
 _KEYS = {
@@ -161,7 +161,7 @@ def show_plan(
 
 def _too_large(side: str, layout: Layout, element_bytes: int, gpu_memory_gb: float) -> Iterator[str]:
     """Yields a line if the largest rank's weights exceed a GPU's memory; full copies on disk are not on a GPU."""
-    held = {rank: sum(map(math.prod, layout.local_shapes(rank).values())) for rank in _unlike(layout.dims)}
+    held = {rank: sum(map(math.prod, layout.local_shapes(rank).values())) for rank in _stage_leaders(layout.dims)}
     rank = max(held, key=lambda r: held[r])
     needs = held[rank] * element_bytes / GB
     if needs > gpu_memory_gb:
@@ -171,7 +171,7 @@ def _too_large(side: str, layout: Layout, element_bytes: int, gpu_memory_gb: flo
         )
 
 
-def _unlike(dims: ParallelDims) -> range:
+def _stage_leaders(dims: ParallelDims) -> range:
     """Returns the first rank of each pipeline stage; the stage's other ranks hold as much."""
     return range(0, dims.world_size, dims.world_size // dims.pp)
 
@@ -237,11 +237,11 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
     for table in _tables(stages, console.width):
         console.print(table)
     for role in config.roles.layouts:
-        degrees = asdict(config.learner_of(role).dims)
+        degrees = asdict(config.role_learner(role).dims)
         said = ", ".join(f"{key}={n}" for key, n in degrees.items() if n > 1 or key == "dp")
         console.print(f"{role}: {ranks[role]} of these GPUs, in a layout of its own: {said}", soft_wrap=True)
     if held := host_bytes(config, shape):
-        keys = " and ".join(why_off_gpus(config))
+        keys = " and ".join(host_memory_keys(config))
         said = f"{gigabytes(held)[0]} of a node's memory for what the learner keeps off its GPUs ({keys})"
         console.print(said, soft_wrap=True)
     if copied := copies_bytes(config, shape):

@@ -78,11 +78,11 @@ class ServerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutEstimate:
-    """Seconds of a step's completions: ``alone`` if all start together and the step waits for the last; ``steady`` if
-    other completions fill the slots of those that end; ``longest`` for the longest completion in a full engine.
-    ``requests`` in flight fill the servers' slots; ``held_back`` is True if fewer are allowed."""
+    """Seconds of a step's completions: ``lone_seconds`` if all start together and the step waits for the last;
+    ``steady`` if other completions fill the slots of those that end; ``longest`` for the longest completion in a full
+    engine. ``requests`` in flight fill the servers' slots; ``held_back`` is True if fewer are allowed."""
 
-    alone: float
+    lone_seconds: float
     steady: float
     longest: float
     prompts: float
@@ -92,17 +92,17 @@ class RolloutEstimate:
 
 
 @lru_cache(maxsize=64)
-def length_distribution(mean: float, most: float) -> tuple[float, ...]:
-    """Returns ascending lengths of equally many completions: lognormal, cut off at ``most``, with that ``mean``."""
+def length_distribution(mean: float, longest: float) -> tuple[float, ...]:
+    """Returns ascending lengths of equally many completions: lognormal, cut off at ``longest``, with that ``mean``."""
     steps = [math.exp(SPREAD * NormalDist().inv_cdf((i + 0.5) / _CLASSES)) for i in range(_CLASSES)]
-    low, high = 0.0, 100.0 * most
+    low, high = 0.0, 100.0 * longest
     for _ in range(60):
         middle = (low + high) / 2
-        if sum(min(most, middle * step) for step in steps) / _CLASSES < mean:
+        if sum(min(longest, middle * step) for step in steps) / _CLASSES < mean:
             low = middle
         else:
             high = middle
-    return tuple(min(most, low * step) for step in steps)
+    return tuple(min(longest, low * step) for step in steps)
 
 
 def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float, context: float) -> float:
@@ -229,7 +229,7 @@ def sampled(
     prompts = flops / (replicas * server.ranks * gpu.peak.bfloat16 * 1e12 * COMPUTED)
     steady = each * mean / full * seconds(full, mean / 2)
     return RolloutEstimate(
-        alone=prompts + queued + drained,
+        lone_seconds=prompts + queued + drained,
         steady=prompts + steady,
         longest=max(lengths) * seconds(full, max(lengths) / 2),
         prompts=prompts,
@@ -266,9 +266,9 @@ _PAUSE = 2.0  # seconds in which servers stop, verify and resume at a push; assu
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStep:
     """A step's ``seconds``, its ``parts``, and the terms of ``training``. The seconds hold for ``staleness``;
-    ``least`` is the lowest with which a step takes no longer than ``slower``, the slowest of learner, engines and
-    reward models on ranks. Both are 0 if these take turns. ``sampled``, by servers like ``server``, is held back only
-    if sampling would take less time with more requests in flight."""
+    ``min_staleness`` is the lowest with which a step takes no longer than ``slower``, the slowest of learner, engines
+    and reward models on ranks. Both are 0 if these take turns. ``sampled``, by servers like ``server``, is held back
+    only if sampling would take less time with more requests in flight."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -276,7 +276,7 @@ class RlStep:
     sampled: RolloutEstimate
     server: ServerShape
     staleness: int
-    least: int
+    min_staleness: int
     slower: float
     tokens: float
 
@@ -337,11 +337,12 @@ def _moved(learner: LearnerSection, shape: ModelShape, mean: float) -> tuple[flo
     return dense, moe
 
 
-def filled(config: RunConfig, most: float, dp: int, mean: float, sequences: int | None = None) -> tuple[float, float]:
+def filled(config: RunConfig, limit: float, dp: int, mean: float, sequences: int | None = None) -> tuple[float, float]:
     """Returns tokens of a micro-batch, and the micro-batches of each of ``dp`` ranks in an optimizer step on its share
-    of ``sequences``, as in `learner_work`. At most ``most`` tokens fit, and half a sequence stays free in the mean."""
+    of ``sequences``, as in `learner_work`. At most ``limit`` tokens fit, and half a sequence stays free in the
+    mean."""
     share = max(1.0, (sequences or config.trained_per_step) / config.train.minibatches / dp) * mean
-    full = max(mean, most - mean / 2)
+    full = max(mean, limit - mean / 2)
     return min(full, share), float(max(1, ceil(share / full)))
 
 
@@ -475,13 +476,13 @@ def rl_step(
     slower = max(learner, engines.steady, scored)
     least = max(1, ceil(engines.longest / slower)) if apart else 0
     k = (min(MOST_STALENESS, least) if staleness is None else staleness) if apart else 0
-    rollout = parts["rollout"] = engines.steady if k else engines.alone
+    rollout = parts["rollout"] = engines.steady if k else engines.lone_seconds
     if engines.held_back:  # not if all of the step's completions fit
         free = sample(concurrency=inf)
-        engines = replace(engines, held_back=(free.steady if k else free.alone) < rollout)
+        engines = replace(engines, held_back=(free.steady if k else free.lone_seconds) < rollout)
     if scored > rollout:
         parts["reward models"] = scored - rollout
-    in_turns = learner + max(engines.alone, scored)
+    in_turns = learner + max(engines.lone_seconds, scored)
     seconds = max(slower, min(engines.longest / k, in_turns)) if k else in_turns
     if k and seconds > slower:
         parts["waiting for the longest"] = seconds - slower
@@ -492,7 +493,7 @@ def rl_step(
         sampled=engines,
         server=server,
         staleness=k,
-        least=least,
+        min_staleness=least,
         slower=slower,
         tokens=config.trained_per_step * mean,
     )
@@ -505,8 +506,8 @@ def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: 
     of_teacher = {"reference"} if config.taught_by_average else set()  # the teacher is the same model
     frozen = [role for role in frozen_folders(config) if role not in of_teacher]
     for role in ("critic", *frozen, *self_teachers(config)):
-        theirs = config.of_role(role)
-        own = longest_scored_row(config, role)[1] - config.most_sampled
+        theirs = config.for_role(role)
+        own = longest_scored_row(config, role)[1] - config.max_sampled
         read = mean + prompt * (own / config.rollout.max_prompt_tokens - 1)
         sequences = config.compared_per_step if role in judges else None
         found[role] = learner_work(theirs, role_shape(config, shape, role), gpu, read, sequences)

@@ -83,7 +83,7 @@ def scale(
 ) -> None:
     """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""
     started = time.perf_counter()
-    asked = asked_of(arguments or [])
+    asked = parse_request(arguments or [])
     with Console(stderr=True).status("planning the memory of layouts, the fastest first"):
         found = search(asked.wanted)
     text = configuration_file(asked, found.plans[0])
@@ -104,20 +104,20 @@ def scale(
         )
 
 
-def show(console: Console, asked: ScaleRequest, found: SearchResult, seconds: float) -> None:
+def show(console: Console, request: ScaleRequest, found: SearchResult, seconds: float) -> None:
     """Prints the best layout with its terms, the next ones, and the rejected ones with their reasons."""
-    wanted, best = asked.wanted, found.plans[0]
+    wanted, best = request.wanted, found.plans[0]
     console.print(
-        f"{asked.model} on {wanted.gpus:,} {asked.gpu}, goal={wanted.goal}: {found.layouts:,} layouts timed and "
+        f"{request.model} on {wanted.gpus:,} {request.gpu}, goal={wanted.goal}: {found.layouts:,} layouts timed and "
         f"{found.planned:,} plans of memory in {seconds:.1f} s",
         soft_wrap=True,
     )
     console.print(f"best: {described(best.keys)}", soft_wrap=True)
     keys = {
-        key: value for key, value in asked.changed(best).items() if wanted.shape.num_experts or key != "learner.etp"
+        key: value for key, value in request.changed(best).items() if wanted.shape.num_experts or key != "learner.etp"
     }
-    console.print("  " + " ".join(f"{key}={_said(value)}" for key, value in keys.items()), soft_wrap=True)
-    for line in _rates(asked, best):
+    console.print("  " + " ".join(f"{key}={_describe(value)}" for key, value in keys.items()), soft_wrap=True)
+    for line in _rates(request, best):
         console.print(line, soft_wrap=True)
     console.print(_table("seconds of a step", best.step.parts, "s"))
     console.print(_table("seconds of training, by term", best.step.training, "s"))
@@ -136,13 +136,14 @@ def show(console: Console, asked: ScaleRequest, found: SearchResult, seconds: fl
         console.print(f"rejected: {line}", soft_wrap=True, markup=False)
 
 
-def _rates(asked: ScaleRequest, best: PlannedRun) -> list[str]:
-    step, gpus = best.step, asked.wanted.gpus
+def _rates(request: ScaleRequest, best: PlannedRun) -> list[str]:
+    step, gpus = best.step, request.wanted.gpus
     rate, (low, high) = step.tokens_a_second, RANGE
     lines = [
         f"a step: {step.seconds:,.1f} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} a GPU; expect training at {low:g} to "
         f"{high:g} times its rate, whole steps less surely (docs/cluster.md)",
-        f"completions of {asked.mean:,.0f} tokens in the mean, of at most {asked.most:,} (mean_tokens=), are assumed",
+        f"completions of {request.mean:,.0f} tokens in the mean, of at most {request.max_tokens:,} "
+        "(mean_tokens=), are assumed",
     ]
     if step.sampled.held_back:
         lines.append(
@@ -152,7 +153,7 @@ def _rates(asked: ScaleRequest, best: PlannedRun) -> list[str]:
     if step.staleness:
         lines.append(
             f"train.max_staleness={step.staleness}: the longest completion takes {step.sampled.longest:,.0f} s; "
-            f"{step.least} is the least at which no step waits for it"
+            f"{step.min_staleness} is the least at which no step waits for it"
         )
     if (dispatcher := best.keys.get("learner.dispatcher")) in ("deepep", "hybridep"):
         lines.append(f"learner.dispatcher={dispatcher} needs its package, and has not been run here")
@@ -170,17 +171,17 @@ def _table(title: str, terms: Mapping[str, float], unit: str) -> Table:
     return table
 
 
-def _said(value: object) -> str:
+def _describe(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def as_tree(asked: ScaleRequest, found: SearchResult) -> dict[str, object]:
+def as_tree(request: ScaleRequest, found: SearchResult) -> dict[str, object]:
     """Returns plans and rejected layouts as plain values: seconds, and bytes of the fullest GPU, by term."""
     return {
-        "model": asked.model,
-        "gpus": asked.wanted.gpus,
-        "gpu": asked.gpu,
-        "goal": asked.wanted.goal,
+        "model": request.model,
+        "gpus": request.wanted.gpus,
+        "gpu": request.gpu,
+        "goal": request.wanted.goal,
         "layouts": found.layouts,
         "plans": [
             {
@@ -210,16 +211,16 @@ class ScaleRequest:
     model: str
     gpu: str
     mean: float
-    most: int
+    max_tokens: int
     tree: Mapping[str, object]
 
     def changed(self, plan: PlannedRun) -> dict[str, object]:
         """Returns the layout's keys that are not defaults."""
         usual = RunConfig()
-        return {key: value for key, value in plan.keys.items() if value_of(usual, key) != value}
+        return {key: value for key, value in plan.keys.items() if config_value(usual, key) != value}
 
 
-def asked_of(arguments: Sequence[str]) -> ScaleRequest:
+def parse_request(arguments: Sequence[str]) -> ScaleRequest:
     """Parses a command line into a search. Raises ConfigError that names missing or wrong arguments."""
     own = dict(item.split("=", 1) for item in arguments if item.partition("=")[0] in _OWN and "=" in item)
     models = [item for item in arguments if "=" not in item]
@@ -248,7 +249,7 @@ def asked_of(arguments: Sequence[str]) -> ScaleRequest:
         raise ConfigError(f"mean_tokens={mean} is more than rollout.max_new_tokens={most}; lower the first")
     names = (item.partition("=")[0] for item in overrides)
     keys = ((new_name(name, None, {}) or (name,))[0] for name in names)
-    given = {key: value_of(base, key) for key in keys if key not in _GROUPS}
+    given = {key: config_value(base, key) for key in keys if key not in _GROUPS}
     wanted = SearchRequest(
         base=base,
         shape=shape,
@@ -262,7 +263,7 @@ def asked_of(arguments: Sequence[str]) -> ScaleRequest:
     for key, value in given.items():
         _put(tree, key, value)
     return ScaleRequest(
-        arguments=arguments, wanted=wanted, model=model, gpu=own["gpu"], mean=mean, most=most, tree=tree
+        arguments=arguments, wanted=wanted, model=model, gpu=own["gpu"], mean=mean, max_tokens=most, tree=tree
     )
 
 
@@ -295,21 +296,22 @@ def _refuse_unplanned(base: RunConfig, goal: Goal) -> None:
         )
 
 
-def configuration_file(asked: ScaleRequest, plan: PlannedRun) -> str:
+def configuration_file(request: ScaleRequest, plan: PlannedRun) -> str:
     """Returns a plan as YAML for ``train`` and ``submit``. Raises ConfigError if the configuration's checks fail."""
-    tree = _copied(asked.tree)
-    for key, value in asked.changed(plan).items():
+    tree = _copied(request.tree)
+    for key, value in request.changed(plan).items():
         _put(tree, key, value)
     _loaded(tree, [])
-    path = "" if asked.wanted.base.model.name is None else "model.path=FOLDER "
+    path = "" if request.wanted.base.model.name is None else "model.path=FOLDER "
     return (
-        f"# Predicted, not measured: {plan.step.seconds:,.1f} s a step on {asked.wanted.gpus} {asked.gpu}, found by\n"
-        f"# rl-megatron scale {shlex.join(asked.arguments)} --write FILE.yaml\n"
+        f"# Predicted, not measured: {plan.step.seconds:,.1f} s a step on {request.wanted.gpus} "
+        f"{request.gpu}, found by\n"
+        f"# rl-megatron scale {shlex.join(request.arguments)} --write FILE.yaml\n"
         f"# rl-megatron submit FILE.yaml {path}slurm.partition=NAME\n{yaml_text.write(tree)}"
     )
 
 
-def value_of(config: RunConfig, key: str) -> object:
+def config_value(config: RunConfig, key: str) -> object:
     """Returns the value of ``section.key``, or a section if the key names one."""
     found: Any = config
     for part in key.split("."):

@@ -24,7 +24,7 @@ from rl_megatron.errors import GB, ConfigError
 from rl_megatron.types import BYTES
 from rl_megatron.weights.layouts.learner import rank_parameters
 from tools.planner.layouts import (
-    CHANGES_TOGETHER,
+    COUPLED_KEYS,
     CUTS,
     MOST_EXPERT_RANKS,
     MOST_SERVER_DP,
@@ -135,10 +135,10 @@ class PlacedLayouts:
     rejected: list[RejectedLayout] = field(default_factory=list)
     too_large: list[tuple[int, ...]] = field(default_factory=list)
 
-    def fastest(self, most: float) -> Iterator[PlannedRun]:
-        """Yields plans that may take less than ``most`` seconds a step, each with less training and log-probs than the
-        one before; the last is the best."""
-        limit = self._learner_within(most)
+    def fastest(self, max_seconds: float) -> Iterator[PlannedRun]:
+        """Yields plans that may take less than ``max_seconds`` seconds a step, each with less training and log-probs
+        than the one before; the last is the best."""
+        limit = self._learner_within(max_seconds)
         for seconds, keys in self.timed:
             if seconds >= limit:
                 return
@@ -153,40 +153,40 @@ class PlacedLayouts:
                 if found.lacks in ("state", "GPUs"):
                     self.too_large.append(_room(keys))
 
-    def smallest(self, most: float, least: float) -> Iterator[PlannedRun]:
-        """Yields plans of less than ``least`` bytes that take at most ``most`` seconds a step, each with fewer bytes
-        than the one before."""
-        limit = self._learner_within(most)
+    def smallest(self, max_seconds: float, min_bytes: float) -> Iterator[PlannedRun]:
+        """Yields plans of less than ``min_bytes`` bytes that take at most ``max_seconds`` seconds a step, each with
+        fewer bytes than the one before."""
+        limit = self._learner_within(max_seconds)
         for seconds, keys in self.timed:
             if seconds > limit:
                 return
-            if self._is_too_large(keys) or self._least_of(keys) >= least:
+            if self._is_too_large(keys) or self._fixed_bytes(keys) >= min_bytes:
                 continue
             near = [trial for trial in self._trials(keys) if trial.seconds <= limit]
             for trial in near:
                 if any(other.more_than(trial) for other in near):
                     continue
-                found = self._planned(trial, least)
+                found = self._planned(trial, min_bytes)
+                if isinstance(found, RejectedLayout) and found.lacks == "host" and (waits := self._drop_copies(trial)):
+                    found = self._planned(waits, min_bytes)
                 if (
-                    isinstance(found, RejectedLayout)
-                    and found.lacks == "host"
-                    and (waits := self._without_copies(trial))
+                    isinstance(found, PlannedRun)
+                    and found.step.seconds <= max_seconds
+                    and found.footprint.total < min_bytes
                 ):
-                    found = self._planned(waits, least)
-                if isinstance(found, PlannedRun) and found.step.seconds <= most and found.footprint.total < least:
-                    least = found.footprint.total
+                    min_bytes = found.footprint.total
                     yield found
 
-    def _learner_within(self, most: float) -> float:
-        """Returns the most seconds of training and log-probs in a step of ``most`` seconds."""
+    def _learner_within(self, max_seconds: float) -> float:
+        """Returns the most seconds of training and log-probs in a step of ``max_seconds`` seconds."""
         overlaps = "slurm.engines.nodes" in self.keys and self.wanted.goal != "step"
-        return most if overlaps else most - self.engines
+        return max_seconds if overlaps else max_seconds - self.engines
 
     def _is_too_large(self, keys: LayoutKeys) -> bool:
         room = _room(keys)
         return any(all(d <= other for d, other in zip(room, failed, strict=True)) for failed in self.too_large)
 
-    def _least_of(self, keys: LayoutKeys) -> float:
+    def _fixed_bytes(self, keys: LayoutKeys) -> float:
         """Returns bytes of a GPU that no savings free: a stage's mean parameters and gradients, and the reserve."""
         wanted, learner = self.wanted, with_keys(self.wanted.base, keys).learner
         each = BYTES[learner.dtype] + BYTES[learner.gradient_dtype]
@@ -223,11 +223,11 @@ class PlacedLayouts:
                     continue
                 nearest = found
                 full.add(trial.on_host)
-            if waits := self._without_copies(trial):
+            if waits := self._drop_copies(trial):
                 insort(queue, waits, key=lambda trial: trial.seconds)
         return nearest
 
-    def _without_copies(self, trial: _Trial) -> _Trial | None:
+    def _drop_copies(self, trial: _Trial) -> _Trial | None:
         """Returns the trial with checkpoints that training waits for; None if it waits already, or the key is given."""
         name = "checkpoint.async_save"
         if not trial.config.checkpoint.async_save or name in self.wanted.given:
@@ -235,9 +235,9 @@ class PlacedLayouts:
         config = with_keys(trial.config, {name: False})
         return replace(trial, config=config, keys={**trial.keys, name: False})
 
-    def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | RejectedLayout:
+    def _planned(self, trial: _Trial, min_bytes: float | None = None) -> PlannedRun | RejectedLayout:
         """Returns the plan of a layout with savings, or its rejection. The reason is an invalid option, a degree that
-        does not divide, or its memory (at least ``least`` bytes of a GPU, if given)."""
+        does not divide, or its memory (at least ``min_bytes`` bytes of a GPU, if given)."""
         wanted, config = self.wanted, trial.config
         self.planned += 1
         refused = partial(RejectedLayout, keys=trial.keys, seconds=trial.seconds)
@@ -252,8 +252,8 @@ class PlacedLayouts:
             if state.total > room:
                 return refused(reason=self._too_much(config, state), lacks="state")
             return refused(reason=self._too_much(config, footprint), lacks="GPUs", needs=footprint.total)
-        if least is not None and footprint.total >= least:
-            return refused(reason=f"{footprint.total / GB:.0f} GB are not less than {least / GB:.0f}", lacks="GPUs")
+        if min_bytes is not None and footprint.total >= min_bytes:
+            return refused(reason=f"{footprint.total / GB:.0f} GB are not less than {min_bytes / GB:.0f}", lacks="GPUs")
         if reason := self._too_much_of_host(config):
             return refused(reason=reason, lacks="host")
         staleness = wanted.given.get("train.max_staleness")
@@ -276,7 +276,7 @@ class PlacedLayouts:
         when += "" if _PASSING[0] in footprint.terms else ", even without what passes hold"
         most = f"most of it {largest}, {footprint.terms[largest] / GB:.0f} GB"
         room = f"{footprint.total / GB:.0f} GB of {self.wanted.gpu.memory:g} on stage {footprint.stage}{when}"
-        return f"{room}, {most}; {advice(config, largest, CHANGES_TOGETHER)}"
+        return f"{room}, {most}; {advice(config, largest, COUPLED_KEYS)}"
 
     def _too_much_of_host(self, config: RunConfig) -> str:
         """Returns the reason that a node's memory does not hold the learner's data there; empty if it does."""
@@ -348,7 +348,7 @@ TEACHER_SECONDS = "one forward pass of the teacher over the batch, as if it judg
 
 def explain_term(term: str, plan: PlannedRun) -> Iterator[str]:
     """Yields lines about a term: its value in a plan, its meaning, how to lower it. Raises ConfigError for others."""
-    changes = {**CHANGES_TOGETHER, **term_changes()}
+    changes = {**COUPLED_KEYS, **term_changes()}
     in_memory = plan.footprint.terms
     known = {**SECONDS, **{role: TEACHER_SECONDS for role in plan.step.parts if role.startswith(TEACHER)}}
     if term not in known and term not in in_memory:

@@ -25,7 +25,7 @@ from tools.planner.layers import (
     layer_seconds,
     matrices,
     orthogonal_seconds,
-    rate_of,
+    product_rate,
     replicated,
 )
 
@@ -203,7 +203,7 @@ def _orthogonalization(work: LearnerWork, c: Constants, shards: Mapping[str, flo
     """Returns seconds of Muon's products on a rank, the mean over stages. Data-parallel ranks share the matrices; each
     rank of a tensor-parallel group takes whole ones."""
     precision = "float32" if work.precision == "float32" else "bfloat16"
-    rate, size = rate_of(work.gpu, precision, c), BYTES_READ[precision]
+    rate, size = product_rate(work.gpu, precision, c), BYTES_READ[precision]
     both = zip(matrices(work.shape, work.dims.ep), (shards["dense"], shards["experts"]), strict=True)
     return sum(
         orthogonal_seconds(one, rate, work.gpu, c, size) / ranks / work.dims.pp

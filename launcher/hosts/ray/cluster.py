@@ -50,7 +50,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError, WorkerFailure
 from rl_megatron.interfaces import Launcher, RunComponents, ignore_progress
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import RankPlacement, place_ranks, placement_of, ranks_by_role
+from rl_megatron.placement.ranks import RankPlacement, make_placement, place_ranks, ranks_by_role
 from rl_megatron.placement.seats import ServerPlacement, describe_placements, local_server_placements, server_placements
 
 os.environ.update(SETTINGS)  # Ray reads them at import
@@ -177,7 +177,7 @@ def restore_sigterm_handler() -> None:
     signal.siginterrupt(signal.SIGTERM, False)  # the value that asyncio sets
 
 
-def said(error: BaseException) -> str:
+def describe_end(error: BaseException) -> str:
     """Returns Ray's account of an end, as the end of a sentence."""
     lines = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
     return f"\nRay: {lines}"
@@ -202,7 +202,7 @@ class RayCluster:
         roles = ranks_by_role(config)
         if allocation is None:
             self.placements = [
-                place_ranks(config.learner_of(role).dims, (this_node(),), count, role=role)
+                place_ranks(config.role_learner(role).dims, (this_node(),), count, role=role)
                 for role, count in roles.items()
             ]
             self.host = HERE
@@ -213,11 +213,11 @@ class RayCluster:
             self.folder = run_folder.resolve() / "ray"
         else:
             nodes = {LEARNER: allocation.nodes, **allocation.separate}
-            self.placements = [placement_of(config, nodes[role], role) for role in roles]
+            self.placements = [make_placement(config, nodes[role], role) for role in roles]
             self.host = allocation.address()
             self.seats = server_placements(config, allocation.nodes, allocation.engine_nodes)
             self.folder = allocation.folder
-        self.shares = shares(self.placements, self.seats, alone=bool(allocation and allocation.engine_nodes))
+        self.shares = shares(self.placements, self.seats, is_single=bool(allocation and allocation.engine_nodes))
         self._config = config
         self._own: DedicatedThread | None = None
         self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # places of servers
@@ -250,7 +250,7 @@ class RayCluster:
                 await self._start_on(self.allocation, stack)
             restore_sigterm_handler()
             bundles = self.shares.engines
-            groups = await self.place(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
+            groups = await self.place(lambda: {node: make_group("engine", node, bundles[node]) for node in bundles})
             free = {node: count() for node in groups}
             self._places = [
                 PlacementGroupSchedulingStrategy(groups[s.node], placement_group_bundle_index=next(free[s.node]))
@@ -420,7 +420,7 @@ def _living() -> set[str]:
     return {label.partition(" on ")[2] for label in labels if " on " in label}
 
 
-def group_of(role: str, node: str, bundles: Sequence[Bundle]) -> Any:
+def make_group(role: str, node: str, bundles: Sequence[Bundle]) -> Any:
     """Returns a placement group inside a node."""
     return placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK", name=f"{role} {node}")
 
@@ -439,7 +439,7 @@ class ActorGuard(Guard):
         try:
             return await asyncio.shield(self._over)
         except RayError as error:
-            return f"ended with its actor{said(error)}"
+            return f"ended with its actor{describe_end(error)}"
 
     @override
     async def end(self) -> None:

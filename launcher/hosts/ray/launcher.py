@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.controller.group import retrieve_exception
-from launcher.hosts.ray.cluster import RayCluster, group_of, said
+from launcher.hosts.ray.cluster import RayCluster, describe_end, make_group
 from launcher.hosts.ray.node import Bundle
 from launcher.processes.environment import threads_per_rank, threads_per_worker
 from launcher.wire import Call
@@ -77,7 +77,7 @@ def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Pa
     actor: Any = ray.remote(RankActor)
     ends: dict[Who, Future[None]] = {}
     for node, each in bundles.items():
-        group = group_of(call.role, node, each)
+        group = make_group(call.role, node, each)
         for index in range(len(each)):
             number = len(ends)
             here = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -103,4 +103,4 @@ def _cause(end: Future[None]) -> str:
         error = end.exception(_CAUSE_SECONDS)
     except FutureTimeout:
         return ""
-    return "" if error is None or "INTENDED_USER_EXIT" in str(error) else said(error)
+    return "" if error is None or "INTENDED_USER_EXIT" in str(error) else describe_end(error)

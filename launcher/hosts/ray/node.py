@@ -79,10 +79,10 @@ class Shares:
     engines: Mapping[str, Sequence[Bundle]]
 
 
-def shares(placements: Sequence[RankPlacement], seats: Sequence[ServerPlacement], *, alone: bool) -> Shares:
+def shares(placements: Sequence[RankPlacement], seats: Sequence[ServerPlacement], *, is_single: bool) -> Shares:
     """Returns the bundles of all ranks and servers. A resource of the role binds each bundle to its node.
 
-    GPUs count for servers that are ``alone`` on their nodes; elsewhere servers and ranks share them.
+    GPUs count for servers that are alone on their nodes; elsewhere servers and ranks share them.
     """
     ranks = {
         p.role: {node: [{"CPU": 1.0, resource(p.role, node): 1.0}] * p.ranks_per_node for node in p.nodes}
@@ -90,7 +90,7 @@ def shares(placements: Sequence[RankPlacement], seats: Sequence[ServerPlacement]
     }
     engines: dict[str, list[Bundle]] = {}
     for seat in seats:
-        gpus = {"GPU": float(len(seat.gpus))} if alone and seat.gpus else {}
+        gpus = {"GPU": float(len(seat.gpus))} if is_single and seat.gpus else {}
         engines.setdefault(seat.node, []).append({"CPU": 1.0, resource("engine", seat.node): 1.0, **gpus})
     return Shares(ranks=ranks, engines=engines)
 

@@ -66,11 +66,11 @@ class Allocation:
         (self.folder / "failed_node").write_text(f"{nodes[0]}\n" if len(nodes) == 1 else "")
 
     def address(self) -> str:
-        """Returns this node's address for other nodes; loopback if there are none. Raises errors of `address_of`."""
-        others = [node for nodes in self.by_role.values() for node in nodes if node != self.this_node]
+        """Returns this node's address for other nodes; loopback if there are none. Raises errors of `find_address`."""
+        others = [node for nodes in self.role_nodes.values() for node in nodes if node != self.this_node]
         if not others:
             return "127.0.0.1"
-        there = self.address_of(others[0])
+        there = self.find_address(others[0])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((there, 9))  # sends nothing: only finds the route
@@ -82,7 +82,7 @@ class Allocation:
                 ) from error
             return str(probe.getsockname()[0])
 
-    def address_of(self, node: str) -> str:
+    def find_address(self, node: str) -> str:
         """Returns the IPv4 address of another node; asked for a minute, so not on the event loop.
 
         Raises ConfigError if its name has no address by then.
@@ -101,7 +101,7 @@ class Allocation:
             time.sleep(_LOOK_SECONDS)
 
     @property
-    def by_role(self) -> dict[str, tuple[str, ...]]:
+    def role_nodes(self) -> dict[str, tuple[str, ...]]:
         """Nodes by role, in the order of the job's."""
         engines = {"engines": self.engine_nodes} if self.engine_nodes else {}
         return {LEARNER: self.nodes, **self.separate, **engines}
@@ -111,7 +111,7 @@ class Allocation:
         return self._nodelist_options(LEARNER)
 
     def _nodelist_options(self, role: str) -> list[str]:
-        by_role = self.by_role
+        by_role = self.role_nodes
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
     def separate_command(self, command: Sequence[str], role: str) -> list[str]:

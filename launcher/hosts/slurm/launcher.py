@@ -29,7 +29,7 @@ from launcher.wire import Call, Muster
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER, file_stem
-from rl_megatron.placement.ranks import RankPlacement, placement_of
+from rl_megatron.placement.ranks import RankPlacement, make_placement
 
 logger = logging.getLogger(__name__)
 
@@ -124,15 +124,15 @@ class SlurmLauncher(ConnectingLauncher):
 
     @override
     def _threads(self, config: RunConfig) -> int:
-        return threads_per_rank(placement_of(config, self._allocation.nodes))
+        return threads_per_rank(make_placement(config, self._allocation.nodes))
 
     @override
     @contextlib.asynccontextmanager
     async def _begin(self, config: RunConfig, call: Call) -> AsyncIterator[StartedRanks]:
         """Raises ConfigError if the allocation does not have the tasks that the learner needs."""
         allocation, folder = self._allocation, self._allocation.folder
-        placements = [placement_of(config, allocation.nodes)]
-        placements += [placement_of(config, nodes, role) for role, nodes in allocation.separate.items()]
+        placements = [make_placement(config, allocation.nodes)]
+        placements += [make_placement(config, nodes, role) for role, nodes in allocation.separate.items()]
         described = "\n".join(placement.describe() for placement in placements)
         logger.info("job %s, restart %d: %s", allocation.id, allocation.restart, described)
         async with contextlib.AsyncExitStack() as stack:

@@ -174,7 +174,7 @@ class Conversation:
             return True
         return False
 
-    def add(self, asked: TurnPrompt, completion: Completion, message: ChatMessage) -> Turn | None:
+    def add(self, prompt: TurnPrompt, completion: Completion, message: ChatMessage) -> Turn | None:
         """Adds what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
 
         Returns the turn at its place in its row; None without a sampled token. Raises UnsupportedMessages for another
@@ -183,26 +183,26 @@ class Conversation:
         if answer["role"] != "assistant":
             raise UnsupportedMessages(f"a sampled message has the role {answer['role']!r}; it must be 'assistant'")
         turn = Turn(
-            start=len(asked.token_ids),
+            start=len(prompt.token_ids),
             logprobs=completion.logprobs,
             finish_reason=completion.finish_reason,
             spans=completion.spans,
             text=self._template.decode(completion.token_ids),
         )
         begun = 0
-        if (before := asked.previous_turn) is not None:
+        if (before := prompt.previous_turn) is not None:
             begun, before.rendered = before.length, replace(before.rendered, text=None)
         sampled = SampledTurn(
-            branch=asked.branch,
-            rendered=asked.rendered,
-            previous_turn=asked.previous_turn,
+            branch=prompt.branch,
+            rendered=prompt.rendered,
+            previous_turn=prompt.previous_turn,
             completion=completion,
-            added_tokens=np.concatenate((asked.token_ids[begun:], completion.token_ids)),
-            length=len(asked.token_ids) + len(completion.token_ids),
+            added_tokens=np.concatenate((prompt.token_ids[begun:], completion.token_ids)),
+            length=len(prompt.token_ids) + len(completion.token_ids),
             turn=turn if len(turn.logprobs) else None,
         )
-        node = asked.node
-        for new in asked.new_messages:
+        node = prompt.node
+        for new in prompt.new_messages:
             again = (child for child in node.children if child.sampled is None and same(child.message, new))
             node = next(again, None) or _child(node, new)
         _child(node, answer).sampled = sampled

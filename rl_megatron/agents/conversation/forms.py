@@ -104,7 +104,7 @@ def check_turns(prompts: Iterable[Prompt]) -> None:
 
 def check_answers(prompts: Iterable[Prompt]) -> None:
     """Raises DataError that names each pair of conversations that `split_answer_pair` cannot use."""
-    check_each(prompts, behind_common)
+    check_each(prompts, differing_sides)
 
 
 def check_texts(prompts: Iterable[Prompt]) -> None:
@@ -119,12 +119,12 @@ _FORMS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
 }
 
 
-def check_of(config: RunConfig) -> Callable[[Iterable[Prompt]], None] | None:
+def make_form_check(config: RunConfig) -> Callable[[Iterable[Prompt]], None] | None:
     """Returns the check of the form of the job's conversations; None for a job that samples."""
     return check_turns if config.kind.rows == "labels" else _FORMS.get(config.job)
 
 
-def behind_common(prompt: Prompt) -> Sides:
+def differing_sides(prompt: Prompt) -> Sides:
     """Returns both from the first message on in which they differ. Raises DataError that names the prompt."""
     try:
         return _answers(*written_sides(prompt))

@@ -11,7 +11,7 @@ from rl_megatron.agents.conversation.templates import Rewritten, Template, Tools
 
 Habit = Literal["appends", "drops thinking at user turns", "drops thinking at every turn", "rewrites"]
 
-_ASKED: ChatMessage = {"role": "user", "content": "What is 1+1?"}
+_QUESTION: ChatMessage = {"role": "user", "content": "What is 1+1?"}
 _SYSTEM: ChatMessage = {"role": "system", "content": "You add."}
 _TOOLS: Tools = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}},)
 _SAYS: ChatMessage = {"role": "assistant", "content": "It is 2."}
@@ -71,7 +71,7 @@ class TemplateReport:
 
 def probe_template(template: Template, stop_token_ids: Sequence[int]) -> TemplateReport:
     """Plays the scripts, each turn with the stop token of ``stop_token_ids`` that the template can continue after."""
-    begun: dict[str, tuple[Rewritten, ...]] = {}
+    row_reasons: dict[str, tuple[Rewritten, ...]] = {}
     refused: dict[str, str] = {}
     in_calls, (asked, tools) = False, _beginning(template)
     for name, turns in _SCRIPTS.items():
@@ -80,29 +80,34 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
         except UnsupportedMessages as error:
             refused[name] = str(error)
             continue
-        begun[name] = tuple(why for _, why in found)
+        row_reasons[name] = tuple(why for _, why in found)
         in_calls |= any("tool_calls" in turn for turn, _ in found)
-    reasons = {why for of_script in begun.values() for why in of_script}
+    reasons = {why for of_script in row_reasons.values() for why in of_script}
     habit: Habit = "rewrites"
     if not reasons:
         habit = "appends"
     elif reasons == {"thinking"}:
         habit = "drops thinking at every turn" if in_calls else "drops thinking at user turns"
-    rows = sum(1 + len(of_script) for of_script in begun.values()) / max(1, len(begun))
+    rows = sum(1 + len(of_script) for of_script in row_reasons.values()) / max(1, len(row_reasons))
     return TemplateReport(
-        habit=habit, shows_tools=bool(tools), with_system=len(asked) > 1, rows=rows, row_reasons=begun, refusals=refused
+        habit=habit,
+        shows_tools=bool(tools),
+        with_system=len(asked) > 1,
+        rows=rows,
+        row_reasons=row_reasons,
+        refusals=refused,
     )
 
 
 def _beginning(template: Template) -> tuple[Sequence[ChatMessage], Tools]:
     """Returns the first messages of the scripts, and the tools that are shown there."""
-    for asked in ([_ASKED], [_SYSTEM, _ASKED]):
+    for asked in ([_QUESTION], [_SYSTEM, _QUESTION]):
         try:
             template.begin(asked, _TOOLS)
         except UnsupportedMessages:
             continue
         return asked, _TOOLS
-    return [_ASKED], ()
+    return [_QUESTION], ()
 
 
 def _play(
@@ -115,7 +120,7 @@ def _play(
     """Returns the turns after which a row began, each with the reason. Raises UnsupportedMessages."""
     messages: tuple[ChatMessage, ...] = normalize_messages(asked)
     _, before = template.begin(messages, tools)
-    begun: list[tuple[ChatMessage, Rewritten]] = []
+    rewritten: list[tuple[ChatMessage, Rewritten]] = []
     for turn in turns[:-1]:
         results: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": call["id"], "name": "add", "content": "2"}
@@ -125,6 +130,6 @@ def _play(
         tried = [template.extend(before, messages, tools, ended) for ended in stops]
         going_on = [one for one in tried if not isinstance(one, str)]
         if not going_on:
-            begun.append((turn, next(one for one in tried if isinstance(one, str))))
+            rewritten.append((turn, next(one for one in tried if isinstance(one, str))))
         _, before = going_on[0] if going_on else template.begin(messages, tools)
-    return begun
+    return rewritten

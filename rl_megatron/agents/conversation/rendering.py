@@ -153,13 +153,13 @@ class ChatRenderer:
 
 
 def _forms(messages: Sequence[ChatMessage], jinja: _Jinja) -> Iterator[list[ChatMessage]]:
-    shown = [_shown(_of_role(message, not place, jinja), jinja) for place, message in enumerate(messages)]
+    shown = [_shown(_normalize_role(message, not place, jinja), jinja) for place, message in enumerate(messages)]
     yield shown
     if any("tool_calls" in message for message in messages):
         yield [arguments_json(message) for message in shown]
 
 
-def _of_role(message: ChatMessage, first: bool, jinja: _Jinja) -> ChatMessage:
+def _normalize_role(message: ChatMessage, first: bool, jinja: _Jinja) -> ChatMessage:
     role = message["role"]
     known = jinja.roles.get((role, first), role)
     return message if known == role else {**message, "role": known}

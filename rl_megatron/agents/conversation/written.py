@@ -24,7 +24,7 @@ from typing_extensions import override
 from rl_megatron.agents.conversation.forms import (
     SIDES,
     TrainingConversation,
-    behind_common,
+    differing_sides,
     written_conversation,
     written_sides,
 )
@@ -174,18 +174,18 @@ class ChatTemplate(ChatRenderer, Template):
             return "refused"
         parts = _parted(now, marked)
         if parts is not None and self._extends(parts, before):
-            return parts.behind, has_calls, None if "tool_calls" in turn else parts.whole
+            return parts.suffix, has_calls, None if "tool_calls" in turn else parts.whole
         bare = [strip_thinking(message) for message in messages]
         marked = bare[place] = _marked(bare[place], has_calls)
         parts = _parted(self.render(bare, tools), marked)
-        if parts is None or not parts.begins_with(self.render(bare[:place], before.tools, opened=False)):
+        if parts is None or not parts.is_prefix(self.render(bare[:place], before.tools, opened=False)):
             return "context"
-        return (parts.behind, has_calls, None) if self._thinking == "keep" else "thinking"
+        return (parts.suffix, has_calls, None) if self._thinking == "keep" else "thinking"
 
     def _extends(self, now: _Parts, before: RenderedPrompt) -> bool:
         """True if the text begins with the prompt before. A history may not show the prompt's opening of a turn."""
         text = self.render(before.messages, before.tools) if before.text is None else before.text
-        return now.begins_with(text) or now.begins_with(self.render(before.messages, before.tools, opened=False))
+        return now.is_prefix(text) or now.is_prefix(self.render(before.messages, before.tools, opened=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +194,9 @@ class _Parts:
 
     whole: str  # the text without the marks
     first: int  # place of the first mark in ``whole``
-    behind: str  # text after the last mark
+    suffix: str  # text after the last mark
 
-    def begins_with(self, text: str) -> bool:
+    def is_prefix(self, text: str) -> bool:
         """True if the text begins with this one, before all marks."""
         return len(text) <= self.first and self.whole.startswith(text)
 
@@ -237,7 +237,7 @@ def _parted(text: str, marked: ChatMessage) -> _Parts | None:
         if not found or mark in before or put.count(mark) != 1:
             return None
         text, first, last = before + behind, min(first, len(before)), min(last, len(behind))
-    return _Parts(whole=text, first=first, behind=text[len(text) - last :])
+    return _Parts(whole=text, first=first, suffix=text[len(text) - last :])
 
 
 def end_of_turns(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
@@ -265,11 +265,11 @@ class ConversationRows:
         self._endings = tuple(self._template.decode(one, special=True) for one in each)
 
     def rows(self, prompts: Sequence[Prompt]) -> list[SupervisedRow]:
-        """Returns the rows of the prompts, one or several for each, in their order. Raises as ``rows_of``."""
-        found = self.rows_of([written_conversation(one) for one in prompts])
+        """Returns the rows of the prompts, one or several for each, in their order. Raises as ``make_rows``."""
+        found = self.make_rows([written_conversation(one) for one in prompts])
         return [row for rows in found for row in rows]
 
-    def rows_of(self, conversations: Sequence[TrainingConversation]) -> list[list[SupervisedRow]]:
+    def make_rows(self, conversations: Sequence[TrainingConversation]) -> list[list[SupervisedRow]]:
         """Returns the rows of each conversation.
 
         Raises DataError that names its prompt if the template refuses its messages, or does not show a turn after its
@@ -284,7 +284,7 @@ class ConversationRows:
         ]
 
     def texts(self, conversation: TrainingConversation) -> list[RowTexts]:
-        """Returns the rows of a conversation. Raises DataError that names its prompt, as `rows_of`."""
+        """Returns the rows of a conversation. Raises DataError that names its prompt, as `make_rows`."""
         try:
             return self._rows(conversation)
         except UnsupportedMessages as error:
@@ -434,7 +434,7 @@ def split_answer_pair(prompts: Sequence[Prompt], conversations: ConversationRows
     that is not the assistant's, or one has no turn to learn there. Also if a template shows one of these turns
     otherwise later on, so that they are in several rows. Also if it shows both alike, as it trims white space.
     """
-    found = conversations.rows_of([side for prompt in prompts for side in behind_common(prompt)])
+    found = conversations.make_rows([side for prompt in prompts for side in differing_sides(prompt)])
     pairs = []
     for number, prompt in enumerate(prompts):
         for which, rows in zip(SIDES, found[2 * number : 2 * number + 2], strict=True):
@@ -446,7 +446,7 @@ def split_answer_pair(prompts: Sequence[Prompt], conversations: ConversationRows
                 )
         better, worse = found[2 * number][0], found[2 * number + 1][0]
         if np.array_equal(better.token_ids, worse.token_ids):
-            raise _alike(prompt)
+            raise _equal_prefix(prompt)
         pairs.append((better, worse))
     return pairs
 
@@ -456,7 +456,7 @@ def single_answers(prompts: Sequence[Prompt], conversations: ConversationRows) -
 
     Raises DataError that names the prompt, as `ConversationRows.rows_of` does, and where turns are in several rows.
     """
-    found = conversations.rows_of([written_conversation(one) for one in prompts])
+    found = conversations.make_rows([written_conversation(one) for one in prompts])
     for prompt, rows in zip(prompts, found, strict=True):
         if len(rows) > 1:
             raise DataError(
@@ -474,12 +474,12 @@ def split_text_pair(prompts: Sequence[Prompt], conversations: ConversationRows) 
         better, worse = written_sides(prompt)
         texts = conversations.whole(better), conversations.whole(worse)
         if texts[0] == texts[1]:
-            raise _alike(prompt)
+            raise _equal_prefix(prompt)
         found.append(texts)
     return found
 
 
-def _alike(prompt: Prompt) -> DataError:
+def _equal_prefix(prompt: Prompt) -> DataError:
     return DataError(
         f"prompt {prompt.id!r}: the chat template's texts of both conversations are equal, as it leaves out where they "
         "differ, so there is nothing to compare; remove the row, or give the model a template that shows it"

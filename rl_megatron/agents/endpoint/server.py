@@ -87,7 +87,7 @@ def read_request(body: bytes, kind: type[R]) -> R:
         raise RequestRejected(400, f"the body is no request of this path: {error}") from error
 
 
-def method_of(scope: Mapping[str, Any], methods: Mapping[str, str]) -> str:
+def find_path(scope: Mapping[str, Any], methods: Mapping[str, str]) -> str:
     """Returns the path of a request. Raises RequestRejected for one that ``methods`` lacks, or by another method."""
     path: str = scope["path"]
     if (wanted := methods.get(path)) is None:
@@ -197,7 +197,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _ChatCall:
     path: str
     headers: Mapping[bytes, bytes]
     body: bytes
@@ -238,21 +238,21 @@ class Application:
         self, scope: Mapping[str, Any], receive: ReceivePart, line: OpenConversation
     ) -> tuple[bytes, Iterable[bytes]]:
         headers = dict(scope["headers"])
-        path = method_of(scope, {"/v1/models": "GET", "/health": "GET"} | dict.fromkeys(_ASKED, "POST"))
+        path = find_path(scope, {"/v1/models": "GET", "/health": "GET"} | dict.fromkeys(_ASKED, "POST"))
         if path == "/health":
             return b"application/json", [b'{"status":"ok"}']
         if path == "/v1/models":
             return b"application/json", [msgspec.json.encode(models(line.served.max_length))]
         body = await read_body(headers, receive)
-        asked = _Asked(path=path, headers=headers, body=body, receive=receive, line=line)
+        asked = _ChatCall(path=path, headers=headers, body=body, receive=receive, line=line)
         return await (self._chat(asked) if path == _ASKED[0] else self._tokens(asked))
 
-    async def _chat(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
-        request = read_request(asked.body, ChatRequest)
+    async def _chat(self, call: _ChatCall) -> tuple[bytes, Iterable[bytes]]:
+        request = read_request(call.body, ChatRequest)
         request.check()
         tools = () if request.tool_choice == "none" else request.tools or ()
-        served = asked.line.served
-        answer, name = await self._once(asked, request, lambda: served.answer(request.messages, tools, request.most))
+        served = call.line.served
+        answer, name = await self._once(call, request, lambda: served.answer(request.messages, tools, request.most))
         kind, usage = b"application/json", request.stream_options is not None and request.stream_options.include_usage
         if request.stream:
             kind, parts = b"text/event-stream", list(chat_stream(answer, name, request.model, usage=usage))
@@ -260,37 +260,37 @@ class Application:
             parts = [msgspec.json.encode(chat_answer(answer, name, request.model))]
         return kind, parts
 
-    async def _tokens(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
-        request = read_request(asked.body, TokenRequest)
-        served, params = asked.line.served, request.sampling_params
+    async def _tokens(self, call: _ChatCall) -> tuple[bytes, Iterable[bytes]]:
+        request = read_request(call.body, TokenRequest)
+        served, params = call.line.served, request.sampling_params
         request.check(served.params.stop_token_ids)
-        answer, name = await self._once(asked, params, lambda: served.complete(request.token_ids, params.max_tokens))
+        answer, name = await self._once(call, params, lambda: served.complete(request.token_ids, params.max_tokens))
         return b"application/json", [msgspec.json.encode(token_answer(answer, name))]
 
-    async def _once(self, asked: _Asked, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, str]:
+    async def _once(self, call: _ChatCall, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, str]:
         """Returns the turn and its id.
 
         A repeated request gets the turn that was sampled for it, or is being sampled. It says so itself (`_RETRY`), or
         it says nothing and the client of an equal pending turn has gone. Of equal turns it gets one without a client,
         each request another, else the newest. A client that goes away ends nothing.
         """
-        digest = hashlib.sha256(asked.path.encode() + b"\n" + asked.body).digest()
+        digest = hashlib.sha256(call.path.encode() + b"\n" + call.body).digest()
         task: asyncio.Task[T] | None
-        if (said := asked.headers.get(_RETRY)) is None:
-            task = asked.line.left_turn(digest, done=False)
+        if (said := call.headers.get(_RETRY)) is None:
+            task = call.line.left_turn(digest, done=False)
         elif said.strip() == b"0":
             task = None
         else:
-            task = asked.line.left_turn(digest, done=True) or asked.line.answers.get(digest)
+            task = call.line.left_turn(digest, done=True) or call.line.answers.get(digest)
         if task is None:
-            task = asyncio.create_task(_counted(sample(), asked.line.requests), name=f"turn-{next(self._turns)}")
-            asked.line.answers[digest] = task
-            asked.line.sampling.add(task)
-            task.add_done_callback(asked.line.sampling.discard)
-            self._warn_of_others(params, asked.line.served.params)
+            task = asyncio.create_task(_counted(sample(), call.line.requests), name=f"turn-{next(self._turns)}")
+            call.line.answers[digest] = task
+            call.line.sampling.add(task)
+            task.add_done_callback(call.line.sampling.discard)
+            self._warn_of_others(params, call.line.served.params)
         else:
-            asked.line.requests.retried += 1
-        watching = asyncio.create_task(_leave(asked, digest, task))
+            call.line.requests.retried += 1
+        watching = asyncio.create_task(_leave(call, digest, task))
         try:
             turn = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -298,7 +298,7 @@ class Application:
                 raise RequestRejected(410, "this conversation has ended") from None
             raise
         except Exception:
-            asked.line.forget(digest, task)
+            call.line.forget(digest, task)
             raise
         finally:
             watching.cancel()
@@ -319,11 +319,11 @@ async def _counted(sampling: Coroutine[Any, Any, T], requests: RequestCounts) ->
     return turn
 
 
-async def _leave(asked: _Asked, digest: bytes, task: asyncio.Task[Any]) -> None:
+async def _leave(call: _ChatCall, digest: bytes, task: asyncio.Task[Any]) -> None:
     """Notes the turn as left once the client goes away."""
-    while (await asked.receive())["type"] != "http.disconnect":
+    while (await call.receive())["type"] != "http.disconnect":
         pass
-    asked.line.left.setdefault(digest, []).append(task)
+    call.line.left.setdefault(digest, []).append(task)
 
 
 _ASKED = ("/v1/chat/completions", "/inference/v1/generate")
@@ -414,13 +414,13 @@ class BoundedProtocol(H11Protocol):
     @classmethod
     def max_connections(cls) -> int:
         """Returns how many connections there may be, idle and busy."""
-        return _most_files() // cls.files_share
+        return _max_files() // cls.files_share
 
     @staticmethod
     def backlog() -> int:
         """Returns how many connections asyncio may accept before it counts the first. At most a quarter of the files:
         that is left where half of them are counted connections."""
-        return min(_BACKLOG, _most_files() // 4)
+        return min(_BACKLOG, _max_files() // 4)
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -433,13 +433,13 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self._is_waiting():
-            self._in_time()
+            self._cancel_timer()
         elif self._late is None:  # a limit for the rest of this head; between requests uvicorn itself counts
             self._late = self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        self._in_time()
+        self._cancel_timer()
         super().connection_lost(exc)
 
     def _is_waiting(self) -> bool:
@@ -452,7 +452,7 @@ class BoundedProtocol(H11Protocol):
         idle = (other for other in others if other._is_waiting() and not other.transport.is_closing())
         next(idle, self).transport.close()
 
-    def _in_time(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -463,7 +463,7 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
 
-def _most_files() -> int:
+def _max_files() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 

@@ -90,7 +90,7 @@ class FileKeys(Section):
     """Number of held-out problems to use, the first of the file; null uses all."""
 
     @property
-    def of_held_out(self) -> Self:
+    def check_held_out(self) -> Self:
         """The keys of held-out rows, which are not trained on."""
         return self.model_copy(update={"fields": {**self.fields, "demonstration": None}})
 
@@ -246,14 +246,16 @@ def sample_note(data: DataSection) -> str:
     return next((note for note in notes if note), "")
 
 
-def environments_of(data: DataSection) -> dict[str, EnvironmentSection]:
+def source_environments(data: DataSection) -> dict[str, EnvironmentSection]:
     """Returns each source's own environment that names a function, by the key of its section."""
     sources = data.sources if isinstance(data, MixtureData) else {}
     own = {f"data.sources.{name}.environment": source.environment for name, source in sources.items()}
     return {key: one for key, one in own.items() if one is not None and one.function is not None}
 
 
-def rewards_of(data: DataSection, reward: RewardSection, environment: EnvironmentSection) -> dict[str, RewardSection]:
+def source_rewards(
+    data: DataSection, reward: RewardSection, environment: EnvironmentSection
+) -> dict[str, RewardSection]:
     """Returns the rewards of training's completions, by the key of their section: sources' own, and the run's if some
     completions have neither these nor an environment."""
     sources = data.sources if isinstance(data, MixtureData) else {}
@@ -262,11 +264,11 @@ def rewards_of(data: DataSection, reward: RewardSection, environment: Environmen
     return own if apart or environment.function else {**own, "reward": reward}
 
 
-def name_of(key: str) -> str:
+def source_name(key: str) -> str:
     """Returns a source's name from the key of its section; empty if it is the only one."""
     return key.removeprefix("data").removeprefix(".sources.")
 
 
-def weights_of(data: DataSection) -> dict[str, float]:
+def source_weights(data: DataSection) -> dict[str, float]:
     """Returns each source's weight by its name; empty for a single source."""
     return {name: one.weight for name, one in data.sources.items()} if isinstance(data, MixtureData) else {}

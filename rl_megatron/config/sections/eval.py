@@ -20,7 +20,7 @@ from rl_megatron.section import (
     PositiveFraction,
     Section,
 )
-from rl_megatron.types import limits_of
+from rl_megatron.types import token_limits
 
 _OF_TRAINING: tuple[FieldName, ...] = ("messages", "tools", "context", "rejected", "margin", "demonstration")
 
@@ -97,7 +97,7 @@ class EvalSection(Section):
             raise ValueError("\n".join(problems))
         return self
 
-    def temperature_of(self, name: str) -> float:
+    def set_temperature(self, name: str) -> float:
         """Returns the temperature of a set."""
         own = self.sets[name].temperature
         return self.temperature if own is None else own
@@ -108,7 +108,7 @@ class EvalSection(Section):
         if not self.sets:
             return {"eval.temperature": self.temperature}
         own = {name: f"eval.sets.{name}.temperature" for name, one in self.sets.items() if one.temperature is not None}
-        return {own.get(name, "eval.temperature"): self.temperature_of(name) for name in self.sets}
+        return {own.get(name, "eval.temperature"): self.set_temperature(name) for name in self.sets}
 
     @property
     def data_of_sets(self) -> Mapping[str, OneSource]:
@@ -137,9 +137,9 @@ class EvalSection(Section):
             yield from self._greedy_problems(key, name, one)
 
     def _greedy_problems(self, key: str, name: str, one: EvalSetSection) -> Iterator[str]:
-        if self.temperature_of(name):
+        if self.set_temperature(name):
             return
-        set_ones = [f"{limit}={value:g}" for limit, value in limits_of(one).items()]
+        set_ones = [f"{limit}={value:g}" for limit, value in token_limits(one).items()]
         if one.samples > 1:
             set_ones.insert(0, f"samples={one.samples}")
         if set_ones:

@@ -188,7 +188,7 @@ class ComputeKeys(Section):
 
     @field_validator("fp8", mode="before")
     @classmethod
-    def _of_earlier_steps(cls, value: object) -> object:
+    def _refuse_delayed(cls, value: object) -> object:
         if value == "delayed":
             raise PydanticCustomError(
                 "not_offered",

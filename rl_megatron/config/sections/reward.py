@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_megatron.http.urls import is_loopback, secret_in
+from rl_megatron.http.urls import find_secret, is_loopback
 from rl_megatron.section import MAX_INTEGER, EntryName, Finite, NonNegative, Positive, PositiveFloat, Section
 
 _DEFAULT = "exact_match"
@@ -136,7 +136,7 @@ class RewardSection(Section):
     @model_validator(mode="after")
     def _no_secrets(self) -> Self:
         for url in self.functions.values():
-            if "://" in url and (secret := secret_in(url)):
+            if "://" in url and (secret := find_secret(url)):
                 raise ValueError(
                     f"reward.function: the address has {secret}, and the configuration is in a file that others may "
                     "read, and in logs; leave it out, and name a function of yours (module:function), which reads its "
@@ -200,7 +200,7 @@ class SandboxSection(Section):
     def _has_a_safe_address(self) -> Self:
         if self.url is not None:
             parts = urlsplit(self.url)
-            if secret := secret_in(self.url):
+            if secret := find_secret(self.url):
                 raise ValueError(
                     f"sandbox.url: the address has {secret}, and the configuration is in a file that others may read; "
                     "leave it out, and give the server's token by sandbox.token_file"

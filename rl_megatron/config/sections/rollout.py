@@ -167,7 +167,7 @@ class ServerSection(Section):
 
     @field_validator("addresses")
     @classmethod
-    def _of_servers(cls, addresses: str | None) -> str | None:
+    def _check_addresses(cls, addresses: str | None) -> str | None:
         if addresses is not None and not all(is_plain_address(one.strip()) for one in addresses.split(",")):
             raise PydanticCustomError(
                 "servers",
@@ -178,7 +178,7 @@ class ServerSection(Section):
 
     @field_validator("running_requests", mode="before")
     @classmethod
-    def _of_today(cls, value: object) -> object:
+    def _convert_keep(cls, value: object) -> object:
         if value == "keep":
             raise PydanticCustomError(
                 "renamed_value",
@@ -202,7 +202,7 @@ class ServerSection(Section):
 
     @field_validator("quantization", mode="before")
     @classmethod
-    def _of_fewer_bits(cls, value: object) -> object:
+    def _check_bits(cls, value: object) -> object:
         if str(value).lower() in _NOT_OFFERED:
             raise PydanticCustomError(
                 "not_offered",

@@ -182,7 +182,7 @@ class SlurmSection(Section):
         return ["apptainer", "exec", *(["--nv"] if self.gpus_per_node else []), *binds, image]
 
 
-def minutes_of(time: str) -> float:
+def parse_minutes(time: str) -> float:
     """Returns the minutes of a time limit, as Slurm reads 90, 90:00, 1:30:00, 2-12 and 2-12:30:00."""
     days, _, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]

@@ -13,7 +13,7 @@ from rl_megatron.http.urls import is_plain_address
 from rl_megatron.section import LISTED, OwnCode, Positive, PositiveFloat, Section
 
 
-def _of_server(text: str) -> str:
+def _check_address(text: str) -> str:
     if not is_plain_address(text):
         raise PydanticCustomError("server", "Input should be http://host:port, without user or path")
     return text
@@ -51,7 +51,7 @@ class TeacherSection(Section):
     """A model that scores the policy's completions (docs/sft.md), on ranks of its own or in a server of an engine; or
     the policy itself, which reads another prompt."""
 
-    server: Annotated[str, AfterValidator(_of_server)] | None = None
+    server: Annotated[str, AfterValidator(_check_address)] | None = None
     """http(s)://host:port of a server that runs already; null: ranks of the run's own hold it, in the learner's layout
     or that of ``roles.layouts.teacher_<name>``."""
     engine: Literal["vllm", "sglang"] | OwnCode | None = None
@@ -85,7 +85,7 @@ class TeacherSection(Section):
         return [] if self.prompt is None else [name for _, name in prompt_parts(self.prompt)]
 
     @model_validator(mode="after")
-    def _of_one_place(self) -> Self:
+    def _check_one_place(self) -> Self:
         if self.path is None and (self.server is not None or self.prompt is None):
             raise ValueError(
                 "no path: without one it is the policy itself, which judges by another prompt on its own ranks; give "

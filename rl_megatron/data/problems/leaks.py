@@ -53,12 +53,12 @@ def normalize_whitespace(*texts: str) -> str:
     return "\0".join(" ".join(text.split()) for text in texts)
 
 
-def hashes_of(texts: Iterable[str]) -> NDArray[np.int64]:
+def hash_texts(texts: Iterable[str]) -> NDArray[np.int64]:
     """Returns 64 bits of each text."""
     return np.fromiter(map(hash, texts), np.int64)
 
 
-def digests_of(texts: Iterable[str]) -> NDArray[np.uint64]:
+def digest_texts(texts: Iterable[str]) -> NDArray[np.uint64]:
     """Returns 128 bits of each text: [R, 2]."""
     data = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
     return np.frombuffer(data, np.uint64).reshape(-1, 2)
@@ -66,7 +66,7 @@ def digests_of(texts: Iterable[str]) -> NDArray[np.uint64]:
 
 def find_duplicates(texts: ProblemTexts, hashes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns the rows with a text that an earlier row has, ascending, and the first row that has it."""
-    suspects = _of_equal_hash(hashes)
+    suspects = _rows_of_equal_hash(hashes)
     digests = texts.digests(suspects)
     order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal ones stay ascending
     ordered = digests[order]
@@ -78,7 +78,7 @@ def find_duplicates(texts: ProblemTexts, hashes: NDArray[np.int64]) -> tuple[NDA
     return rows[ascending], firsts[ascending]
 
 
-def _of_equal_hash(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
+def _rows_of_equal_hash(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the rows with a hash that another row has too, ascending."""
     order = np.argsort(hashes)
     ordered = hashes[order]
@@ -163,7 +163,7 @@ def _line(texts: ProblemTexts, row: np.int64, place: str) -> str:
 def listed_texts(places: Sequence[str], texts: Iterable[str], hashed: Iterable[str] | None = None) -> ProblemTexts:
     """Returns texts that are in memory; ``hashed``: the part of each that its 64 bits are of; None: the text."""
     texts = list(texts) if hashed is None else texts
-    hashes, digests = hashes_of(texts if hashed is None else hashed), digests_of(texts)
+    hashes, digests = hash_texts(texts if hashed is None else hashed), digest_texts(texts)
     return ProblemTexts(
         size=len(places), place=places.__getitem__, hashes=lambda: hashes, digests=lambda rows: digests[rows]
     )
@@ -173,8 +173,8 @@ def texts_for(texts: ProblemTexts, purpose: str) -> ProblemTexts:
     """Returns the texts, equal to none for another ``purpose``."""
     return replace(
         texts,
-        hashes=lambda: texts.hashes() ^ hashes_of([purpose]),
-        digests=lambda rows: texts.digests(rows) ^ digests_of([purpose]),
+        hashes=lambda: texts.hashes() ^ hash_texts([purpose]),
+        digests=lambda rows: texts.digests(rows) ^ digest_texts([purpose]),
     )
 
 

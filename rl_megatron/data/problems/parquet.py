@@ -20,30 +20,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_megatron.config.sections.data import FileKeys
-from rl_megatron.data.problems.leaks import ProblemKey, ProblemTexts, digests_of, hashes_of
-from rl_megatron.data.problems.rendering import Example, conversation, fields_of, form_of, problem_in, unrendered
+from rl_megatron.data.problems.leaks import ProblemKey, ProblemTexts, digest_texts, hash_texts
+from rl_megatron.data.problems.rendering import (
+    Example,
+    conversation,
+    problem_template,
+    read_problem,
+    required_fields,
+    unrendered,
+)
 from rl_megatron.data.problems.rows import (
     NESTED,
     Record,
     bytes_field,
     check_there,
+    column_types,
+    column_values,
     decoded_row,
     has_bytes,
-    kinds_of,
     listed,
+    make_record,
     null_field,
     parsed_lines,
-    record_of,
     truncate_text,
     unread_field,
-    values_of,
 )
 from rl_megatron.errors import DataError
-from rl_megatron.files import value_at
+from rl_megatron.files import field_value
 from rl_megatron.types import Prompt
 
 
-def column_at(batch: Any, name: str) -> Any:
+def find_column(batch: Any, name: str) -> Any:
     """Returns the column of a field; ``a.b``: field b of the struct in a, unless a column has that whole name."""
     import pyarrow.compute as pc
 
@@ -59,13 +66,13 @@ def unread_rows(batch: Any, names: Sequence[str], key: str) -> Iterator[tuple[in
     import pyarrow.compute as pc
 
     for name in names:
-        column = column_at(batch, name)
+        column = find_column(batch, name)
         is_null = pc.is_null(column)
         if pa.types.is_floating(column.type):
             is_null = pc.invert(pc.fill_null(pc.is_finite(column), False))
         yield from ((row, null_field(name, key)) for row in np.flatnonzero(is_null).tolist())
         if "binary" in str(column.type):
-            bad = [row for row, value in enumerate(values_of(column)) if has_bytes(value)]
+            bad = [row for row, value in enumerate(column_values(column)) if has_bytes(value)]
             yield from ((row, f"{bytes_field(name)}, for {key}") for row in bad)
         try:
             column.validate(full=True)
@@ -78,7 +85,7 @@ def unread_rows(batch: Any, names: Sequence[str], key: str) -> Iterator[tuple[in
 
 
 def is_text(kind: Any) -> bool:
-    """True if an Arrow type, or the types of a struct's fields (`kinds_of`), is of text or bytes."""
+    """True if an Arrow type, or the types of a struct's fields (`column_types`), is of text or bytes."""
     import pyarrow as pa
 
     if isinstance(kind, dict):  # a struct's fields
@@ -133,7 +140,7 @@ class ParquetRows:
         groups: list[_Group] = []
         self._size = 0
         for path in paths:
-            with _told(path):
+            with _name_errors(path):
                 if not path.is_file():
                     raise DataError(f"{key}={truncate_text(str(path))}: no such file")
                 self._stamps[path] = _stamp(path)
@@ -159,10 +166,10 @@ class ParquetRows:
         these besides the texts. Also raises one that names these ascending rows where one is null or bad UTF-8."""
         for path, footer in self._metadata.items():
             schema = footer.schema.to_arrow_schema()
-            others = kinds_of(one for one in schema if one.name not in self._fields or not is_text(one.type))
+            others = column_types(one for one in schema if one.name not in self._fields or not is_text(one.type))
             for name in names:
                 try:
-                    value_at(others, name)
+                    field_value(others, name)
                 except KeyError as error:
                     raise DataError(f"{path}: {unread_field(name, others, key)}") from error
         problems, numbers = list[str](), iter(rows.tolist())
@@ -200,15 +207,15 @@ class ParquetRows:
         digest = hashlib.blake2b(digest_size=16)
         for path in self._paths:
             digest.update(f"{path.stem}\0{path.stat().st_size}\0".encode())
-            with _told(path), path.open("rb") as file:
+            with _name_errors(path), path.open("rb") as file:
                 while data := file.read(_BUFFER_BYTES):
                     digest.update(data)
         return digest.hexdigest()
 
     def are_texts(self, first: int | None = None) -> bool:
         """True if every field of texts, or each of the ``first`` ones, is a column of text in all files."""
-        kinds = [kinds_of(footer.schema.to_arrow_schema()) for footer in self._metadata.values()]
-        return all(is_text(value_at(one, name)) for one in kinds for name in self._fields[:first])
+        kinds = [column_types(footer.schema.to_arrow_schema()) for footer in self._metadata.values()]
+        return all(is_text(field_value(one, name)) for one in kinds for name in self._fields[:first])
 
     def has_lists(self) -> bool:
         """True if the first text of a row, in a column of text, begins with a bracket, as messages in JSON do."""
@@ -216,7 +223,7 @@ class ParquetRows:
         import pyarrow.compute as pc
 
         name = self._fields[0]
-        parts = (column_at(batch, name) for group in self._groups for _, batch in self._batches(group, [name]))
+        parts = (find_column(batch, name) for group in self._groups for _, batch in self._batches(group, [name]))
         return any(pc.any(pc.match_substring_regex(one.cast(pa.large_binary()), r"^\s*\[")).as_py() for one in parts)
 
     def hashes(self, texts: int = 1, form: str = "{prompt}") -> NDArray[np.int64]:
@@ -231,7 +238,7 @@ class ParquetRows:
                 if found := self._problems(group, start, batch):
                     problems += found
                 else:
-                    hashes[start : start + len(batch)] = hashes_of(self._spaced(batch, texts, form))
+                    hashes[start : start + len(batch)] = hash_texts(self._spaced(batch, texts, form))
         if problems:
             raise DataError(listed(problems))
         return hashes
@@ -239,7 +246,7 @@ class ParquetRows:
     def digests(self, rows: NDArray[np.int64], texts: int = 1, form: str = "{prompt}") -> NDArray[np.uint64]:
         """Returns 128 bits of these ascending rows' first ``texts`` fields, as `hashes` has them: [R, 2]."""
         batches = self.selected(rows, list(self._fields[:texts]))
-        found = [digests_of(self._spaced(batch, texts, form)) for batch in batches]
+        found = [digest_texts(self._spaced(batch, texts, form)) for batch in batches]
         return np.concatenate([np.zeros((0, 2), np.uint64), *found])
 
     def selected(self, rows: NDArray[np.int64], columns: list[str] | None) -> Iterator[Any]:
@@ -284,7 +291,7 @@ class ParquetRows:
 
         names = batch.schema.names
         try:
-            columns = [values_of(column) for column in batch.columns]
+            columns = [column_values(column) for column in batch.columns]
         except (pa.ArrowException, ValueError, OverflowError) as error:  # such as bad UTF-8 in a list
             if len(batch) == 1:
                 yield f"the row cannot be read: {truncate_text(str(error))}"
@@ -294,14 +301,14 @@ class ParquetRows:
             return
         for values in zip(*columns, strict=True):
             whole = decoded_row(dict(zip(names, values, strict=True)))
-            yield whole if isinstance(whole, str) else record_of(whole, self._fields, lists=self._lists)
+            yield whole if isinstance(whole, str) else make_record(whole, self._fields, lists=self._lists)
 
     def _spaced(self, batch: Any, texts: int, form: str) -> list[str]:
         """Joins each row's first ``texts`` fields like `leaks.normalize_whitespace`. The first is in its ``form``."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        first, *others = [pc.utf8_trim_whitespace(_plain(column_at(batch, name))) for name in self._fields[:texts]]
+        first, *others = [pc.utf8_trim_whitespace(_plain(find_column(batch, name))) for name in self._fields[:texts]]
         around = [pa.scalar(part, pa.large_string()) for part in form.split("{prompt}")]
         parts = [around[0], *(one for part in around[1:] for one in (first, part))]
         first = pc.binary_join_element_wise(*parts, pa.scalar("", pa.large_string()))
@@ -314,14 +321,14 @@ class ParquetRows:
 
         return pq.ParquetFile(path, metadata=self._metadata.get(path), buffer_size=_BUFFER_BYTES)
 
-    def _batches(self, group: _Group, columns: list[str] | None, most: int = _MOST_ROWS) -> Iterator[tuple[int, Any]]:
-        """Yields record batches of a row group, each with the number of its first row. A batch has ``most`` rows, or as
-        many as fit by the mean row of the group or of all groups, whichever is larger."""
+    def _batches(self, group: _Group, columns: list[str] | None, limit: int = _MOST_ROWS) -> Iterator[tuple[int, Any]]:
+        """Yields record batches of a row group, each with the number of its first row. A batch has ``limit`` rows, or
+        as many as fit by the mean row of the group or of all groups, whichever is larger."""
         read, size = self._decoded.get(group.start, (0, 0))
         own = size // read if read else group.encoded
-        count = max(1, min(most, _BATCH_BYTES // max(self.row_bytes, own)))
+        count = max(1, min(limit, _BATCH_BYTES // max(self.row_bytes, own)))
         rows = f"row group {group.index + 1} (rows {group.first + 1} to {group.first + group.size})"
-        with _told(group.path, rows):
+        with _name_errors(group.path, rows):
             if _stamp(group.path) != self._stamps[group.path]:
                 raise DataError(f"{group.path}: the file has changed since the run began to read it; start it again")
             start = group.start
@@ -354,7 +361,7 @@ class ParquetRows:
         try:
             batch.validate(full=True)
             for name in self._fields:
-                column = column_at(batch, name)
+                column = find_column(batch, name)
                 if not is_text(column.type):
                     nan = pa.types.is_floating(column.type)
                     empty = pc.invert(pc.is_finite(column)) if nan else pc.is_null(column)
@@ -380,7 +387,7 @@ def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tup
         raise DataError(f"{path}: {count} columns are called {truncate_text(repr(name))}; keep one of them")
     check_there(path, schema, (*fields, *others))
     for name in fields[:1]:
-        kind = value_at(kinds_of(schema), name)
+        kind = field_value(column_types(schema), name)
         if not (
             is_text(kind) or (isinstance(kind, pa.DataType) and (pa.types.is_null(kind) or (lists and _is_list(kind))))
         ):
@@ -419,7 +426,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def _told(path: Path, part: str = "") -> Iterator[None]:
+def _name_errors(path: Path, part: str = "") -> Iterator[None]:
     """Turns what pyarrow and the system raise into a DataError that names file and row group."""
     import pyarrow as pa
 
@@ -437,13 +444,13 @@ class FileRows(ParquetRows):
 
     def __init__(self, paths: Sequence[Path], data: FileKeys, key: str, *, lists: bool) -> None:
         """``key``: the config key that gave the files; ``lists``: prompts may be ones. Raises as `ParquetRows`."""
-        super().__init__(paths, fields_of(data), key, _others(data), lists=lists)
+        super().__init__(paths, required_fields(data), key, _others(data), lists=lists)
         self.data = data
 
     @property
     def columns(self) -> list[str]:
         """The columns that a row's texts are made from."""
-        return [*fields_of(self.data), *_others(self.data)]
+        return [*required_fields(self.data), *_others(self.data)]
 
     def compared(self, *by: ProblemKey) -> list[ProblemTexts]:
         """Returns the texts that rows are compared by, for each key. All keys share what Python makes of the rows."""
@@ -455,8 +462,9 @@ class FileRows(ParquetRows):
         return not (_others(self.data) or self.data.fields["rejected"]) and self.are_texts(texts)
 
     def problem(self, row: int, record: Record | str) -> Example:
-        """Returns a row's problem, without the tokenizer's template. Raises DataError as `problem_in` and `checked`."""
-        return problem_in(self.checked(row, record), *self.line(row), self.data)
+        """Returns a row's problem, without the tokenizer's template. Raises DataError as `read_problem` and
+        `checked`."""
+        return read_problem(self.checked(row, record), *self.line(row), self.data)
 
     def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
         """Yields the conversations of these ascending rows, without other fields; none where rows are problems."""
@@ -466,22 +474,24 @@ class FileRows(ParquetRows):
             yield from unrendered([conversation(self.checked(row, record), *self.line(row), self.data)])
 
 
-def read_records(path: Path, data: FileKeys, *, key: str, most: int | None = None, lists: bool) -> list[Record]:
-    """Returns the first ``most`` rows of a .jsonl or .parquet file: item i is of line, or row, i + 1.
+def read_records(path: Path, data: FileKeys, *, key: str, limit: int | None = None, lists: bool) -> list[Record]:
+    """Returns the first ``limit`` rows of a .jsonl or .parquet file: item i is of line, or row, i + 1.
 
     ``key`` is the config key that gave ``path``; ``lists``: prompts may be ones. Raises DataError with all bad rows.
     """
     shown = f"{key}={truncate_text(str(path))}"
     if path.suffix == ".parquet":
         files = FileRows([path], data, key, lists=lists)
-        numbers = np.arange(len(files) if most is None else min(most, len(files)))
+        numbers = np.arange(len(files) if limit is None else min(limit, len(files)))
         found = [record for _, record in files.records(numbers, None)]
     elif path.suffix == ".jsonl":
         try:
             if not path.is_file():
                 raise DataError(f"{shown}: no such file")
-            lines = islice(parsed_lines(path), most)
-            found = [one if isinstance(one, str) else record_of(one, fields_of(data), lists=lists) for one in lines]
+            lines = islice(parsed_lines(path), limit)
+            found = [
+                one if isinstance(one, str) else make_record(one, required_fields(data), lists=lists) for one in lines
+            ]
         except OSError as error:  # such as a name of more than 255 characters
             raise DataError(f"{shown}: cannot be read: {error.strerror or error}") from error
         if not found:
@@ -497,7 +507,7 @@ def _others(data: FileKeys) -> tuple[str, ...]:
     """Returns the fields besides those of texts that a row must have."""
     written = (data.fields["messages"], data.fields["rejected"], data.fields["tools"], data.fields["context"])
     names = (*written, data.fields["margin"], data.fields["system"], data.fields["demonstration"])
-    return tuple(dict.fromkeys(name for name in names if name is not None and name not in fields_of(data)))
+    return tuple(dict.fromkeys(name for name in names if name is not None and name not in required_fields(data)))
 
 
 class _ReadRows:
@@ -528,7 +538,7 @@ class _ReadRows:
 
 def _row_texts(read: _ReadRows, by: ProblemKey) -> ProblemTexts:
     """Returns the texts that each row is compared by."""
-    files, form, texts = read.files, form_of(read.files.data), 1 + by.answers
+    files, form, texts = read.files, problem_template(read.files.data), 1 + by.answers
 
     def hashes() -> NDArray[np.int64]:
         if not files.are_plain(by.hashed) or read.has_chats:
@@ -541,6 +551,6 @@ def _row_texts(read: _ReadRows, by: ProblemKey) -> ProblemTexts:
         if by.fields == () and files.are_plain(texts) and not read.has_chats:
             return files.digests(rows, texts, form)
         records = files.records(rows, None if by.fields is None else [*dict.fromkeys((*files.columns, *by.fields))])
-        return digests_of(files.problem(row, record).compared(by) for row, record in records)
+        return digest_texts(files.problem(row, record).compared(by) for row, record in records)
 
     return ProblemTexts(size=len(files), place=files.place, hashes=hashes, digests=digests)

@@ -64,10 +64,10 @@ class PromptPool(Sequence[Prompt]):
     dropped: int = 0
 
     @abstractmethod
-    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
+    def prompt_of_draw(self, row: int, draw: NextDraw) -> Prompt | None:
         """Returns the prompt of the draw ``upcoming.number``, which this row is; None if it is too long."""
 
-    def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
+    def read_ahead(self, row: int, draw: NextDraw) -> bool:
         """Reads what `prompt_of_draw` needs for this row and some that follow, and renders the row. Returns whether it
         is short enough. May take minutes. Raises as `prompt_of_draw`."""
         return True
@@ -82,11 +82,11 @@ class PromptPool(Sequence[Prompt]):
         """Returns the conversations among them, each read once and not held."""
 
     @abstractmethod
-    def row_of(self, name: str) -> int:
+    def find_row(self, name: str) -> int:
         """Returns the row of the prompt with this id."""
 
     @abstractmethod
-    def name_of(self, row: int) -> str:
+    def prompt_id(self, row: int) -> str:
         """Returns the prompt's id."""
 
     @abstractmethod
@@ -111,7 +111,7 @@ class PromptPool(Sequence[Prompt]):
         rows = NextDraw(at, lambda start, stop: np.arange(start, min(stop, len(self)), dtype=np.uint32))
         prompt = self.prompt_of_draw(at, rows)
         if prompt is None:
-            raise DataError(f"prompt {self.name_of(at)!r} has too many tokens")
+            raise DataError(f"prompt {self.prompt_id(at)!r} has too many tokens")
         return prompt
 
 
@@ -125,7 +125,7 @@ class ListPool(PromptPool):
         return len(self._prompts)
 
     @override
-    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
+    def prompt_of_draw(self, row: int, draw: NextDraw) -> Prompt | None:
         return self._prompts[row]
 
     @override
@@ -133,8 +133,8 @@ class ListPool(PromptPool):
         return (one for one in self._prompts if not one.token_ids)
 
     @override
-    def row_of(self, name: str) -> int:
-        hashes, rows = self._by_hash
+    def find_row(self, name: str) -> int:
+        hashes, rows = self._hash_index
         first, last = (int(np.searchsorted(hashes, np.int64(hash(name)), side)) for side in ("left", "right"))
         for row in rows[first:last].tolist():
             if self._prompts[row].id == name:
@@ -142,7 +142,7 @@ class ListPool(PromptPool):
         raise KeyError(name)
 
     @override
-    def name_of(self, row: int) -> str:
+    def prompt_id(self, row: int) -> str:
         return self._prompts[row].id
 
     @override
@@ -157,7 +157,7 @@ class ListPool(PromptPool):
         return digest_of_prompts([self._prompts[row] for row in rows.tolist()], of)
 
     @cached_property
-    def _by_hash(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    def _hash_index(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """The hashes of all ids, ascending, and their rows: 12 bytes a prompt, where a table of names takes 59."""
         hashes = np.fromiter((hash(prompt.id) for prompt in self._prompts), np.int64, len(self._prompts))
         rows = np.argsort(hashes, kind="stable").astype(np.uint32)
@@ -188,11 +188,11 @@ class FilePool(PromptPool):
         return True
 
     @override
-    def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
+    def read_ahead(self, row: int, draw: NextDraw) -> bool:
         number = int(self._kept[row])
         if number not in self._made:
             if self._held.batch(number) is None:
-                self._move(number, upcoming)
+                self._move(number, draw)
             record, (path, line) = self._files.record(number, self._held.batch(number)), self._files.line(number)
             data, form = self._files.data, self._form
             if data.fields["messages"] is not None:
@@ -203,8 +203,8 @@ class FilePool(PromptPool):
         return isinstance(self._made[number], Prompt)
 
     @override
-    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
-        self.read_ahead(row, upcoming)
+    def prompt_of_draw(self, row: int, draw: NextDraw) -> Prompt | None:
+        self.read_ahead(row, draw)
         number = int(self._kept[row])
         prompt = self._made.pop(number)
         if isinstance(prompt, PromptExcess):
@@ -217,13 +217,13 @@ class FilePool(PromptPool):
         return map(self._named, self._files.conversations(self._kept.astype(np.int64)))
 
     @override
-    def row_of(self, name: str) -> int:
+    def find_row(self, name: str) -> int:
         stem, line = name.removeprefix(f"{self._source}/").rsplit(":", 1)
         row = self._kept.dtype.type(self._files.row(stem, int(line)))  # numpy would copy all rows for another type
         return int(np.searchsorted(self._kept, row))
 
     @override
-    def name_of(self, row: int) -> str:
+    def prompt_id(self, row: int) -> str:
         path, line = self._files.line(int(self._kept[row]))
         return f"{self._source}/{path.stem}:{line}" if self._source else f"{path.stem}:{line}"
 
@@ -244,21 +244,21 @@ class FilePool(PromptPool):
         """Returns the prompt with the source in its id, if that is one of a mixture."""
         return replace(prompt, id=f"{self._source}/{prompt.id}", source=self._source) if self._source else prompt
 
-    def _move(self, number: int, upcoming: NextDraw) -> None:
+    def _move(self, number: int, draw: NextDraw) -> None:
         """Holds the following window, or, if it lacks the row that is drawn, one that begins with it."""
         following, self._following = self._following, None
         held = following.result() if following is not None else None
         if held is None or held.batch(number) is None:
-            held = self._read(upcoming.number, upcoming)
+            held = self._read(draw.number, draw)
         self._held = held
-        self._following = self._reader.submit(self._read, held.stop, upcoming)
+        self._following = self._reader.submit(self._read, held.stop, draw)
 
-    def _read(self, start: int, upcoming: NextDraw) -> _Held:
+    def _read(self, start: int, draw: NextDraw) -> _Held:
         """Returns the window that begins with this draw, across the end of an epoch if need be."""
         each = self._files.row_bytes
         most = max(_WINDOW_BYTES // each, min(len(self) // _MOST_WINDOWS, _LARGE_WINDOW_BYTES // each), 1)
         stop = start + min(most, _MOST_ROWS, len(self))
-        numbers = np.unique(self._kept[upcoming.rows(start, stop)]).astype(np.int64)
+        numbers = np.unique(self._kept[draw.rows(start, stop)]).astype(np.int64)
         return _Held(numbers, tuple(self._files.selected(numbers, None)), stop)
 
     def _is_long(self, place: str, why: PromptExcess) -> None:
@@ -301,9 +301,9 @@ class JoinedPool(PromptPool):
         return int(self._starts[-1])
 
     @override
-    def prompt_of_draw(self, row: int, upcoming: NextDraw) -> Prompt | None:
+    def prompt_of_draw(self, row: int, draw: NextDraw) -> Prompt | None:
         part, start = self._part(row)
-        return part.prompt_of_draw(row - start, _inside(upcoming, start, len(part)))
+        return part.prompt_of_draw(row - start, _inside(draw, start, len(part)))
 
     @property
     @override
@@ -311,30 +311,30 @@ class JoinedPool(PromptPool):
         return any(part.reads for part in self._parts)
 
     @override
-    def read_ahead(self, row: int, upcoming: NextDraw) -> bool:
+    def read_ahead(self, row: int, draw: NextDraw) -> bool:
         part, start = self._part(row)
-        return part.read_ahead(row - start, _inside(upcoming, start, len(part)))
+        return part.read_ahead(row - start, _inside(draw, start, len(part)))
 
     @override
     def conversations(self) -> Iterator[Prompt]:
         return chain.from_iterable(part.conversations() for part in self._parts)
 
     @override
-    def row_of(self, name: str) -> int:
+    def find_row(self, name: str) -> int:
         source = name.split("/", 1)[0]
-        at = next(i for i, part in enumerate(self._parts) if part.name_of(0).startswith(f"{source}/"))
-        return int(self._starts[at]) + self._parts[at].row_of(name)
+        at = next(i for i, part in enumerate(self._parts) if part.prompt_id(0).startswith(f"{source}/"))
+        return int(self._starts[at]) + self._parts[at].find_row(name)
 
     @override
-    def name_of(self, row: int) -> str:
+    def prompt_id(self, row: int) -> str:
         part, start = self._part(row)
-        return part.name_of(row - start)
+        return part.prompt_id(row - start)
 
     @override
     def sources(self, names: Sequence[str]) -> Mapping[str, NDArray[np.integer]]:
         found = {}
         for part, start in zip(self._parts, self._starts.tolist(), strict=False):
-            (name,) = {part.name_of(0).split("/", 1)[0]}
+            (name,) = {part.prompt_id(0).split("/", 1)[0]}
             found[name] = np.arange(start, start + len(part), dtype=np.uint32)
         return {name: found[name] for name in names}
 
@@ -348,14 +348,14 @@ class JoinedPool(PromptPool):
         return self._parts[at], int(self._starts[at])
 
 
-def _inside(upcoming: NextDraw, start: int, count: int) -> NextDraw:
+def _inside(draw: NextDraw, start: int, count: int) -> NextDraw:
     """Returns the draws of the part that has ``count`` rows from ``start`` on, with the rows' numbers in it."""
 
     def rows(first: int, stop: int) -> NDArray[np.integer]:
-        found = upcoming.rows(first, stop)
+        found = draw.rows(first, stop)
         return found[(found >= start) & (found < start + count)] - np.uint32(start)
 
-    return NextDraw(upcoming.number, rows)
+    return NextDraw(draw.number, rows)
 
 
 _PRIOR = 0.5, 1.0  # a value, and of how many completions: Beta(1/2, 1/2)
@@ -417,7 +417,7 @@ class PromptTable:
         """
         s = self._section
         for name, share in seen:
-            row = self._prompts.row_of(name)
+            row = self._prompts.find_row(name)
             before = share if np.isnan(self.rates[row]) else self.rates[row]
             self.rates[row] = (before + share) / 2
             self.visits[row] += 1
@@ -434,14 +434,14 @@ class PromptTable:
         if self._track_decay is None:
             return
         for name, rewards in seen:
-            row = self._prompts.row_of(name)
+            row = self._prompts.find_row(name)
             kept = self._track_decay * self.counts[row]
             self.counts[row] = kept + len(rewards)
             self.values[row] = (kept * self.values[row] + sum(rewards)) / self.counts[row]
 
-    def value_of(self, name: str) -> float:
+    def prompt_value(self, name: str) -> float:
         """Returns the value of the prompt, from its completions of earlier steps."""
-        return float(self.values[self._prompts.row_of(name)])
+        return float(self.values[self._prompts.find_row(name)])
 
     def restore_retired(self, left_out: Set[int]) -> None:
         """Draws retired prompts of a source again while less than a tenth of it is drawn, in the order in which they
@@ -539,7 +539,7 @@ class PromptStream:
         """Reads what the next prompts, `state` and `exclude` need: large files, for minutes. Runs in a thread, while
         no other code uses the stream."""
         self.digest()
-        self._pool.row_of(self._pool.name_of(0))  # may make a table of all names
+        self._pool.find_row(self._pool.prompt_id(0))  # may make a table of all names
         for epochs in self._epochs.values():
             number = epochs.drawn
             (row,) = epochs.draws(number, number + 1).tolist()
@@ -573,7 +573,7 @@ class PromptStream:
 
     def exclude(self, prompt: Prompt) -> None:
         """Stops drawing ``prompt``. Raises DataError if no other of its source is left."""
-        self.left_out.add(self._pool.row_of(prompt.id))
+        self.left_out.add(self._pool.find_row(prompt.id))
         name = prompt.source if self._weights else ""
         rows = self._epochs[name].rows
         if len(self.left_out) >= len(rows) and self.left_out.issuperset(rows.tolist()):

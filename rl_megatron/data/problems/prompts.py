@@ -24,7 +24,7 @@ from rl_megatron.config.sections.data import (
     MixtureData,
     OneSource,
     data_sources,
-    name_of,
+    source_name,
 )
 from rl_megatron.config.sections.jobs import RowsOf
 from rl_megatron.config.sections.reward import RANKS, EnvironmentSection, RewardSection
@@ -47,13 +47,13 @@ from rl_megatron.data.problems.rendering import (
     Example,
     RowForm,
     conversation,
-    fields_in,
-    messages_of,
+    prompt_fields,
+    read_messages,
     rendered_rows,
     tokenize,
     unrendered,
 )
-from rl_megatron.data.problems.rows import files_in, listed, local_files
+from rl_megatron.data.problems.rows import find_data_files, listed, local_files
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -108,7 +108,7 @@ def load_prompts(
     sets: Mapping[str, OneSource] | None = None,
     environments: Mapping[str, EnvironmentSection] | None = None,
     rewards: Mapping[str, RewardSection] | None = None,
-    begun_by_messages: Collection[str] = (),
+    message_prompt_keys: Collection[str] = (),
     teachers: Mapping[str, TeacherSection] | None = None,
 ) -> tuple[PromptPool, list[Prompt]]:
     """Returns (train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone. The prompts of a
@@ -122,31 +122,31 @@ def load_prompts(
     section). Of equal problems the first alone is trained on then; None: they are not for training. Problems are equal
     if the policy is asked the same and their judges read the same. Judges read the answer, and the fields of
     ``environments`` and ``rewards`` (by the source's key). Problems of other judges are never equal. Where nothing
-    ``samples``, nor are those with different answers or labels, for training alone. ``begun_by_messages``: as of the
+    ``samples``, nor are those with different answers or labels, for training alone. ``message_prompt_keys``: as of the
     function of this name. Training prompts have the prompts that their ``teachers`` (by name) read in their place.
     Raises DataError that names files and lines.
     """
     sources = data_sources(data)
     given = {key: (key, source, form.tokenizer, seed) for key, source in {**sources, **(sets or {})}.items()}
-    splits = {key: _problems(*given[key], rows=rows, lists=key in begun_by_messages) for key in sources}
+    splits = {key: _problems(*given[key], rows=rows, lists=key in message_prompt_keys) for key in sources}
     kept: dict[str, NDArray[np.bool_] | None] = dict.fromkeys(sources)
     if on_leak is not None:
         held = {key: held_out for key, (_, held_out) in splits.items()}
-        held |= {key: _held_out(*given[key], lists=key in begun_by_messages) for key in sets or {}}
+        held |= {key: _held_out(*given[key], lists=key in message_prompt_keys) for key in sets or {}}
         trained = {key: train for key, (train, _) in splits.items()}
         written = key_of_written(samples, rows)
-        kept |= without_leaks(trained, held, on_leak, environments or {}, rewards or {}, written=written)
+        kept |= drop_leaks(trained, held, on_leak, environments or {}, rewards or {}, written=written)
     pools, held_out = list[PromptPool](), list[Prompt]()
     of_drawn = form if samples else replace(form, max_tokens=sys.maxsize)
     for key, source in sources.items():
-        name = name_of(key) if isinstance(data, MixtureData) else ""
+        name = source_name(key) if isinstance(data, MixtureData) else ""
         train, theirs = splits[key]
-        taught = taught_in(name, teachers)
+        taught = source_teachers(name, teachers)
         mask = kept[key]
         if isinstance(train, FileRows):
             numbers = np.arange(len(train)) if mask is None else np.flatnonzero(mask)
             for one, teacher in taught.items():
-                train.check_read(fields_in(teacher.prompt or ""), numbers, f"algorithm.kl.teachers.{one}.prompt")
+                train.check_read(prompt_fields(teacher.prompt or ""), numbers, f"algorithm.kl.teachers.{one}.prompt")
             pools.append(FilePool(train, mask, replace(of_drawn, teachers=taught), source=name))
         else:
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
@@ -164,7 +164,7 @@ def load_held_out(
     return formed(_held_out("data", data, form.tokenizer, seed, rows=rows, lists=lists), data, form)
 
 
-def taught_in(source: str, teachers: Mapping[str, TeacherSection] | None) -> dict[str, TeacherSection]:
+def source_teachers(source: str, teachers: Mapping[str, TeacherSection] | None) -> dict[str, TeacherSection]:
     """Returns the ``teachers``, by name, that read the prompts of a source of a mixture; empty for the only source."""
     return {name: one for name, one in (teachers or {}).items() if source in (one.sources or (source,))}
 
@@ -199,7 +199,7 @@ def key_of_written(samples: bool, rows: RowsOf) -> ProblemKey | None:
     return None if samples else ANSWERED._replace(fields=(LABEL,) if rows == "labels" else ())
 
 
-def without_leaks(
+def drop_leaks(
     train: Mapping[str, Sequence[Example] | FileRows],
     held_out: Mapping[str, Sequence[Example]],
     on_leak: OnLeak,
@@ -249,7 +249,7 @@ def _problems(
         return _arithmetic_problems(key, source, seed, pairs=rows == "pairs")
     _check_templates(source, tokenizer, key)
     data = local_files(source, key, ("train",))
-    files = files_in(data.train, f"{key}.train")
+    files = find_data_files(data.train, f"{key}.train")
     train = (
         FileRows(files, data, f"{key}.train", lists=lists or data.chat_template)
         if files[0].suffix == ".parquet"
@@ -265,7 +265,7 @@ def _held_out(
     if isinstance(source, ArithmeticData):
         return _arithmetic_problems(key, source, seed, pairs=rows == "pairs")[1]
     _check_templates(source, tokenizer, key)
-    data = local_files(source, key, ("eval",)).of_held_out
+    data = local_files(source, key, ("eval",)).check_held_out
     return read_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval, lists=lists)
 
 
@@ -294,10 +294,10 @@ def first_problem(data: OneSource, key: str) -> Prompt:
         made = _arithmetic(1, 1, data)
         return replace(made_up, text=made.text, question=made.raw, answer=made.answer)
     files = local_files(data, key, ("train",))
-    file, *_ = files_in(files.train, f"{key}.train")
-    (record,) = read_records(file, files, key=f"{key}.train", most=1, lists=True)
+    file, *_ = find_data_files(files.train, f"{key}.train")
+    (record,) = read_records(file, files, key=f"{key}.train", limit=1, lists=True)
     question, answer, *_ = record.texts
-    asked = messages_of(record, f"{file}:1", files, in_structs=file.suffix == ".parquet")[-1]["content"]
+    asked = read_messages(record, f"{file}:1", files, in_structs=file.suffix == ".parquet")[-1]["content"]
     text = files.prompt_template.replace("{prompt}", asked)
     return replace(made_up, text=text, question=question, answer=answer, meta=record.others)
 
@@ -339,18 +339,18 @@ def read_problems(
     key: str,
     data: FileKeys,
     tokenizer: PreTrainedTokenizerBase | None,
-    most: int | None = None,
+    limit: int | None = None,
     *,
     lists: bool,
 ) -> list[Example]:
-    """Returns the problems of the files' first ``most`` rows; no others are read. Only ``chat_template`` needs the
+    """Returns the problems of the files' first ``limit`` rows; no others are read. Only ``chat_template`` needs the
     tokenizer. Raises DataError that names all bad rows."""
     found, bad = list[Example](), list[str]()
-    for file in files_in(path, key):
-        left = None if most is None else most - len(found)
+    for file in find_data_files(path, key):
+        left = None if limit is None else limit - len(found)
         if left == 0:
             break
-        records = read_records(file, data, key=key, most=left, lists=lists or data.chat_template)
+        records = read_records(file, data, key=key, limit=left, lists=lists or data.chat_template)
         if data.fields["messages"] is None:
             for problem in rendered_rows(records, file, 1, data, tokenizer):
                 if isinstance(problem, DataError):

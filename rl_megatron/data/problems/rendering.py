@@ -27,16 +27,16 @@ from rl_megatron.data.problems.rows import (
     Record,
     beyond_embedding,
     bytes_field,
+    drop_null_keys,
     equal_fields,
     has_bytes,
     missing_field,
     null_field,
-    start_of,
+    quote_value_start,
     unread_field,
-    without_null_keys,
 )
 from rl_megatron.errors import DataError
-from rl_megatron.files import parse, value_at
+from rl_megatron.files import field_value, parse
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ _ROLES = (*_OF_SYSTEM, "user", "assistant", "tool", "function", "ipython", "obse
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
-    """Raises DataError for a pair of equals, for one with an answer that is not text, and as `margin_of`, `system_of`
+    """Raises DataError for a pair of equals, for one with an answer that is not text, and as `read_margin`, `system_of`
     and `demonstration_in` do. Also for a lone answer that is a message, or a list of them."""
-    margin_of(record, place, data)
+    read_margin(record, place, data)
     system_of(record, place, data)
     if data.fields["demonstration"] is not None:
         demonstration_in(record.others, place, data.fields["demonstration"])
@@ -70,7 +70,8 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
         is_talk = any(map(_is_message, value if isinstance(value, list) else [value]))
         if is_talk or (data.fields["rejected"] is not None and isinstance(value, list | dict)):
             raise DataError(
-                f"{place}: field {name!r} is {start_of(value)}; an answer is a text. If it is a conversation, name it "
+                f"{place}: field {name!r} is {quote_value_start(value)}; an answer is a text. If it is a "
+                "conversation, name it "
                 "in fields.messages, and a worse one in fields.rejected"
             )
     if data.fields["rejected"] is None:
@@ -105,18 +106,20 @@ def is_desirable(prompt: Prompt) -> bool:
     label = prompt.meta.get(LABEL)
     if isinstance(label, int) and label in (0, 1):
         return bool(label)
-    found = f"field {LABEL!r} is {start_of(label)}" if LABEL in prompt.meta else missing_field(LABEL, prompt.meta)
+    found = (
+        f"field {LABEL!r} is {quote_value_start(label)}" if LABEL in prompt.meta else missing_field(LABEL, prompt.meta)
+    )
     raise DataError(f"prompt {prompt.id!r}: {found}; dpo.loss=kto reads there true of a desirable answer, else false")
 
 
-def margin_of(record: Record, place: str, data: FileKeys) -> float:
+def read_margin(record: Record, place: str, data: FileKeys) -> float:
     """Returns the number in the field of margins; 0 without a field. Raises DataError for anything else there."""
     if data.fields["margin"] is None:
         return 0.0
     value = _field_at(record.others, place, data.fields["margin"])
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST_MARGIN <= value <= _MOST_MARGIN:
         raise DataError(
-            f"{place}: field {data.fields['margin']!r} is {start_of(value)}; it must be a finite number, from "
+            f"{place}: field {data.fields['margin']!r} is {quote_value_start(value)}; it must be a finite number, from "
             f"-{_MOST_MARGIN} to {_MOST_MARGIN}"
         )
     return float(value)
@@ -126,7 +129,9 @@ def demonstration_in(row: Mapping[str, Any], place: str, name: str) -> str:
     """Returns the text of a demonstration in a row. Raises DataError for anything else there."""
     value = _field_at(row, place, name)
     if not (isinstance(value, str) and value.strip()):
-        raise DataError(f"{place}: field {name!r} is {start_of(value)}; a demonstration is a text; remove the row")
+        raise DataError(
+            f"{place}: field {name!r} is {quote_value_start(value)}; a demonstration is a text; remove the row"
+        )
     return value
 
 
@@ -136,11 +141,13 @@ def system_of(record: Record, place: str, data: FileKeys) -> str:
         return ""
     value = _field_at(record.others, place, data.fields["system"])
     if not isinstance(value, str | None):
-        raise DataError(f"{place}: field {data.fields['system']!r} is {start_of(value)}; a system's message is a text")
+        raise DataError(
+            f"{place}: field {data.fields['system']!r} is {quote_value_start(value)}; a system's message is a text"
+        )
     return value if value and value.strip() else ""
 
 
-def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> tuple[Mapping[str, Any], ...]:
+def read_messages(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> tuple[Mapping[str, Any], ...]:
     """Returns the messages that a model answers: a row's list, also as JSON text with ``chat_template``, or its text as
     the user's. A message of the system's field comes first. ``in_structs`` is `conversation_text`'s.
 
@@ -150,7 +157,7 @@ def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool)
     first = [{"role": "system", "content": system}] if system else []
     given = messages = record.others.get(data.prompt_field)
     if isinstance(given, list):
-        messages = without_null_keys(given) if in_structs else given
+        messages = drop_null_keys(given) if in_structs else given
     elif data.chat_template:
         given = messages = _messages_in(record.texts[0])
     if not isinstance(messages, list):
@@ -168,7 +175,7 @@ def messages_of(record: Record, place: str, data: FileKeys, *, in_structs: bool)
         why = f"and field {data.fields['system']!r} has a text of the system, too; keep one"
     else:
         return (*first, *messages)
-    raise DataError(f"{place}: field {data.prompt_field!r} is {start_of(given)}; {why}")
+    raise DataError(f"{place}: field {data.prompt_field!r} is {quote_value_start(given)}; {why}")
 
 
 def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:
@@ -225,17 +232,17 @@ def _list_at(record: Record, name: str, place: str, *, in_structs: bool) -> list
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: field {name!r} is text that begins a list, and not JSON: {error}") from error
     elif in_structs:
-        found = without_null_keys(value)
+        found = drop_null_keys(value)
     if not isinstance(found, list | None) or not all(isinstance(one, dict) for one in found or ()):
         advice = f". {TURNS_IN_TEXT}" if isinstance(value, str) and "\n\nHuman:" in value else ""
-        raise DataError(f"{place}: field {name!r} is {start_of(value)}; it must be a list of objects{advice}")
+        raise DataError(f"{place}: field {name!r} is {quote_value_start(value)}; it must be a list of objects{advice}")
     return found or []
 
 
 def _field_at(row: Mapping[str, Any], place: str, name: str) -> Any:
     """Returns the value of a field. Raises DataError where the row lacks it, or it has bytes that are not text."""
     try:
-        value = value_at(row, name)
+        value = field_value(row, name)
     except KeyError:
         raise DataError(f"{place}: {missing_field(name, row)}") from None
     if has_bytes(value):
@@ -271,7 +278,7 @@ def _no_message(at: int, one: object, *, rendered: bool) -> str | None:
     calls = role == "assistant" and (one.get("tool_calls") or one.get("function_call"))
     if isinstance(content, str) or (content is None and calls):
         return None
-    return f"the content of message {at} is {start_of(content)}; it must be text"
+    return f"the content of message {at} is {quote_value_start(content)}; it must be text"
 
 
 def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -285,7 +292,9 @@ def _with_parameters(tool: dict[str, Any], where: str) -> dict[str, Any]:
     except ValueError:
         parameters = None
     if not isinstance(parameters, dict):
-        raise DataError(f"{where} has a tool of parameters {start_of(text)}; they must be an object, or its JSON text")
+        raise DataError(
+            f"{where} has a tool of parameters {quote_value_start(text)}; they must be an object, or its JSON text"
+        )
     function = {**function, "parameters": parameters}
     return {**tool, "function": function} if "function" in tool else function
 
@@ -343,10 +352,10 @@ class Example:
     margin: float = 0.0  # margin of a pair
     messages: tuple[Mapping[str, Any], ...] = ()  # messages of a file's row; what is asked is the text of the last one
     meta: Mapping[str, Any] = field(default_factory=dict)
-    form: str = "{prompt}"  # the template that `form_of` returns
+    form: str = "{prompt}"  # the template that `problem_template` returns
 
     @property
-    def asked(self) -> str:
+    def question_text(self) -> str:
         """The text of what is asked, without templates."""
         return str(self.messages[-1]["content"]) if self.messages else self.raw
 
@@ -359,23 +368,23 @@ class Example:
     def hashed(self, texts: int) -> str:
         """Returns the quickly read part of what is compared: as of `ProblemKey.hashed`."""
         return normalize_whitespace(
-            *filter(None, (self.form.replace("{prompt}", self.asked.strip()), self.answer)[:texts])
+            *filter(None, (self.form.replace("{prompt}", self.question_text.strip()), self.answer)[:texts])
         )
 
     def compared(self, by: ProblemKey) -> str:
         """Returns the text that equal problems share. Null keys do not count, because parquet's messages lack them."""
         *before, last = self.messages or (_ASKS,)
-        *chat, asks = (without_null_keys(one) for one in (*before, {**last, "content": None}))
+        *chat, asks = (drop_null_keys(one) for one in (*before, {**last, "content": None}))
         answers = filter(None, (self.answer, *self.rejected)) if by.answers else ()
         fields = {name: _value_at(self.meta, name) for name in self.meta if by.fields is None}
         fields |= {name: _value_at(self.meta, name) for name in by.fields or ()}
-        others = [*chat, *(one for one in (asks, without_null_keys(fields)) if one not in (_ASKS, {}))]
+        others = [*chat, *(one for one in (asks, drop_null_keys(fields)) if one not in (_ASKS, {}))]
         return normalize_whitespace(
-            self.form.replace("{prompt}", self.asked.strip()), *answers, *map(_to_sorted_json, others)
+            self.form.replace("{prompt}", self.question_text.strip()), *answers, *map(_to_sorted_json, others)
         )
 
 
-def form_of(data: FileKeys) -> str:
+def problem_template(data: FileKeys) -> str:
     """Returns the templates around a problem. The same text with other templates is another problem."""
     return f"\0 {data.prompt_template}" if data.chat_template else data.prompt_template
 
@@ -383,12 +392,12 @@ def form_of(data: FileKeys) -> str:
 def _value_at(row: Mapping[str, Any], name: str) -> Any:
     """Returns the value of a field, null where the row lacks it."""
     try:
-        return value_at(row, name)
+        return field_value(row, name)
     except KeyError:
         return None
 
 
-def fields_of(data: FileKeys) -> tuple[str, ...]:
+def required_fields(data: FileKeys) -> tuple[str, ...]:
     """Returns the fields of texts that each row must have."""
     if data.fields["messages"] is not None:
         return ()
@@ -399,7 +408,7 @@ def fields_of(data: FileKeys) -> tuple[str, ...]:
 def render_row(
     record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase | None
 ) -> Example:
-    """Returns the problem in a row of a file, with its templates. Raises DataError as `check_pair` and `messages_of`
+    """Returns the problem in a row of a file, with its templates. Raises DataError as `check_pair` and `read_messages`
     do, and where the tokenizer's template fails."""
     (problem,) = rendered_rows([record], path, line, data, tokenizer)
     if isinstance(problem, DataError):
@@ -425,9 +434,9 @@ def rendered_rows(
                 yield text if isinstance(text, DataError) else replace(one, text=text)
 
 
-def problem_in(record: Record, path: Path, line: int, data: FileKeys) -> Example:
+def read_problem(record: Record, path: Path, line: int, data: FileKeys) -> Example:
     """Returns the problem in a row of a file, without the tokenizer's template, or its conversation. Raises DataError
-    as `check_pair`, `messages_of` and `conversation_text` do."""
+    as `check_pair`, `read_messages` and `conversation_text` do."""
     one = _before_template(record, path, line, data) if data.fields["messages"] is None else None
     if isinstance(one, DataError):
         raise one
@@ -439,8 +448,8 @@ def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> E
     try:
         check_pair(record, place, data)
         question, answer, *rejected = record.texts
-        messages = messages_of(record, place, data, in_structs=path.suffix == ".parquet")
-        margin = margin_of(record, place, data)
+        messages = read_messages(record, place, data, in_structs=path.suffix == ".parquet")
+        margin = read_margin(record, place, data)
     except DataError as error:
         return error
     return Example(
@@ -453,7 +462,7 @@ def _before_template(record: Record, path: Path, line: int, data: FileKeys) -> E
         margin=margin,
         messages=messages,
         meta=record.others,
-        form=form_of(data),
+        form=problem_template(data),
     )
 
 
@@ -461,7 +470,7 @@ def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Examp
     """Returns the conversation in a row of a file, or the pair of them. Raises as `conversation_text` does."""
     place = f"{path}:{line}"
     text = conversation_text(record, place, data, in_structs=path.suffix == ".parquet")
-    margin = margin_of(record, place, data)
+    margin = read_margin(record, place, data)
     return Example(
         id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, margin=margin, meta=record.others
     )
@@ -483,25 +492,25 @@ def _as_chat(text: str, messages: Sequence[Mapping[str, Any]], place: str, token
 
 
 def _as_chats(
-    asked: Sequence[tuple[str, Sequence[Mapping[str, Any]], str]], tokenizer: PreTrainedTokenizerBase | None
+    questions: Sequence[tuple[str, Sequence[Mapping[str, Any]], str]], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[str | DataError]:
     """Renders each chat, with the text as its last message's content, up to the start of the assistant's turn. Returns
     the error where rendering fails. A ``developer``'s is tried as the system's where the template does not
     write it, as in conversations. Raises DataError for the first that exceeds a limit of templates."""
-    if not asked:
+    if not questions:
         return []
     assert tokenizer is not None
-    chats = [[*map(dict, messages[:-1]), {**messages[-1], "content": text}] for text, messages, _ in asked]
+    chats = [[*map(dict, messages[:-1]), {**messages[-1], "content": text}] for text, messages, _ in questions]
     try:
-        shown = _chat_texts(chats, [place for _, _, place in asked], tokenizer)
+        shown = _chat_texts(chats, [place for _, _, place in questions], tokenizer)
     except TemplateUnbounded as error:
-        if len(asked) == 1:
-            raise _failed(asked[0][2], error) from error
-        return [_as_chats([one], tokenizer)[0] for one in asked]
+        if len(questions) == 1:
+            raise _failed(questions[0][2], error) from error
+        return [_as_chats([one], tokenizer)[0] for one in questions]
     for at, chat in enumerate(chats):
         as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in chat]
         if isinstance(shown[at], DataError) and as_system != chat:
-            (shown[at],) = _chat_texts([as_system], [asked[at][2]], tokenizer)
+            (shown[at],) = _chat_texts([as_system], [questions[at][2]], tokenizer)
     return shown
 
 
@@ -532,7 +541,7 @@ def _failed(place: str, error: TemplateFailed) -> DataError:
     )
 
 
-def fields_in(prompt: str) -> list[str]:
+def prompt_fields(prompt: str) -> list[str]:
     """Returns the fields of a row that a teacher's prompt names, each once, besides the problem and its answer."""
     names = dict.fromkeys(name for _, name in prompt_parts(prompt) if name is not None)
     return [name for name in names if name not in (*_OF_PROBLEM, OTHER_COMPLETION_FIELD)]
@@ -541,13 +550,16 @@ def fields_in(prompt: str) -> list[str]:
 def _with_fields(problem: Example, parts: Sequence[tuple[str, str | None]], key: str) -> str:
     """Fills the `prompt_parts` of a teacher's prompt with a problem. Raises DataError that names the place for a field
     that its row lacks, or that is null."""
-    known = {**dict(zip(_OF_PROBLEM, (problem.asked, problem.answer), strict=True)), OTHER_COMPLETION_FIELD: _PLACE}
+    known = {
+        **dict(zip(_OF_PROBLEM, (problem.question_text, problem.answer), strict=True)),
+        OTHER_COMPLETION_FIELD: _PLACE,
+    }
 
-    def of_field(name: str) -> str:
+    def field_text(name: str) -> str:
         if name in known:
             return known[name]
         try:
-            value = value_at(problem.meta, name)
+            value = field_value(problem.meta, name)
         except KeyError:
             raise DataError(f"{problem.place}: {unread_field(name, problem.meta, key)}") from None
         if value is None:
@@ -556,7 +568,7 @@ def _with_fields(problem: Example, parts: Sequence[tuple[str, str | None]], key:
             raise DataError(f"{problem.place}: {bytes_field(name)}, for {key}")
         return value if isinstance(value, str) else _to_json(value)
 
-    return "".join(text + ("" if name is None else of_field(name)) for text, name in parts)
+    return "".join(text + ("" if name is None else field_text(name)) for text, name in parts)
 
 
 def tokenize(problems: Sequence[Example], form: RowForm, *, chat: bool = False) -> list[Prompt]:
@@ -592,7 +604,9 @@ def tokenize_one(problem: Example, form: RowForm, *, chat: bool = False) -> Prom
 
 def _prompts(problems: Sequence[Example], form: RowForm, chat: bool) -> Iterator[Prompt | PromptExcess]:
     own = _encoded((problem.text for problem in problems), form.tokenizer, not chat, form.max_tokens, form.keys[0])
-    theirs = {name: _of_teacher(problems, form.tokenizer, name, one, chat) for name, one in form.teachers.items()}
+    theirs = {
+        name: _encode_teacher_prompts(problems, form.tokenizer, name, one, chat) for name, one in form.teachers.items()
+    }
     for problem, ids in zip(problems, own, strict=True):
         read_by = {name: next(of_teacher) for name, of_teacher in theirs.items()}
         for one in (ids, *read_by.values()):
@@ -618,7 +632,7 @@ def _prompts(problems: Sequence[Example], form: RowForm, chat: bool) -> Iterator
         )
 
 
-def _of_teacher(
+def _encode_teacher_prompts(
     problems: Sequence[Example], tokenizer: PreTrainedTokenizerBase, name: str, teacher: TeacherSection, chat: bool
 ) -> Iterator[tuple[int, ...] | PromptExcess]:
     """Returns the prompt that a teacher reads in place of each problem's."""
@@ -652,29 +666,31 @@ def _split_template(text: str, problem: Example) -> tuple[str, str]:
 
 
 def _split_around(
-    before: tuple[int, ...] | PromptExcess, behind: tuple[int, ...] | PromptExcess, most: int, key: str
+    before: tuple[int, ...] | PromptExcess, suffix: tuple[int, ...] | PromptExcess, limit: int, key: str
 ) -> tuple[int, ...] | PromptExcess:
     """Returns the tokens around another completion, with ``OTHER_COMPLETION_TOKEN`` between them, which is no token."""
     if isinstance(before, PromptExcess):
         return before
-    if isinstance(behind, PromptExcess):
-        return behind
-    length = len(before) + len(behind)
-    return (*before, OTHER_COMPLETION_TOKEN, *behind) if length <= most else PromptExcess(f"{length} tokens", key, most)
+    if isinstance(suffix, PromptExcess):
+        return suffix
+    length = len(before) + len(suffix)
+    return (
+        (*before, OTHER_COMPLETION_TOKEN, *suffix) if length <= limit else PromptExcess(f"{length} tokens", key, limit)
+    )
 
 
 def _encoded(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, begins: bool, most: int, key: str
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, begins: bool, max_tokens: int, key: str
 ) -> Iterator[tuple[int, ...] | PromptExcess]:
     """Yields the tokens of each text. One of too many characters to fit is not encoded. Few of the others are encoded
     at a time, because a tokenizer's own records take 100 bytes a token while they exist."""
-    left, most_characters = iter(texts), most * _MOST_CHARACTERS
+    left, most_characters = iter(texts), max_tokens * _MOST_CHARACTERS
     while part := list(islice(left, _AT_ONCE)):
         fit = [text for text in part if len(text) <= most_characters]
         encoded = iter(prompt_tokens(tokenizer, fit, begins=begins))
         for text in part:
             if len(text) > most_characters:
-                yield PromptExcess(f"{len(text)} characters", key, most)
+                yield PromptExcess(f"{len(text)} characters", key, max_tokens)
                 continue
             ids = next(encoded)
-            yield tuple(ids) if len(ids) <= most else PromptExcess(f"{len(ids)} tokens", key, most)
+            yield tuple(ids) if len(ids) <= max_tokens else PromptExcess(f"{len(ids)} tokens", key, max_tokens)

@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_megatron.config.sections.data import FileKeys, HubData
 from rl_megatron.errors import DataError, truncate
-from rl_megatron.files import value_at
+from rl_megatron.files import field_value
 
 NESTED = (
     "it must be text, or a list of messages, which data.chat_template=true renders, or an environment of template=chat"
@@ -52,13 +52,13 @@ def listed(problems: Sequence[str]) -> str:
     return "\n".join([*problems[:_MAX_PROBLEMS_SHOWN], *([f"... and {more} more bad rows"] if more > 0 else [])])
 
 
-def record_of(row: Mapping[str, object], fields: tuple[str, ...], *, lists: bool = False) -> Record | str:
+def make_record(row: Mapping[str, object], fields: tuple[str, ...], *, lists: bool = False) -> Record | str:
     """Returns the fields of a row, or what is wrong with it. The first must be text; with ``lists`` it may be one."""
     texts = []
     others = {name: value for name, value in row.items() if name not in fields}
     for name in fields:
         try:
-            value = value_at(row, name)
+            value = field_value(row, name)
         except KeyError:
             return missing_field(name, row)
         if has_bytes(value):
@@ -80,7 +80,7 @@ def _positional(number: float) -> str:
     return format(Decimal(repr(number)), "f")
 
 
-def values_of(column: Any) -> list[Any]:
+def column_values(column: Any) -> list[Any]:
     """Returns the values of one column; text stays bytes, so that bad UTF-8 is found row by row."""
     import pyarrow as pa
 
@@ -180,19 +180,19 @@ def as_json(value: object) -> object:
     return str(value)
 
 
-def kinds_of(fields: Iterable[Any]) -> dict[str, Any]:
+def column_types(fields: Iterable[Any]) -> dict[str, Any]:
     """Returns Arrow's type of each column of a schema; of a struct, those of its fields."""
     import pyarrow as pa
 
-    return {one.name: kinds_of(one.type) if pa.types.is_struct(one.type) else one.type for one in fields}
+    return {one.name: column_types(one.type) if pa.types.is_struct(one.type) else one.type for one in fields}
 
 
 def check_there(path: Path, schema: Iterable[Any], fields: Iterable[str]) -> None:
     """Raises DataError for the first of the ``fields`` that Arrow's schema of a file lacks."""
-    kinds = kinds_of(schema)
+    kinds = column_types(schema)
     for name in fields:
         try:
-            value_at(kinds, name)
+            field_value(kinds, name)
         except KeyError as error:
             raise DataError(f"{path}: {missing_field(name, kinds)}") from error
 
@@ -205,11 +205,11 @@ def missing_field(name: str, row: Mapping[str, Any]) -> str:
     return f"no field {name!r}; it has {truncate_text(', '.join(names)) or 'none'}{hint}"
 
 
-def without_null_keys(value: object) -> object:
+def drop_null_keys(value: object) -> object:
     """Returns the value without null keys: Arrow's structs have the keys of all rows."""
     if isinstance(value, dict):
-        return {key: without_null_keys(inner) for key, inner in value.items() if inner is not None}
-    return [without_null_keys(inner) for inner in value] if isinstance(value, list) else value
+        return {key: drop_null_keys(inner) for key, inner in value.items() if inner is not None}
+    return [drop_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def has_bytes(value: object) -> bool:
@@ -250,7 +250,7 @@ def beyond_embedding(token: int, vocab_size: int) -> str:
     )
 
 
-def start_of(value: object) -> str:
+def quote_value_start(value: object) -> str:
     """Returns the start of a bad value, for errors."""
     return f"{value!r:.80}"
 
@@ -295,7 +295,7 @@ def local_files(data: FileKeys, key: str, names: Iterable[str]) -> FileKeys:
     return data.model_copy(update=paths)
 
 
-def files_in(path: Path, key: str) -> list[Path]:
+def find_data_files(path: Path, key: str) -> list[Path]:
     """Returns the file, or a folder's parquet files by name. Raises DataError where it has none, and for a list."""
     if any(mark in str(path) for mark in ",*") and not os.path.exists(path):
         raise DataError(

@@ -34,7 +34,7 @@ PROTOCOL = "5"
 """The protocol's version, which must be equal at both ends."""
 
 
-class Said(TypedDict):
+class CompletionRow(TypedDict):
     """A `Completion`: little-endian columns, spans as (first token, version)."""
 
     tokens: str
@@ -44,10 +44,10 @@ class Said(TypedDict):
     columns: dict[str, dict[str, Any]]  # name -> column as `written_column` encodes it
 
 
-SAID = TypeAdapter(list[Said])
+SAID = TypeAdapter(list[CompletionRow])
 
 
-def asked(name: str, request: GenerationRequest) -> dict[str, object]:
+def encode_generation(name: str, request: GenerationRequest) -> dict[str, object]:
     """Returns the JSON of a request with the given ``name``."""
     return {
         "name": name,
@@ -58,8 +58,8 @@ def asked(name: str, request: GenerationRequest) -> dict[str, object]:
     }
 
 
-def request_of(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
-    """Returns the inverse of `asked`."""
+def decode_request(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
+    """Returns the inverse of `encode_generation`."""
     params = dict(body["params"])
     stops, texts = tuple(params.pop("stop_token_ids")), tuple(params.pop("stop"))
     return body["name"], GenerationRequest(
@@ -71,10 +71,10 @@ def request_of(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
     )
 
 
-def answer_of(completions: Sequence[Completion]) -> list[Said]:
+def encode_completions(completions: Sequence[Completion]) -> list[CompletionRow]:
     """Returns the completions' JSON."""
     return [
-        Said(
+        CompletionRow(
             tokens=base64.b64encode(one.token_ids.astype("<i4").tobytes()).decode(),
             logprobs=base64.b64encode(one.logprobs.astype("<f4").tobytes()).decode(),
             finish_reason=one.finish_reason,
@@ -85,8 +85,8 @@ def answer_of(completions: Sequence[Completion]) -> list[Said]:
     ]
 
 
-def completions_of(answer: Sequence[Said]) -> list[Completion]:
-    """Returns the inverse of `answer_of`. Raises ValueError if columns are not base64 of whole numbers."""
+def decode_completions(answer: Sequence[CompletionRow]) -> list[Completion]:
+    """Returns the inverse of `encode_completions`. Raises ValueError if columns are not base64 of whole numbers."""
     return [
         Completion(
             token_ids=np.frombuffer(base64.b64decode(one["tokens"], validate=True), "<i4"),
@@ -150,9 +150,9 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        answer = await server.post_sampling("/generate", asked(request_id, request), SAID.validate_json)
+        answer = await server.post_sampling("/generate", encode_generation(request_id, request), SAID.validate_json)
         try:
-            return completions_of(answer)
+            return decode_completions(answer)
         except ValueError as error:
             raise AttemptFailed(f"{server.url}/generate: its columns are not base64 of numbers: {error}") from error
 

@@ -171,7 +171,7 @@ class LocalEngine:
         if not wanted:
             return [[] for _ in requests]
         with self.model.packed():
-            every, width = continuations_of(wanted), max(request.params.max_new_tokens for request in wanted)
+            every, width = make_continuations(wanted), max(request.params.max_new_tokens for request in wanted)
             places = sum(request.num_completions for request in wanted)
             decoding = Decoding(self.model, self._cache(wanted), places=places, width=width, decode=self.decode)
             decoding.add(every)
@@ -222,7 +222,7 @@ class LocalEngine:
         raise EngineError(f"request {request.id!r}: {problem}")
 
 
-def decoder_of(folder: Path) -> Callable[[Sequence[int]], str]:
+def make_decoder(folder: Path) -> Callable[[Sequence[int]], str]:
     """Returns a function that decodes tokens with a folder's tokenizer, including special tokens."""
     from transformers import AutoTokenizer
 
@@ -263,7 +263,7 @@ class PendingSequences:
         return len(self.request.token_ids) - 1
 
 
-def continuations_of(requests: Sequence[GenerationRequest]) -> list[PendingSequences]:
+def make_continuations(requests: Sequence[GenerationRequest]) -> list[PendingSequences]:
     """Returns all completions of the requests, at places from 0 on."""
     ends = accumulate(request.num_completions for request in requests)
     return [
@@ -329,20 +329,20 @@ class Decoding:
         """True if a sequence is still decoding (if one waits, another decodes)."""
         return self._active > 0
 
-    def add(self, asked: Sequence[PendingSequences]) -> None:
+    def add(self, requests: Sequence[PendingSequences]) -> None:
         """Appends sequences to the queue, and starts as many as there are free rows."""
-        if not asked:
+        if not requests:
             return
         if not self._active:  # nothing depends on the clock
-            self._clock = max(one.prefix_length for one in asked)
-        params = [one.request.params for one in asked]
+            self._clock = max(one.prefix_length for one in requests)
+        params = [one.request.params for one in requests]
         self._any_greedy |= any(p.temperature == 0 for p in params)
         self._any_limit |= any(p.top_p < 1 or p.top_k or p.min_p for p in params)
         self._any_noise |= any(p.router_noise for p in params)
-        if self._out_routes is None and any(_ROUTES in one.request.columns for one in asked):
+        if self._out_routes is None and any(_ROUTES in one.request.columns for one in requests):
             self._out_routes = self._room(self._num * self._width)
-        self._write_tables(asked)
-        self._waiting += asked
+        self._write_tables(requests)
+        self._waiting += requests
         self._admit()
 
     def step(self) -> None:
@@ -416,12 +416,12 @@ class Decoding:
             self._retire(ended, torch.zeros_like(ended))
             self._update_oldest()
 
-    def completions(self, asked: Sequence[PendingSequences], version: int) -> list[Completion]:
+    def completions(self, requests: Sequence[PendingSequences], version: int) -> list[Completion]:
         """Returns the sequences' completions, in order, labeled with weight ``version``. Their places become free.
 
         Raises EngineError if a log-prob is not finite.
         """
-        places = torch.tensor([place for one in asked for place in one.places], device=self._model.device)
+        places = torch.tensor([place for one in requests for place in one.places], device=self._model.device)
         lengths, stopped = self._lengths[places], self._stopped[places].tolist()
         inside = torch.arange(self._width, device=lengths.device) < lengths[:, None]
         tokens = self._out_tokens.view(-1, self._width)[places]
@@ -429,14 +429,14 @@ class Decoding:
         bad = (inside & ~logprobs.isfinite()).nonzero()
         if len(bad):
             wanted = int(places[int(bad[0, 0])])
-            request = next(one.request for one in asked if wanted in one.places)
+            request = next(one.request for one in requests if wanted in one.places)
             raise EngineError(
                 f"request {request.id!r}: log-probs by weight version {version} are not finite; its weights are too "
                 "large or not finite; resume from the last checkpoint with a lower learning rate"
             )
         counts = lengths.tolist()
         ids, nats = tokens[inside].int().cpu().numpy(), logprobs[inside].cpu().numpy()
-        routes = self._routes(asked, places, inside, counts)
+        routes = self._routes(requests, places, inside, counts)
         return [
             Completion(
                 token_ids=ids[end - length : end],
@@ -455,10 +455,10 @@ class Decoding:
         return torch.zeros(size, dtype=getattr(torch, s.route_dtype), device=self._model.device)
 
     def _routes(
-        self, asked: Sequence[PendingSequences], places: Tensor, inside: Tensor, lengths: Sequence[int]
+        self, requests: Sequence[PendingSequences], places: Tensor, inside: Tensor, lengths: Sequence[int]
     ) -> Iterator[NDArray[Any] | None]:
         """Yields each sequence's routes, prompt's first, or None if its request does not ask for them."""
-        wanted = [_ROUTES in one.request.columns for one in asked for _ in one.places]
+        wanted = [_ROUTES in one.request.columns for one in requests for _ in one.places]
         if self._out_routes is None:
             yield from [None] * len(wanted)
             return
@@ -470,15 +470,15 @@ class Decoding:
             else:
                 yield torch.cat((of_prompt.cpu(), own)).numpy()
 
-    def _write_tables(self, asked: Sequence[PendingSequences]) -> None:
+    def _write_tables(self, requests: Sequence[PendingSequences]) -> None:
         """Writes each sequence's initial state, sampling parameters and random numbers."""
         device, vocabulary = self._model.device, self._model.shape.vocab_size
-        counts = torch.tensor([len(one.places) for one in asked], device=device)
+        counts = torch.tensor([len(one.places) for one in requests], device=device)
         prompt = torch.arange(len(counts), device=device).repeat_interleave(counts)
-        places = torch.tensor([place for one in asked for place in one.places], device=device)
-        params = [one.request.params for one in asked]
+        places = torch.tensor([place for one in requests for place in one.places], device=device)
+        params = [one.request.params for one in requests]
         self._know_stops([p.stop_token_ids for p in params])
-        for one in asked:
+        for one in requests:
             for place in one.places:
                 self._texts.pop(place, None)
                 if one.request.params.stop:
@@ -488,12 +488,12 @@ class Decoding:
             return torch.tensor(values, device=device).index_select(0, prompt)
 
         state = [places] * _COLUMNS
-        state[_POSITION] = state[_OLDEST] = spread([one.prefix_length for one in asked])
+        state[_POSITION] = state[_OLDEST] = spread([one.prefix_length for one in requests])
         state[_PRODUCED] = torch.zeros_like(places)
         state[_OUT] = places * self._width
         state[_LIMIT] = spread([p.max_new_tokens for p in params])
         state[_STOPS] = spread([self._stop_rows[p.stop_token_ids] * vocabulary for p in params])
-        state[_TOKEN] = spread([one.request.token_ids[-1] for one in asked])
+        state[_TOKEN] = spread([one.request.token_ids[-1] for one in requests])
         self._initial[:, places] = torch.stack(state)
         sampling = [
             spread([1 / p.temperature if p.temperature else 1.0 for p in params]),
@@ -503,9 +503,9 @@ class Decoding:
             spread([p.min_p for p in params]),
         ]
         self._initial_sampling[:, places] = torch.stack(sampling).float()
-        seeds = torch.tensor([_signed(seed) for one in asked for seed in one.seeds])
-        numbers = torch.tensor([number for one in asked for number in one.numbers])
-        first = torch.tensor([counter for one in asked for counter in one.counters])
+        seeds = torch.tensor([_signed(seed) for one in requests for seed in one.seeds])
+        numbers = torch.tensor([number for one in requests for number in one.numbers])
+        first = torch.tensor([counter for one in requests for counter in one.counters])
         random = uniforms(stream_keys(seeds, numbers)[:, None], first[:, None] + torch.arange(self._width))
         self._uniforms.view(-1, self._width)[places] = random.to(device)
         self._noise_streams[places.cpu()] = completion_streams(seeds, numbers)
@@ -526,11 +526,11 @@ class Decoding:
         streams, levels = self._noise_streams.to(places.device), self._noise_levels.to(places.device)
         return self._noise(streams.take(places), self._state[_POSITION, :rows], levels.take(places))
 
-    def _noise_of_prompts(self, asked: Sequence[PendingSequences], positions: Tensor) -> RouterNoise:
+    def _noise_of_prompts(self, requests: Sequence[PendingSequences], positions: Tensor) -> RouterNoise:
         """Returns the noise of these prompts without their last tokens."""
-        seeds = torch.tensor([_signed(one.seeds[0]) for one in asked])
-        levels = torch.tensor([one.request.params.router_noise for one in asked])
-        lengths = torch.tensor([one.prefix_length for one in asked])
+        seeds = torch.tensor([_signed(one.seeds[0]) for one in requests])
+        levels = torch.tensor([one.request.params.router_noise for one in requests])
+        lengths = torch.tensor([one.prefix_length for one in requests])
         streams = prompt_streams(seeds).repeat_interleave(lengths).to(positions.device)
         return self._noise(streams, positions, levels.repeat_interleave(lengths).to(positions.device))
 
@@ -722,10 +722,10 @@ class RouterNoise:
         """Returns independent normal numbers for each token and expert of the layer, times the token's deviation."""
         first = (self.positions * self.num_layers + layer) * self.num_experts
         counters = first[:, None] + torch.arange(self.num_experts, device=first.device)
-        return normal_of(uniforms(self.keys[:, None], counters)).mul_(self.deviations[:, None])
+        return uniform_to_normal(uniforms(self.keys[:, None], counters)).mul_(self.deviations[:, None])
 
 
-def normal_of(uniform: Tensor) -> Tensor:
+def uniform_to_normal(uniform: Tensor) -> Tensor:
     """Converts float32 multiples of 2**-24 in [0, 1) to normal numbers, in place. All are finite, and 0 and the
     largest input give numbers of equal size."""
     return uniform.mul_(2).add_(_STEP - 1).erfinv_().mul_(math.sqrt(2))  # the sum is exact, and never -1 or 1

@@ -34,7 +34,7 @@ from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.answers import join_continuation, make_spans
 from rl_megatron.engines.engine_token import AuthMiddleware
 from rl_megatron.engines.local import adapter
-from rl_megatron.engines.local.engine import Decoding, LocalEngine, PendingSequences, decoder_of
+from rl_megatron.engines.local.engine import Decoding, LocalEngine, PendingSequences, make_decoder
 from rl_megatron.errors import EngineError, RLMegatronError
 from rl_megatron.models.families.fields import read_config
 from rl_megatron.models.kv_cache import KVCache
@@ -174,9 +174,9 @@ class RunningBatch:
             alike = (one.text, replace(one.params, seed=0), one.request.columns)
             own = (one.request.params.seed,) if one.params.router_noise else ()  # the prompt's cache has the noise too
             groups.setdefault((*alike, *own), []).append(one)
-        self._decoding.add([self._asked(sequences) for sequences in groups.values()])
+        self._decoding.add([self._call(sequences) for sequences in groups.values()])
 
-    def _asked(self, sequences: list[_Sequence]) -> PendingSequences:
+    def _call(self, sequences: list[_Sequence]) -> PendingSequences:
         first, text = sequences[0], sequences[0].text
         asked = PendingSequences(
             request=replace(first.request, token_ids=text, params=first.params, num_completions=len(sequences)),
@@ -304,15 +304,15 @@ class Sampler(threading.Thread):
         for name, completions in ended:
             self._tell(name, completions)
 
-    def _tell(self, name: str, said: list[Completion] | RLMegatronError) -> None:
+    def _tell(self, name: str, result: list[Completion] | RLMegatronError) -> None:
         def tell() -> None:
             answer = self._answers.get(name)
             if answer is None or answer.done():
                 return
-            if isinstance(said, RLMegatronError):
-                answer.set_exception(said)
+            if isinstance(result, RLMegatronError):
+                answer.set_exception(result)
             else:
-                answer.set_result(said)
+                answer.set_result(result)
 
         self._loop.call_soon_threadsafe(tell)
 
@@ -363,16 +363,16 @@ class Service:
         return JSONResponse({"running": running, "waiting": waiting, "tokens": self._sampler.running.tokens})
 
     async def _generate(self, asked: Request) -> Response:
-        name, request = adapter.request_of(await asked.json())
-        return JSONResponse(adapter.answer_of(await self._sampler.sampled(name, request)))
+        name, request = adapter.decode_request(await asked.json())
+        return JSONResponse(adapter.encode_completions(await self._sampler.sampled(name, request)))
 
-    async def _abort(self, asked: Request) -> Response:
-        name, running = (await asked.json())["name"], self._sampler.running
+    async def _abort(self, request: Request) -> Response:
+        name, running = (await request.json())["name"], self._sampler.running
         await self._sampler.order(lambda: self._sampler.answer(lambda: running.abort(name)))
         return Response()
 
-    async def _score(self, asked: Request) -> Response:
-        text = torch.tensor([(await asked.json())["text"]])
+    async def _score(self, request: Request) -> Response:
+        text = torch.tensor([(await request.json())["text"]])
 
         def score() -> list[float]:
             logprobs = self._engine.model.logits(text)[0, :-1].log_softmax(-1)
@@ -381,8 +381,8 @@ class Service:
 
         return JSONResponse(await self._sampler.order(score))
 
-    async def _pause(self, asked: Request) -> Response:
-        mode: RunningRequests = (await asked.json())["mode"]
+    async def _pause(self, request: Request) -> Response:
+        mode: RunningRequests = (await request.json())["mode"]
 
         def pause() -> None:
             if not self._sampler.paused:
@@ -400,8 +400,8 @@ class Service:
         await self._sampler.order(resume)
         return Response()
 
-    async def _load(self, asked: Request) -> Response:
-        body = await asked.json()
+    async def _load(self, request: Request) -> Response:
+        body = await request.json()
         path, version = Path(body["path"]), int(body["version"])
 
         def load() -> ChecksumReport:
@@ -416,8 +416,8 @@ class Service:
 
         return JSONResponse(packed_report(await self._sampler.order(load), body["known"]))
 
-    async def _held(self, asked: Request) -> Response:
-        body = await asked.json()
+    async def _held(self, request: Request) -> Response:
+        body = await request.json()
         return JSONResponse(packed_report(await self._sampler.order(self._checked), body["known"]))
 
     async def _boxes(self, _: Request) -> Response:
@@ -444,7 +444,7 @@ def application(options: argparse.Namespace) -> Starlette:
         device="cpu",
         max_length=options.max_length,
     )
-    engine.decode = options.tokenizer and decoder_of(options.tokenizer)
+    engine.decode = options.tokenizer and make_decoder(options.tokenizer)
     known = read_config(options.model).get("architectures") or ()
     described = {
         "protocol": adapter.PROTOCOL,

@@ -33,10 +33,10 @@ from rl_megatron.engines.adapter import (
     ServerInfo,
     StartCommand,
     StartOptions,
-    described_by,
+    describe_settings,
+    hook_variables,
     option_value,
     refused_option,
-    variables_of,
     version_fields,
 )
 from rl_megatron.engines.answers import (
@@ -52,7 +52,7 @@ from rl_megatron.engines.answers import (
 from rl_megatron.engines.http import AttemptFailed, Server, ServerRefusal, decode_in_thread
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, limits_of
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, token_limits
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import ChecksumReport, merge_rank_reports
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -246,7 +246,7 @@ class SGLangAdapter(ForeignEngine):
                     else {}
                 ),
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions
-                **variables_of(self.hooks, options),
+                **hook_variables(self.hooks, options),
             },
         )
 
@@ -283,7 +283,7 @@ class SGLangAdapter(ForeignEngine):
         if not problems and not await self.tokens(server):
             problems.append("its /v1/loads is empty; look for 'load snapshot writer' in its log")
         info, settings = await server.get("/model_info"), await server.get("/server_info")
-        features, more = described_by(self.hooks, settings)
+        features, more = describe_settings(self.hooks, settings)
         # It rounds a prompt up to whole pages, and leaves one page and a token free (`max_new_tokens_for_memory`).
         # Where its cache has no more room, it ends a completion as if it had all requested tokens.
         most_cached = int(settings["max_total_num_tokens"]) - 2 * int(settings["page_size"])
@@ -302,7 +302,7 @@ class SGLangAdapter(ForeignEngine):
     @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         p = request.params
-        limits = limits_of(p)
+        limits = token_limits(p)
         if limits and request.exact_logprobs:
             raise EngineError(f"SGLang computes log-probs before {', '.join(limits)} is applied; set rollout.top_p=1")
         sampling = {
@@ -352,7 +352,7 @@ class SGLangAdapter(ForeignEngine):
     async def score_top(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         body = {**scoring(server, text), "top_logprobs_num": top}
         read = partial(read_judged, length=len(text), top=top)
-        return await server.post_sampling("/generate", body, read, beside=True)
+        return await server.post_sampling("/generate", body, read, is_extra=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -625,13 +625,13 @@ def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray
     return check_routes(experts, positions=positions, shape=shape)
 
 
-def _answer(said: _Meta, counts: tuple[int, ...]) -> SampledColumns:
-    tokens = said.output_token_logprobs
+def _answer(meta: _Meta, counts: tuple[int, ...]) -> SampledColumns:
+    tokens = meta.output_token_logprobs
     return SampledColumns(
         token_ids=token_column([one.token for one in tokens]),
         logprobs=logprob_column([one.logprob for one in tokens]),
-        finish_reason=said.finish_reason.type,
-        spans=said.weight_versions or [LabeledSpan(start=0, version=said.weight_version)],
-        routes=said.routed_experts,
+        finish_reason=meta.finish_reason.type,
+        spans=meta.weight_versions or [LabeledSpan(start=0, version=meta.weight_version)],
+        routes=meta.routed_experts,
         counts=counts,
     )

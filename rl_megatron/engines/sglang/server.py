@@ -45,13 +45,13 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-async def _abort(asked: dict[str, list[str]]) -> None:
+async def _abort(body: dict[str, list[str]]) -> None:
     """Aborts the requests in ``names``, like SGLang's /abort_request does with one. It ignores unknown names and leaves
     other requests running."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     manager = get_global_state().tokenizer_manager
-    for name in asked["names"]:
+    for name in body["names"]:
         manager.abort_request(name)
 
 

@@ -25,8 +25,8 @@ from rl_megatron.weights.checks.reports import (
     BackgroundChecksums,
     ChecksumReport,
     box_checksums_in,
+    drop_private,
     packed_report,
-    without_private,
 )
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.engine_ends import Receiver, one_thread
@@ -53,9 +53,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     try:
         _refuse_packed_scales(model)
         if order["do"] == "boxes":
-            answer = {name: one.box for name, (one,) in layout_of(model, path).items()}
+            answer = {name: one.box for name, (one,) in find_sglang_boxes(model, path).items()}
         elif order["do"] == "join":
-            places = [one for ones in layout_of(model, path).values() for one in ones]
+            places = [one for ones in find_sglang_boxes(model, path).values() for one in ones]
             params = dict(model.named_parameters())
             boxes = {one: one.local_slice(params[one.param]) for one in places}
             if model in RECEIVERS:
@@ -64,8 +64,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         elif order["do"] == "receive":
             report = _receive(model, order["version"], order["private"])
         elif order["do"] == "held":
-            places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
-            report = box_checksums_in(without_private(places, order["private"]), dict(model.named_parameters()))
+            places = [one for ones in find_sglang_boxes(model, path, partial=True).values() for one in ones]
+            report = box_checksums_in(drop_private(places, order["private"]), dict(model.named_parameters()))
         else:
             report = _load(model, path, order["version"], order["private"], reads=order["runner"] == "target")
         if report is not None:
@@ -97,7 +97,7 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> ChecksumReport
     params, beside = dict(model.named_parameters()), BackgroundChecksums()
 
     def whole(one: ParameterBox) -> None:
-        if without_private([one], private):
+        if drop_private([one], private):
             beside.checksum_boxes([one], params)
         else:
             beside.sent(one, params[one.param])
@@ -115,7 +115,7 @@ def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads
     Parameters are checksummed when the loader has returned: DeepSeek's loader copies in threads until it returns.
     """
     found, params, beside = mirror.read(path, version), dict(model.named_parameters()), BackgroundChecksums()
-    places = {name: without_private(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
+    places = {name: drop_private(ones, private) for name, ones in find_sglang_boxes(model, path, partial=True).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         """Computes checksums of the bytes read for parameters with a private layout."""
@@ -130,7 +130,7 @@ def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads
 
 
 @cache
-def layout_of(model: Any, path: Path, *, partial: bool = False) -> dict[str, list[ParameterBox]]:
+def find_sglang_boxes(model: Any, path: Path, *, partial: bool = False) -> dict[str, list[ParameterBox]]:
     """Returns HF name -> places of a mirror file's tensors in the model (``partial``: only those copied)."""
     params = dict(model.named_parameters())
     out: dict[str, list[ParameterBox]] = {}

@@ -30,11 +30,11 @@ from rl_megatron.engines.adapter import (
     ServerInfo,
     StartCommand,
     StartOptions,
-    described_by,
+    describe_settings,
+    hook_variables,
     option_value,
     option_values,
     refused_option,
-    variables_of,
     version_fields,
 )
 from rl_megatron.engines.answers import (
@@ -51,7 +51,7 @@ from rl_megatron.engines.answers import (
 from rl_megatron.engines.http import AttemptFailed, Server
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, limits_of
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, NamedVersion, token_limits
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import REPORT_FORM, ChecksumReport
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -199,7 +199,7 @@ class VLLMAdapter(ForeignEngine):
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
                 **({"VLLM_HOST_IP": options.host} if options.num_nodes > 1 else {}),
                 **({"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else {}),
-                **variables_of(self.hooks, options),
+                **hook_variables(self.hooks, options),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
             },
@@ -243,7 +243,7 @@ class VLLMAdapter(ForeignEngine):
             max_length=int(model["max_model_len"]),
             problems=tuple(problems),
             has_priorities=found.get("policy") == "priority",
-            features=described_by(self.hooks, found)[0],
+            features=describe_settings(self.hooks, found)[0],
         )
 
     @override
@@ -253,7 +253,7 @@ class VLLMAdapter(ForeignEngine):
             "n": request.num_completions if p.temperature else 1,  # greedy completions are all equal
             "temperature": p.temperature,
             "top_p": p.top_p,
-            **limits_of(p),
+            **token_limits(p),
             "max_tokens": p.max_new_tokens,
             "stop_token_ids": list(p.stop_token_ids),
             "ignore_eos": True,  # the line above names the tokens that end a completion
@@ -289,7 +289,7 @@ class VLLMAdapter(ForeignEngine):
     @override
     async def score_top(self, server: Server, text: Sequence[int], top: int) -> TopLogprobs:
         read = partial(read_judged, text=text, top=top)
-        return await server.post_sampling("/inference/v1/generate", scoring(server, text, top), read, beside=True)
+        return await server.post_sampling("/inference/v1/generate", scoring(server, text, top), read, is_extra=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -351,12 +351,12 @@ class VLLMAdapter(ForeignEngine):
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return await self._asked(server, partial(decode_as, form=dict[str, Box]), "rl_megatron_boxes", str(path))
+        return await self._ask_ranks(server, partial(decode_as, form=dict[str, Box]), "rl_megatron_boxes", str(path))
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
         arguments = str(path), json.dumps(rendezvous), first
-        await self._together(server, lambda: self._rpc(server, "rl_megatron_join", *arguments))
+        await self._run_collective(server, lambda: self._rpc(server, "rl_megatron_join", *arguments))
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
@@ -373,22 +373,22 @@ class VLLMAdapter(ForeignEngine):
     @override
     async def rank_reports(self, server: Server, path: Path, private: Collection[str] = ()) -> list[ChecksumReport]:
         given = str(path), sorted(private), self._reader.known
-        return await self._asked(server, self._reader.read, "rl_megatron_held", *given)
+        return await self._ask_ranks(server, self._reader.read, "rl_megatron_held", *given)
 
     @override
     async def ping(self, server: Server) -> None:
         """Asks every rank. /health is 200 while the first node's engine lives, even if ranks on other nodes died."""
         await self._rpc(server, "rl_megatron_ping")
 
-    async def _asked(self, server: Server, read: Callable[[bytes], T], method: str, *given: object) -> list[T]:
+    async def _ask_ranks(self, server: Server, read: Callable[[bytes], T], method: str, *given: object) -> list[T]:
         """Returns the answer of each rank of the server, decoded by ``read``.
 
         vLLM returns answers of only one dp replica's ranks. So each replica's first rank gathers the answers of all.
         """
         body, each = {"method": method, "args": list(given)}, partial(read_gathered, read=read)
-        return await self._together(server, lambda: server.post_report("/collective_rpc", body, each))
+        return await self._run_collective(server, lambda: server.post_report("/collective_rpc", body, each))
 
-    async def _together(self, server: Server, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _run_collective(self, server: Server, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Calls a method in which ranks wait for each other, while none samples.
 
         Each dp replica calls it between two of its steps, and a step with experts waits for the other replicas. A

@@ -39,9 +39,9 @@ from rl_megatron.weights.checks.reports import (
     BackgroundChecksums,
     ChecksumReport,
     box_checksums_in,
+    drop_private,
     merge_rank_reports,
     packed_report,
-    without_private,
 )
 from rl_megatron.weights.routes import mirror
 from rl_megatron.weights.routes.engine_ends import Receiver
@@ -111,7 +111,7 @@ class MirrorEngine(WeightTransferEngine):
         """Does nothing, because there is nothing to release."""
 
 
-def models_of(runner: Any) -> list[nn.Module]:
+def runner_models(runner: Any) -> list[nn.Module]:
     """Returns a runner's model, and its draft model if it has one."""
     proposer = runner.get_draft_model()
     return [runner.model] if proposer is None else [runner.model, proposer]
@@ -179,7 +179,7 @@ class WorkerExtension:
 
     def rl_megatron_end_update(self) -> None:
         """Ends an update that failed or was left open. The layers get the kernels' tensors back."""
-        for model in models_of(self.model_runner):
+        for model in runner_models(self.model_runner):
             abort_update(model)
         self.weight_transfer_engine.reset_weight_update_target()
         self._weight_update_active = False
@@ -190,15 +190,15 @@ class WorkerExtension:
         Collective, like all below: no replica may sample.
         """
         own = []
-        for model in models_of(self.model_runner):
-            places = without_private(layout_of(model, path, partial=True), private)
+        for model in runner_models(self.model_runner):
+            places = drop_private(find_vllm_boxes(model, path, partial=True), private)
             own.append(box_checksums_in(places, dict(model.named_parameters())))
             own.append(READ.pop(model, ChecksumReport(rows=(), seconds=0.0)))
         return self._gathered(packed_report(merge_rank_reports(own), known))
 
     def rl_megatron_boxes(self, path: str) -> list[dict[str, object]]:
         """Returns the box of each Hugging Face tensor that each rank holds."""
-        return self._gathered({one.hf: one.box for one in layout_of(self.model_runner.model, path)})
+        return self._gathered({one.hf: one.box for one in find_vllm_boxes(self.model_runner.model, path)})
 
     def rl_megatron_join(self, path: str, rendezvous: str, first: int) -> None:
         """Joins the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective."""
@@ -229,7 +229,7 @@ class DirectReceiver:
     """This rank's end of a transport, with the window through which layers arrive."""
 
     def __init__(self, model: nn.Module, path: str, rendezvous: Rendezvous, rank: int) -> None:
-        places, device = layout_of(model, path), next(model.parameters()).device
+        places, device = find_vllm_boxes(model, path), next(model.parameters()).device
         wanted = {one.param for one in places}
         modules: dict[nn.Module, dict[str, str]] = {}
         with load_parameters(model) as params:
@@ -282,7 +282,7 @@ READ: dict[Any, ChecksumReport] = {}
 
 
 @cache
-def layout_of(model: Any, path: str, *, partial: bool = False) -> list[ParameterBox]:
+def find_vllm_boxes(model: Any, path: str, *, partial: bool = False) -> list[ParameterBox]:
     """Returns the places of a mirror file's tensors in the model. ``partial``: only those that its loader copies."""
     with load_parameters(model) as params:
         file = Path(path)

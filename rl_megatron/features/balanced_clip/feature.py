@@ -30,7 +30,7 @@ class BalancedClipKeys(Section):
     balance: BalanceSection = BalanceSection()
 
 
-def balance_of(config: RunConfig) -> BalanceSection:
+def balance_section(config: RunConfig) -> BalanceSection:
     """Returns the feature's keys."""
     assert isinstance(config.algorithm, BalancedClipKeys)
     return config.algorithm.balance
@@ -38,14 +38,14 @@ def balance_of(config: RunConfig) -> BalanceSection:
 
 def _passes(config: RunConfig) -> float:
     """Counts one pass over each later minibatch."""
-    return 0.0 if balance_of(config).share is None else config.train.epochs - 1 / config.train.minibatches
+    return 0.0 if balance_section(config).share is None else config.train.epochs - 1 / config.train.minibatches
 
 
 FEATURE = Feature(
     name="balanced_clip",
     keys={"algorithm": BalancedClipKeys},
     passes=_passes,
-    wants=lambda config: frozenset({"logprobs"} if balance_of(config).share is not None else ()),
+    wants=lambda config: frozenset({"logprobs"} if balance_section(config).share is not None else ()),
     rules=(
         *excluded(On("algorithm.balance.share"),
             (On("algorithm.ratio_level", Not("token")), "it is of ratios of tokens", "set ratio_level=token"),

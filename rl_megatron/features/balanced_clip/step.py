@@ -11,7 +11,7 @@ from rl_megatron.algorithms.objectives import ClipLimits, balanced_limits
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import minibatch_sequences, minibatch_token_mask, unpack
 from rl_megatron.feature import StepHooks
-from rl_megatron.features.balanced_clip.feature import balance_of
+from rl_megatron.features.balanced_clip.feature import balance_section
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.scores import LOGPROBS, ScoredSamples
@@ -20,7 +20,7 @@ from rl_megatron.types import Batch
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> BalancedClip | None:
     """Returns the hooks that adapt the clip; None without ``algorithm.balance.share``."""
-    return None if balance_of(config).share is None else BalancedClip(config, roles)
+    return None if balance_section(config).share is None else BalancedClip(config, roles)
 
 
 class BalancedClip(StepHooks):
@@ -32,7 +32,7 @@ class BalancedClip(StepHooks):
     """
 
     def __init__(self, config: RunConfig, roles: RunComponents) -> None:
-        self._row, self._keys, self._policy = config.algorithm, balance_of(config), roles.policy
+        self._row, self._keys, self._policy = config.algorithm, balance_section(config), roles.policy
         self._scored: Tensor | None = None  # [N] log-probs of the policy, until the first minibatch
 
     @override
@@ -55,4 +55,4 @@ class BalancedClip(StepHooks):
         assert keys.share is not None
         mine = minibatch_token_mask(samples, minibatch_sequences(batch))
         columns = (current[mine], samples.old_logprobs[mine], samples.advantages[mine])
-        return balanced_limits(*columns, self._row, keys.share, most_high=keys.high, least_low=keys.low)
+        return balanced_limits(*columns, self._row, keys.share, max_high=keys.high, min_low=keys.low)

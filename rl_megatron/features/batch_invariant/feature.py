@@ -29,14 +29,14 @@ class BatchInvariantKeys(Section):
     then equal to the bit is not measured (docs/troubleshooting.md)."""
 
 
-def _asked(learner: LearnerSection) -> bool:
+def _is_used(learner: LearnerSection) -> bool:
     assert isinstance(learner, BatchInvariantKeys)
     return learner.batch_invariant
 
 
 def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
     """Selects FlashAttention in one split. megatron-core after 0.16.1 needs its generation, and takes only 3."""
-    if not _asked(learner):
+    if not _is_used(learner):
         return Keywords()
     require_transformer_engine(_KEY, learner, shape)
     if not any(importlib.util.find_spec(name) for name in (*_FLASH_3, "flash_attn")):
@@ -80,7 +80,7 @@ _RULES = (
 
 FEATURE = Feature(
     name="batch_invariant",
-    active=_asked,
+    active=_is_used,
     keys={"learner": BatchInvariantKeys},
     may_change=frozenset({"learner.batch_invariant"}),
     learner_rules=_RULES,

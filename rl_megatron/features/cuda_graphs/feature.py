@@ -27,13 +27,13 @@ class CudaGraphKeys(Section):
     `learner.padding`. Not run on a GPU, not measured."""
 
 
-def _asked(learner: LearnerSection) -> bool:
+def _is_used(learner: LearnerSection) -> bool:
     assert isinstance(learner, CudaGraphKeys)
     return learner.cuda_graphs
 
 
 def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
-    if not _asked(learner):
+    if not _is_used(learner):
         return Keywords()
     if learner.own_layers is None:
         require_transformer_engine(_KEY, learner, shape)
@@ -44,7 +44,7 @@ def _memory(learner: LearnerSection, shape: ModelShape, _rank: Rank, terms: Term
     """Moves the activations of the largest size to the graphs, which keep them from the first pass on, also while
     servers sample. Each size also has buffers for the first layer's input, the gradient of the last one's output, and
     the angles of rotary embeddings."""
-    if not (_asked(learner) and learner.padding.sizes):
+    if not (_is_used(learner) and learner.padding.sizes):
         return terms
     buffers = 2 * shape.hidden_size * BYTES[learner.dtype] / learner.tp + shape.rotary_dim * BYTES["float32"]
     return {**terms, "activations": 0.0, "cuda graphs": terms["activations"] + sum(learner.padding.sizes) * buffers}
@@ -92,7 +92,7 @@ _RULES = (
 
 FEATURE = Feature(
     name="cuda_graphs",
-    active=_asked,
+    active=_is_used,
     keys={"learner": CudaGraphKeys},
     may_change=frozenset({"learner.cuda_graphs"}),
     rules=_RULES,

@@ -48,13 +48,13 @@ class DraftTokenKeys(Section):
     the layer."""
 
 
-def of_server(server: ServerSection) -> int:
+def server_draft_tokens(server: ServerSection) -> int:
     """Returns the number of tokens that a server's draft layer proposes at each step; 0: it does not."""
     assert isinstance(server, DraftTokenKeys)
     return server.draft_tokens
 
 
-def of_learner(learner: LearnerSection) -> DraftSection:
+def draft_section(learner: LearnerSection) -> DraftSection:
     """Returns the feature's keys of the learner's section."""
     assert isinstance(learner, DraftKeys)
     return learner.draft
@@ -74,7 +74,7 @@ def _with_drafts(_learner: LearnerSection, shape: ModelShape) -> ModelShape:
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
     """Adds the bytes that one pass of the draft layer keeps. A last stage that is not the first also has the
     embedding's copy."""
-    if not of_learner(learner).train:
+    if not draft_section(learner).train:
         return terms
     last = rank.stage == learner.dims.pp - 1
     return {**terms, "draft layer": _passes(learner, shape, rank) + _copied(learner, shape) if last else 0.0}
@@ -135,7 +135,7 @@ _RULES: Sequence[Rule] = (
              fix="set it to none"),
     Excludes(one=_PROPOSES, other=On("rollout.server.pp", Above(1)), why="its last stage alone has the draft layer",
              fix="set it to 1"),
-    Excludes(one=_PROPOSES, other=On("asked_columns.routes", SET, TEXT),
+    Excludes(one=_PROPOSES, other=On("required_columns.routes", SET, TEXT),
              why="which experts served a proposal that was replaced is not told apart here",
              fix="leave one of them out"),
     Excludes(one=_PROPOSES, other=On("eval.sets.*.min_p", Above(0)),
@@ -156,7 +156,7 @@ _RULES: Sequence[Rule] = (
 
 FEATURE = Feature(
     name="draft",
-    active=lambda learner: of_learner(learner).train,
+    active=lambda learner: draft_section(learner).train,
     keys={"learner": DraftKeys, "rollout.server": DraftTokenKeys},
     may_change=frozenset({"rollout.server.draft_tokens"}),
     rules=_RULES,
@@ -169,8 +169,8 @@ FEATURE = Feature(
     shape=_with_drafts,
     serving=Serving(
         key="rollout.server.draft_tokens",
-        given=lambda config: of_server(config.rollout.server),
-        proposed=of_server,
+        given=lambda config: server_draft_tokens(config.rollout.server),
+        proposed=server_draft_tokens,
         engines={
             "vllm": "rl_megatron.features.draft.engines:VLLMDrafts",
             "sglang": "rl_megatron.features.draft.engines:SGLangDrafts",

@@ -28,7 +28,7 @@ class FollowKeys(Section):
     """Steps from one to the next."""
 
 
-def follow_of(kl: KLSection) -> FollowKeys:
+def follow_section(kl: KLSection) -> FollowKeys:
     """Returns the feature's keys of the KL's section."""
     assert isinstance(kl, FollowKeys)
     return kl
@@ -39,7 +39,7 @@ _FOLLOWS = On("algorithm.kl.reference_update_rate")
 FEATURE = Feature(
     name="following_reference",
     keys={"algorithm.kl": FollowKeys},
-    moves_reference=lambda config: follow_of(config.algorithm.kl).reference_update_rate is not None,
+    moves_reference=lambda config: follow_section(config.algorithm.kl).reference_update_rate is not None,
     rules=(
         Excludes(one=_FOLLOWS, other=(On("roles.reference", "separate"), On("kind.samples", True, "job"),
                  On("needs_reference", True, "job")),
@@ -55,7 +55,7 @@ FEATURE = Feature(
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> Following | None:
     """Returns the hooks that move the reference; None for a run with a frozen reference."""
-    kl = follow_of(config.algorithm.kl)
+    kl = follow_section(config.algorithm.kl)
     if not config.reference_moves or kl.reference_update_rate is None:
         return None
     return Following(policy=roles.policy, rate=kl.reference_update_rate, every=kl.reference_update_every)

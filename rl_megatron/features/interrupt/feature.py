@@ -43,7 +43,7 @@ class InterruptKeys(Section):
     interrupt: InterruptSection = InterruptSection()
 
 
-def interrupt_of(rollout: RolloutSection) -> InterruptSection:
+def interrupt_section(rollout: RolloutSection) -> InterruptSection:
     """Returns the feature's keys of the section of sampling."""
     assert isinstance(rollout, InterruptKeys)
     return rollout.interrupt
@@ -57,7 +57,7 @@ _TWO = "a completion that was interrupted is two turns already"
 
 def _problems(c: RunConfig) -> Iterator[str]:
     """Yields an error for places that no completion reaches."""
-    section, most = interrupt_of(c.rollout), c.rollout.max_new_tokens
+    section, most = interrupt_section(c.rollout), c.rollout.max_new_tokens
     first, last = section.between(most)
     if section.earliest and not first <= last < max(most, 2):
         yield (

@@ -22,7 +22,7 @@ from rl_megatron.columns import TokenIds
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import task_group
 from rl_megatron.feature import Generate, SamplerHooks, StepHooks
-from rl_megatron.features.interrupt.feature import InterruptSection, interrupt_of
+from rl_megatron.features.interrupt.feature import InterruptSection, interrupt_section
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Row
 from rl_megatron.seeds import text_seed
@@ -39,7 +39,7 @@ THINKING_ENDS = "</think>"
 
 def make_step_hooks(config: RunConfig, roles: RunComponents) -> Interrupted | None:
     """Returns the hooks that count interrupted completions; None without ``rollout.interrupt.earliest``."""
-    return Interrupted() if interrupt_of(config.rollout).earliest else None
+    return Interrupted() if interrupt_section(config.rollout).earliest else None
 
 
 class Interrupted(StepHooks):
@@ -53,7 +53,7 @@ class Interrupted(StepHooks):
 
 def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ThinkingBudget | None:
     """Returns the hooks of ``rollout.interrupt``; None without ``earliest``. Warns of a text that does not fit."""
-    section, most = interrupt_of(config.rollout), config.rollout.max_new_tokens
+    section, most = interrupt_section(config.rollout), config.rollout.max_new_tokens
     if not section.earliest:
         return None
     text, ends = (encode_text(tokenizer, one) for one in (section.text, THINKING_ENDS))
@@ -72,7 +72,7 @@ def make_sampler_hooks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
 class ThinkingBudget(SamplerHooks):
     """The text's tokens, and the time to insert them; ``decode`` is without special tokens.
 
-    ``_behind``, ``_whole`` and ``_in_turns`` decode texts that may be long, in a thread.
+    ``_continuation``, ``_whole`` and ``_split_turns`` decode texts that may be long, in a thread.
     """
 
     section: InterruptSection
@@ -90,8 +90,8 @@ class ThinkingBudget(SamplerHooks):
         is_behind = request.partial is not None and len(request.partial.token_ids) > place
         first = await generate(request if is_behind else before)
 
-        async def gone_on(number: int, sampled: Completion) -> Completion:
-            rest = await asyncio.to_thread(self._behind, request, place, sampled, number)
+        async def continued(number: int, sampled: Completion) -> Completion:
+            rest = await asyncio.to_thread(self._continuation, request, place, sampled, number)
             if rest is None:
                 return sampled
             keep(sampled)  # a checkpoint holds this part of it
@@ -99,7 +99,7 @@ class ThinkingBudget(SamplerHooks):
             return await asyncio.to_thread(self._whole, sampled, more)
 
         async with task_group() as tasks:
-            running = [tasks.create_task(gone_on(*one)) for one in enumerate(first)]
+            running = [tasks.create_task(continued(*one)) for one in enumerate(first)]
         return tuple(task.result() for task in running)
 
     @override
@@ -107,7 +107,7 @@ class ThinkingBudget(SamplerHooks):
         self, request: GenerationRequest, group: RolloutGroup, completions: Sequence[Completion]
     ) -> RolloutGroup:
         place = self._place(request)
-        return group if place is None else await asyncio.to_thread(self._in_turns, group, completions, place)
+        return group if place is None else await asyncio.to_thread(self._split_turns, group, completions, place)
 
     def _place(self, request: GenerationRequest) -> int | None:
         """Returns the number of sampled tokens before the text, one for a group. None if no token would follow it, or
@@ -119,7 +119,7 @@ class ThinkingBudget(SamplerHooks):
         fits = at + len(self.token_ids) < most
         return at if fits and request.exact_logprobs else None
 
-    def _behind(
+    def _continuation(
         self, request: GenerationRequest, place: int, completion: Completion, number: int
     ) -> GenerationRequest | None:
         """Returns the request that continues the completion ``number`` of its group, at most as long in all; None if it
@@ -158,12 +158,12 @@ class ThinkingBudget(SamplerHooks):
             spans=(*completion.spans, *behind),
         )
 
-    def _in_turns(self, group: RolloutGroup, completions: Sequence[Completion], place: int) -> RolloutGroup:
+    def _split_turns(self, group: RolloutGroup, completions: Sequence[Completion], place: int) -> RolloutGroup:
         """Returns the group with two turns of each interrupted completion, the text between them."""
         parts = zip(group.trajectories, completions, strict=True)
-        return replace(group, trajectories=tuple(self._apart(one, completion, place) for one, completion in parts))
+        return replace(group, trajectories=tuple(self._split(one, completion, place) for one, completion in parts))
 
-    def _apart(self, trajectory: Trajectory, completion: Completion, place: int) -> Trajectory:
+    def _split(self, trajectory: Trajectory, completion: Completion, place: int) -> Trajectory:
         behind = place + len(self.token_ids)
         text, said = completion.token_ids[place:behind], completion.logprobs[place:behind]
         if len(completion.token_ids) <= behind or not np.array_equal(text, self.token_ids) or said.any():

@@ -76,13 +76,13 @@ class AdapterSlots:
         return "adapters"
 
 
-def lora_of(learner: LearnerSection) -> LoraSection:
+def lora_section(learner: LearnerSection) -> LoraSection:
     """Returns the feature's keys of the learner's section."""
     assert isinstance(learner, LoraKeys)
     return learner.lora
 
 
-def places_of(config: RunConfig) -> AdapterSlots | None:
+def make_adapter_slots(config: RunConfig) -> AdapterSlots | None:
     """Returns the servers' slots for ``weights.push=adapters``; None without it.
 
     Completions to train on name one of ``train.max_staleness`` versions, and new requests name the newest.
@@ -91,13 +91,13 @@ def places_of(config: RunConfig) -> AdapterSlots | None:
     assert isinstance(weights, PushKeys)
     if weights.push != "adapters":
         return None
-    return AdapterSlots(max_versions=config.train.max_staleness + _SPARE, lora=lora_of(config.learner))
+    return AdapterSlots(max_versions=config.train.max_staleness + _SPARE, lora=lora_section(config.learner))
 
 
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
     """Yields errors: keys without effect, experts of one tensor a layer, and options that need gradients of the whole
     model or the same weights in each pass."""
-    lora = lora_of(learner)
+    lora = lora_section(learner)
     if lora.rank is None:
         if changed := lora.model_dump(exclude_defaults=True):
             key = min(changed)
@@ -141,7 +141,7 @@ def _lacking(shape: ModelShape) -> Mapping[Adaptable, str]:
 
 def _memory(learner: LearnerSection, _shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
     """Adds the bytes of the merged weights of a layer, and their gradient."""
-    if lora_of(learner).rank is None or not rank.layers:
+    if lora_section(learner).rank is None or not rank.layers:
         return terms
     return {**terms, "merged weights": _MERGED * (rank.matrices.both / len(rank.layers)) * BYTES[learner.dtype]}
 
@@ -178,7 +178,7 @@ _RULES: Sequence[Rule] = (
 
 FEATURE = Feature(
     name="lora",
-    active=lambda learner: lora_of(learner).rank is not None,
+    active=lambda learner: lora_section(learner).rank is not None,
     keys={"learner": LoraKeys, "weights": PushKeys},
     may_change=frozenset({"weights.push"}),
     rules=_RULES,
@@ -186,17 +186,17 @@ FEATURE = Feature(
     problems=_problems,
     memory=_memory,
     changes={"merged weights": "raise learner.tp, learner.ep or learner.etp"},
-    adapters="rl_megatron.features.lora.rows:layouts_of",
+    adapters="rl_megatron.features.lora.rows:adapter_row_layouts",
     serving=Serving(
         key="weights.push",
-        given=places_of,
+        given=make_adapter_slots,
         engines={
             "vllm": "rl_megatron.features.lora.engines:VLLMAdapters",
             "sglang": "rl_megatron.features.lora.engines:SGLangAdapters",
         },
     ),
     pushes=Pushes(
-        asked=lambda config: places_of(config) is not None,
+        is_used=lambda config: make_adapter_slots(config) is not None,
         sync="rl_megatron.features.lora.push:AdapterSync",
         ends="rl_megatron.features.lora.push:adapter_ends",
     ),

@@ -15,7 +15,7 @@ from rl_megatron.features.lora.feature import LoraSection
 from rl_megatron.features.lora.rows import WITH_EXPERTS, LoraLayouts
 from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.checkpoints.convert import options_of
+from rl_megatron.weights.checkpoints.convert import convert_options
 from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
 from rl_megatron.weights.checkpoints.megatron import copies_between, is_megatron
 from rl_megatron.weights.checkpoints.streaming import Copy, Files, OnProgress, Share, Sink, write_files
@@ -52,7 +52,7 @@ def stored_lora(folder: Path) -> HeldLora | None:
 def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[dict[str, Copy], Files]:
     """Returns a checkpoint's adapters by peft's names, without its prefix. Raises as `megatron_copies`."""
     ranks = megatron_layout(shape)
-    hf = LoraLayouts(lora).in_files(ranks, hf_layout(shape))
+    hf = LoraLayouts(lora).file_layout(ranks, hf_layout(shape))
     tensors, files = copies_between(source, hf, LoraLayouts(lora).on_ranks(ranks))
     return {tensor.name: tensor for tensor in tensors}, files
 
@@ -95,7 +95,7 @@ def adapters_to_peft(
         write_atomically(folder / "adapter_config.json", told.encode())
 
     sink = Sink(name="adapter_model.safetensors", tensors=named, write=write_safetensors)
-    options = options_of(config, family, None, 0)
+    options = convert_options(config, family, None, 0)
     return write_files(
         source, out, [sink], files, on_progress, finish, companion=config, options=options, share=share or Share()
     )

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.feature import Built, ChunkAdapters, LearnerHooks
-from rl_megatron.features.lora.feature import LoraSection, lora_of
+from rl_megatron.features.lora.feature import LoraSection, lora_section
 from rl_megatron.features.lora.files import raise_other_base, stored_lora, write_lora
 from rl_megatron.features.lora.merging import base_digest
 from rl_megatron.features.lora.rows import AdaptedRow, adapted_rows, adapter_name
@@ -39,7 +39,7 @@ _EXPERTS = ".experts."
 
 def make_hooks(built: Built) -> LoraHooks:
     """Returns the hooks that record and check the model of the run's checkpoints of adapters. Every rank calls it."""
-    return LoraHooks(lora_of(built.learner))
+    return LoraHooks(lora_section(built.learner))
 
 
 class LoraHooks(LearnerHooks):
@@ -68,7 +68,7 @@ class LoraHooks(LearnerHooks):
 
 def add_adapters(shape: ModelShape, learner: LearnerSection, models: Sequence[GPTModel]) -> None:
     """Freezes the chunks of this rank's policy, and gives each its adapters, with undefined values."""
-    layout, lora = megatron_layout(shape, learner.dims, stages=learner.stages), lora_of(learner)
+    layout, lora = megatron_layout(shape, learner.dims, stages=learner.stages), lora_section(learner)
     at = coordinates(layout.dims, dist.get_rank())
     rows: dict[str, AdaptedRow] = {}
     for one in adapted_rows(layout.rows(), layout.shape, lora):

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.digests import digest_of
+from rl_megatron.digests import digest_bytes
 from rl_megatron.errors import ConfigError
 from rl_megatron.features.lora.files import adapter_copies, raise_other_base, stored_lora
 from rl_megatron.features.lora.rows import hf_adapter_name
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.bytes.bits import cast_checked, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, in_dtype, options_of, write_hf
+from rl_megatron.weights.checkpoints.convert import cast_copies, convert_options, converted_shape, hf_tensors, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
 from rl_megatron.weights.checkpoints.safetensors_io import STD, RandomWeights
 from rl_megatron.weights.checkpoints.streaming import Copy, OnProgress, Share, Sliceable, fingerprint
@@ -60,7 +60,7 @@ def base_digest(folder: Path, family: str | None = None) -> str:
             block = next(tensors[name].blocks(lambda _: None, multiple=1)).reshape(-1)[:_SAMPLED]
             numbers = to_tensor(block, tensors[name].dtype).to(torch.bfloat16)
             sampled.append(name.encode() + numbers.view(torch.uint8).numpy().tobytes())
-    return digest_of(b"".join(sampled)).xxh3_128
+    return digest_bytes(b"".join(sampled)).xxh3_128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +112,10 @@ def merge_adapters(
     adapters, own_files = adapter_copies(source, read_shape(base, family), lora)
     stored, files = hf_copies(base, shape, dtype)
     tensors = []
-    for tensor in in_dtype(stored, dtype, hf_layout(shape)):
+    for tensor in cast_copies(stored, dtype, hf_layout(shape)):
         if (a := adapters.get(hf_adapter_name(tensor.name, "A"))) is not None:
             b, scale = adapters[hf_adapter_name(tensor.name, "B")], lora.alpha / a.shape[0]
-            tensor = tensor.read_by(partial(_merged, tensor, a, b, scale))
+            tensor = tensor.mapped(partial(_merged, tensor, a, b, scale))
         tensors.append(tensor)
     return write_hf(
         base,
@@ -124,7 +124,7 @@ def merge_adapters(
         files | own_files,
         companion=base,
         config=config_text(base, {str(dtype)} if dtype else set(), drafts=shape.num_draft_layers),
-        options=options_of(base, family, dtype, shard_bytes) | {"adapters": fingerprint(source)},
+        options=convert_options(base, family, dtype, shard_bytes) | {"adapters": fingerprint(source)},
         shard_bytes=shard_bytes,
         on_progress=on_progress,
         share=share or Share(),

@@ -26,7 +26,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.errors import AllReplicasLost, SyncError
 from rl_megatron.features.lora.engines import HeldAdapters
-from rl_megatron.features.lora.feature import lora_of, places_of
+from rl_megatron.features.lora.feature import lora_section, make_adapter_slots
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.files import add_path_to_errors, publish_folder, remove_folder
 from rl_megatron.observability import timeline
@@ -54,7 +54,7 @@ def adapters_folder(mirror: Path, name: str) -> Path:
 class AdapterRanks(Protocol):
     """The learner's ranks, which write folders of adapters; their other calls are about the model itself."""
 
-    async def push_beside(self, version: int, *given: object) -> WeightUpdate:
+    async def push_extra(self, version: int, *given: object) -> WeightUpdate:
         """Writes the adapters, after `AdapterFolders.announce` is called with ``given``. Raises as a push."""
         ...
 
@@ -95,7 +95,7 @@ class AdapterSync(ServedSync):
         nodes: int = 1,
     ) -> None:
         """``run`` is the first part of all names. ``nodes``: number of a server's nodes; each reads the folder."""
-        places = places_of(config)
+        places = make_adapter_slots(config)
         assert places is not None
         self.servers, self._weights = AdapterVersions(engine, run=run, count=places.max_versions), engine.weights
         self._learner, self._delivery, self._file = learner, delivery, file
@@ -113,7 +113,7 @@ class AdapterSync(ServedSync):
                 async with self._lock:
                     with timeline.during(timeline.PUSHES, "write"):
                         keep = tuple(one.name for one in self.servers.held)
-                        written = await self._learner.push_beside(version, adapters.name, keep)
+                        written = await self._learner.push_extra(version, adapters.name, keep)
                 update = await self._served(adapters, written)
         except BaseException:
             self._weights.refuse()
@@ -246,10 +246,10 @@ class AdapterVersions:
         name = f"{self._run}-v{version}" + (f".{again}" if again else "")
         return NamedVersion(name, version, self._hooks.field)
 
-    def _of(self, begun: Completion | None) -> NamedVersion:
+    def _of(self, partial: Completion | None) -> NamedVersion:
         newest_first = self.held[::-1]
-        if begun is not None:
-            return next((one for one in newest_first if one.version == begun.spans[-1].version), newest_first[0])
+        if partial is not None:
+            return next((one for one in newest_first if one.version == partial.spans[-1].version), newest_first[0])
         return newest_first[0]
 
     async def make_room(self) -> None:
@@ -349,8 +349,8 @@ def adapter_ends(
 
     One of ``writers`` writes the folder next to each file at ``mirror``. ``model`` is the folder of the model.
     """
-    layouts = LoraLayouts(lora_of(config.learner))
-    src, dst = layouts.on_ranks(learner), layouts.in_files(learner, hf)
+    layouts = LoraLayouts(lora_section(config.learner))
+    src, dst = layouts.on_ranks(learner), layouts.file_layout(learner, hf)
     folders = None
     if any(rank in group for group in writers):
         dtype = getattr(torch, config.learner.dtype)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.feature import AdapterLayouts
-from rl_megatron.features.lora.feature import Adaptable, LoraSection, lora_of
+from rl_megatron.features.lora.feature import Adaptable, LoraSection, lora_section
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.layout import Band, Layout, ParamSpec, Piece, one
@@ -77,7 +77,7 @@ class LoraLayouts(AdapterLayouts):
         return replace(learner, table=[row for one in found for row in (one.a, one.b)])
 
     @override
-    def in_files(self, learner: Layout, hf: Layout) -> Layout:
+    def file_layout(self, learner: Layout, hf: Layout) -> Layout:
         ranks = self.ranks(learner)
         found = [
             _adapted(spec, hf.shape, ranks[name], hf_adapter_name)
@@ -120,9 +120,9 @@ class LoraLayouts(AdapterLayouts):
         }
 
 
-def layouts_of(learner: LearnerSection) -> LoraLayouts:
+def adapter_row_layouts(learner: LearnerSection) -> LoraLayouts:
     """Returns the layouts of the adapters of a learner that has some."""
-    return LoraLayouts(lora_of(learner))
+    return LoraLayouts(lora_section(learner))
 
 
 def adapted_rows(table: Sequence[ParamSpec], shape: ModelShape, lora: LoraSection) -> Iterator[AdaptedRow]:
@@ -153,7 +153,7 @@ def _adapted(spec: ParamSpec, shape: ModelShape, rank: int, named: Callable[[str
             for band in spec.bands(m, degree)
         )
 
-    def of_rank(_m: ModelShape) -> tuple[int]:
+    def rank_size(_m: ModelShape) -> tuple[int]:
         return (rank,)
 
     by_rows = spec.dim == 0
@@ -161,10 +161,10 @@ def _adapted(spec: ParamSpec, shape: ModelShape, rank: int, named: Callable[[str
     a, b = (replace(spec, name=named(spec.name, which), padded=False) for which in "AB")
     if by_rows:
         a = replace(a, bands=whole("A", lambda _: rank), axis=None, unit=one)
-        b = replace(b, bands=cut("B"), other_axes=of_rank)
+        b = replace(b, bands=cut("B"), other_axes=rank_size)
     else:
-        a = replace(a, bands=cut("A"), other_axes=of_rank)
+        a = replace(a, bands=cut("A"), other_axes=rank_size)
         b = replace(
-            b, bands=whole("B", lambda m: spec.other_axes(m)[0]), other_axes=of_rank, dim=0, axis=None, unit=one
+            b, bands=whole("B", lambda m: spec.other_axes(m)[0]), other_axes=rank_size, dim=0, axis=None, unit=one
         )
     return AdaptedRow(base=spec, a=a, b=b, parts=parts, rank=rank)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from rl_megatron.learner.keywords import NEWTON_SCHULZ_STEPS
 from rl_megatron.learner.model.experts import BatchedExperts, FusedExperts
-from rl_megatron.learner.parameters import by_decay
+from rl_megatron.learner.parameters import group_by_decay
 
 _CUT_BY: Mapping[str, int | None] = {  # modules; TransformerEngine also marks weights as cut that are whole
     "linear_qkv": 0,
@@ -84,7 +84,7 @@ def _halves(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.chunk(2)
 
 
-def _by_group(sizes: Sequence[int], tensor: Tensor) -> Sequence[Tensor]:
+def _split_groups(sizes: Sequence[int], tensor: Tensor) -> Sequence[Tensor]:
     """Returns [groups, rows, h] for each of ``sizes``, of [groups * sum(sizes), h] with a group's rows together."""
     parts: Sequence[Tensor] = tensor.unflatten(0, (-1, sum(sizes))).split(list(sizes), 1)
     return parts
@@ -135,11 +135,11 @@ def _parts(kind: str, config: Any) -> Callable[[Tensor], Sequence[Tensor]]:
         each = config.kv_channels
         queries = config.num_attention_heads // config.num_query_groups * each
         gates = (queries,) if config.attention_output_gate else ()
-        return partial(_by_group, (queries, *gates, each, each))
+        return partial(_split_groups, (queries, *gates, each, each))
     if kind == "in_proj":
         m = config.shape.delta
         values = m.ratio * m.value_dim
-        return partial(_by_group, (m.key_dim, m.key_dim, values, values, m.ratio, m.ratio))
+        return partial(_split_groups, (m.key_dim, m.key_dim, values, values, m.ratio, m.ratio))
     return _one
 
 
@@ -250,7 +250,9 @@ class LayerWise(ChainedOptimizer):
         matrices = {p: m for p, m in found if m is not None and id(p) in mine}
         others = [p for p in self._stepped if p not in matrices]
         world = parallel_state.get_intra_distributed_optimizer_instance_group()
-        adam = _get_megatron_optimizer_based_on_param_groups(config, list(chunks), by_decay(config, chunks, others))
+        adam = _get_megatron_optimizer_based_on_param_groups(
+            config, list(chunks), group_by_decay(config, chunks, others)
+        )
         super().__init__([_muon(config, matrices), adam])
         for part in self.chained_optimizers:
             part.grad_stats_parallel_group = world  # each gradient is on one rank of it

@@ -42,7 +42,7 @@ class OverlapKeys(Section):
     overlap: OverlapSection = OverlapSection()
 
 
-def overlap_of(learner: LearnerSection) -> OverlapSection:
+def overlap_section(learner: LearnerSection) -> OverlapSection:
     """Returns the feature's keys of the learner's section."""
     assert isinstance(learner, OverlapKeys)
     return learner.overlap
@@ -51,7 +51,7 @@ def overlap_of(learner: LearnerSection) -> OverlapSection:
 def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
     """Yields an error if there is nothing to reduce."""
     d = learner.dims
-    if overlap_of(learner).gradients and d.dp * d.cp == 1 and d.tp == d.ep * d.etp:
+    if overlap_section(learner).gradients and d.dp * d.cp == 1 and d.tp == d.ep * d.etp:
         yield (
             "learner.overlap.gradients=true: each rank has parameters of its own, so there is nothing to reduce; "
             "leave it out, or raise learner.dp"
@@ -59,7 +59,7 @@ def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str
 
 
 def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
-    overlap = overlap_of(learner)
+    overlap = overlap_section(learner)
     gathers = {"overlap_param_gather": True} if overlap.parameters else {}
     return Keywords(
         model={"moe_shared_expert_overlap": True} if overlap.shared_experts else {},
@@ -71,14 +71,14 @@ def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
 def _memory(learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
     """Adds the bytes of a float32 head: zeros of its size announce the weight's gradient to autograd. The hidden states
     and their gradient are there too."""
-    if not overlap_of(learner).gradients or learner.head_dtype is None or not terms["logits"]:
+    if not overlap_section(learner).gradients or learner.head_dtype is None or not terms["logits"]:
         return terms
     rows = 2 * rank.tokens + shape.vocab_size / learner.tp
     return {**terms, "logits": max(terms["logits"], rows * shape.hidden_size * BYTES[learner.dtype])}
 
 
 def _work(learner: LearnerSection, shape: ModelShape, length: float) -> Mapping[str, Any]:
-    overlap = overlap_of(learner)
+    overlap = overlap_section(learner)
     return {"sync_hidden": overlap.gradients and overlap.parameters}
 
 
@@ -150,7 +150,7 @@ _RULES = (
 
 FEATURE = Feature(
     name="overlap",
-    active=lambda learner: overlap_of(learner).gradients,
+    active=lambda learner: overlap_section(learner).gradients,
     keys={"learner": OverlapKeys},
     may_change=frozenset({"learner.overlap"}),
     rules=_RULES,

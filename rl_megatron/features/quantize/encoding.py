@@ -56,7 +56,7 @@ class Blocks:
         edges = self.edges(shape)
         return tuple((low // edge, -(-high // edge)) for (low, high), edge in zip(box, edges, strict=True))
 
-    def begun(self, box: Box, shape: Shape) -> Box:
+    def owned_blocks(self, box: Box, shape: Shape) -> Box:
         """Returns the blocks with their first element in a box. Boxes that tile a matrix thus tile its scales."""
         edges = self.edges(shape)
         return tuple((-(-low // edge), -(-high // edge)) for (low, high), edge in zip(box, edges, strict=True))
@@ -143,7 +143,7 @@ class ScaledLayout(Layout):
         """Yields weights with a block in several boxes, and their grids of blocks; the same on all ranks."""
         for spec in self.scale_rows.values():
             slices = [one for chunk in self.base.chunks(spec) for one in chunk if one.hf in self.shapes]
-            cut = dict.fromkeys(one.hf for one in slices if self._touched(one) != self._begun(one))
+            cut = dict.fromkeys(one.hf for one in slices if self._touched(one) != self._owned_blocks(one))
             for layer in self.base.layer_stages(spec):
                 for expert in range(self.shape.num_experts if "{expert}" in spec.name else 1):
                     for hf in cut:
@@ -152,15 +152,15 @@ class ScaledLayout(Layout):
     def _touched(self, one: Slice) -> Box:
         return self.blocks.touched(one.hf_box, self.shapes[one.hf])
 
-    def _begun(self, one: Slice) -> Box:
-        return self.blocks.begun(one.hf_box, self.shapes[one.hf])
+    def _owned_blocks(self, one: Slice) -> Box:
+        return self.blocks.owned_blocks(one.hf_box, self.shapes[one.hf])
 
     def _scales(self, one: Slice) -> Slice | None:
         """Returns the scales of the blocks that begin in a box; None if none do, or its tensor has no scales."""
-        if one.hf not in self.shapes or any(low == high for low, high in self._begun(one)):
+        if one.hf not in self.shapes or any(low == high for low, high in self._owned_blocks(one)):
             return None
         grid, name = self.blocks.grid(self.shapes[one.hf]), one.hf + self.blocks.suffix
-        return Slice(hf=name, hf_box=self._begun(one), param=name, shape=grid, box=self._begun(one))
+        return Slice(hf=name, hf_box=self._owned_blocks(one), param=name, shape=grid, box=self._owned_blocks(one))
 
     def _problems(self) -> Iterator[str]:
         return iter(())
@@ -197,7 +197,7 @@ def _blocked(shapes: Mapping[str, Shape]) -> dict[str, Any]:
     return quantization_config([*shapes.items(), *beside])
 
 
-def _by_channel(shapes: Mapping[str, Shape]) -> dict[str, Any]:
+def _channel_config(shapes: Mapping[str, Shape]) -> dict[str, Any]:
     number = {"num_bits": 8, "type": "int", "symmetric": True}
     matrices = [name for name, shape in shapes.items() if len(shape) == 2 and not is_quantized(name, shape)]
     return {
@@ -239,7 +239,7 @@ class Quantization(Encoding):
 
     @override
     def config(self, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-        return {"fp8": _blocked, "int8": _by_channel}[self.kind](shapes)
+        return {"fp8": _blocked, "int8": _channel_config}[self.kind](shapes)
 
     @override
     def layout(self, layout: Layout, hf: Layout) -> Layout:
@@ -256,8 +256,8 @@ class Quantization(Encoding):
 
     @override
     def encoder(self, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> Encoder:
-        made: Encoder = load_side(f"{_ROOM}.formats:Quantizer")(self._numbers(), layout, rank, tensors)
-        return made
+        encoder: Encoder = load_side(f"{_ROOM}.formats:Quantizer")(self._numbers(), layout, rank, tensors)
+        return encoder
 
     def _numbers(self) -> Any:
         return load_side(f"{_ROOM}.formats:FORMATS")[self.kind]

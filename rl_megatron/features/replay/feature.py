@@ -32,23 +32,23 @@ class ReplayKeys(Section):
     policy."""
 
 
-def of_algorithm(section: AlgorithmSection) -> Replay:
+def replay_source(section: AlgorithmSection) -> Replay:
     """Returns the source of the experts in the passes of an update."""
     assert isinstance(section, ReplayKeys)
     return section.routing_replay
 
 
 def _asks(config: RunConfig) -> str | None:
-    return "algorithm.routing_replay=r3" if of_algorithm(config.algorithm) == "r3" else None
+    return "algorithm.routing_replay=r3" if replay_source(config.algorithm) == "r3" else None
 
 
 def _wants(config: RunConfig) -> frozenset[Want]:
-    return frozenset({"logprobs", "routes"}) if of_algorithm(config.algorithm) == "r2" else frozenset()
+    return frozenset({"logprobs", "routes"}) if replay_source(config.algorithm) == "r2" else frozenset()
 
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> Replayed | None:
     """Returns the hooks of r2. None without replay, and for r3: samples already have the engine's routes."""
-    return Replayed() if of_algorithm(config.algorithm) == "r2" else None
+    return Replayed() if replay_source(config.algorithm) == "r2" else None
 
 
 class Replayed(StepHooks):
@@ -61,7 +61,7 @@ class Replayed(StepHooks):
 
 
 _REPLAYS = On("algorithm.routing_replay", Not("off"))
-_ROUTES = On("asked_columns.routes", SET, TEXT)
+_ROUTES = On("required_columns.routes", SET, TEXT)
 _LEAVE_OUT = "leave one of them out"
 # fmt: off
 _RULES: Sequence[Rule] = (
@@ -104,7 +104,7 @@ FEATURE = Feature(
     asks={"routes": _asks},
     wants=_wants,
     serving=Serving(
-        given=lambda config: config.asked_columns.get("routes"),
+        given=lambda config: config.required_columns.get("routes"),
         engines={
             "vllm": "rl_megatron.features.replay.engines:VLLMRoutes",
             "sglang": "rl_megatron.features.replay.engines:SGLangRoutes",

@@ -37,14 +37,14 @@ class BalanceKeys(Section):
         return {kind: coefficient for kind in _LOSSES if (coefficient := getattr(self, kind))}
 
 
-def of_router(learner: LearnerSection) -> BalanceKeys:
+def router_section(learner: LearnerSection) -> BalanceKeys:
     """Returns the feature's keys of the learner's section."""
     assert isinstance(learner.router, BalanceKeys)
     return learner.router
 
 
 def _active(learner: LearnerSection) -> bool:
-    keys = of_router(learner)
+    keys = router_section(learner)
     return bool(keys.losses or keys.bias_update_rate)
 
 

@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.feature import Built, LearnerHooks
-from rl_megatron.features.router_balance.feature import BalanceKeys, of_router
+from rl_megatron.features.router_balance.feature import BalanceKeys, router_section
 from rl_megatron.learner.packed import PackedMicroBatch, local_tokens
 from rl_megatron.types import Metric
 
@@ -118,7 +118,7 @@ class Balance(LearnerHooks):
     """The balance of this rank's routers."""
 
     def __init__(self, built: Built) -> None:
-        section = of_router(built.learner)
+        section = router_section(built.learner)
         self._device = built.device
         self._kinds, self._rate = tuple(section.losses), section.bias_update_rate
         self._layers = len(built.shape.moe_layers)

@@ -22,7 +22,7 @@ class RouteFlipsKeys(Section):
     (``ratio/outside``). Takes one more pass over the batch."""
 
 
-def of_train(section: TrainSection) -> bool:
+def counts_flips(section: TrainSection) -> bool:
     """True if each step counts route flips."""
     assert isinstance(section, RouteFlipsKeys)
     return section.route_flips
@@ -31,15 +31,15 @@ def of_train(section: TrainSection) -> bool:
 _KEY = "train.route_flips=true"
 
 
-def alone(config: RunConfig) -> bool:
+def is_only_reader(config: RunConfig) -> bool:
     """True if only this feature requests routes from engines, so that no model reads them."""
-    return config.asked_columns.get("routes") == _KEY
+    return config.required_columns.get("routes") == _KEY
 
 
 def _wants(config: RunConfig) -> frozenset[Want]:
-    if not of_train(config.train):
+    if not counts_flips(config.train):
         return frozenset()
-    return frozenset({"logprobs", "routes"}) if alone(config) else frozenset({"logprobs"})
+    return frozenset({"logprobs", "routes"}) if is_only_reader(config) else frozenset({"logprobs"})
 
 
 _FLIPS = On("train.route_flips", True)
@@ -52,7 +52,7 @@ FEATURE = Feature(
         Excludes(one=_FLIPS, other=On("shape.num_experts", 0, shown="shape.family"), where="shape",
                  why="it has no experts, so there is no routing", fix="leave it out"),
     ),
-    asks={"routes": lambda config: _KEY if of_train(config.train) else None},
+    asks={"routes": lambda config: _KEY if counts_flips(config.train) else None},
     wants=_wants,
     step="rl_megatron.features.router_study.step:make_hooks",
     metrics=(

@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.samples import dense_column, without_columns
+from rl_megatron.data.samples import dense_column, drop_columns
 from rl_megatron.feature import Ask, StepHooks
-from rl_megatron.features.router_study.feature import alone, of_train
+from rl_megatron.features.router_study.feature import counts_flips, is_only_reader
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.scores import LOGPROBS, ScoredSamples
@@ -28,17 +28,17 @@ MAX_COUNTED_POSITIONS = 65_536
 
 def make_hooks(config: RunConfig, roles: RunComponents) -> RouteFlips | None:
     """Returns the hooks that count a run's flips; None without ``train.route_flips``."""
-    return RouteFlips(alone=alone(config)) if of_train(config.train) else None
+    return RouteFlips(is_only_reader=is_only_reader(config)) if counts_flips(config.train) else None
 
 
 class RouteFlips(StepHooks):
     """Compares the routes of the engine, of the policy before an update and of the one after it.
 
-    ``alone``: no model reads the engine's routes. With replay no route flips: passes take the update's routes.
+    ``is_only_reader``: no model reads the engine's routes. With replay no route flips: passes take the update's routes.
     """
 
-    def __init__(self, *, alone: bool) -> None:
-        self._alone = alone
+    def __init__(self, *, is_only_reader: bool) -> None:
+        self._alone = is_only_reader
         self._engine: Tensor | None = None  # [N, L, k] of a step's batch
 
     @override
@@ -46,7 +46,7 @@ class RouteFlips(StepHooks):
         if not self._alone:
             return samples
         self._engine = dense_column(samples.extra, "routes")
-        return without_columns(samples, ["routes"])
+        return drop_columns(samples, ["routes"])
 
     @override
     def described(self, found: ScoredSamples) -> Row:

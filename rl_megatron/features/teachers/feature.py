@@ -47,10 +47,10 @@ def _problems(c: RunConfig) -> Iterator[str]:
                 "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
             )
     for name, one in teachers_with_prompt(c).items():
-        yield from _of_own_prompt(c, name, one)
+        yield from _own_prompt_problems(c, name, one)
 
 
-def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str]:
+def _own_prompt_problems(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str]:
     """Yields a line for each reason why a teacher cannot read the samples after its own prompt."""
     from rl_megatron.config.beside import longest_scored_row
 

@@ -92,7 +92,7 @@ class ServedTeacher(FrozenModel):
             "logprobs": {one: logprobs for one, (logprobs, _) in said.items()},
             "top": {one: named for one, (_, named) in said.items()},
         }
-        return {name: _in_micro_batches(batch, of_sequences[name]) for name in want}
+        return {name: _scatter_scores(batch, of_sequences[name]) for name in want}
 
     async def _judged(self, samples: Samples, one: int, top: int) -> tuple[Tensor, Tensor]:
         """Returns log-probs [L - 1] and the most probable tokens [L - 1, 2, k] of a sequence of the samples."""
@@ -123,7 +123,7 @@ class ServedTeacher(FrozenModel):
         """Does nothing: servers' memory is not on a rank."""
 
 
-def _in_micro_batches(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Scores:
+def _scatter_scores(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Scores:
     like = next(iter(of_sequences.values()))
     nothing = like.new_zeros((0, *like.shape[1:]))
     return [

@@ -51,7 +51,7 @@ class Teachers(StepHooks):
                 longest = longest_scored_row(self.config, role)[1]
                 model = role if role in self.models else itself
                 asked.append(Judge(role=role, model=model, part=part, read=read, longest=longest))
-        return Judges(asked=asked, columns=partial(merge_teacher_logprobs, asked, weights, samples=samples))
+        return Judges(judges=asked, columns=partial(merge_teacher_logprobs, asked, weights, samples=samples))
 
 
 def teacher_samples(
@@ -103,7 +103,7 @@ def merge_teacher_logprobs(
     the sampled tokens; other places are 0. The weighted mean's k1 is the weighted sum of the teachers'.
     """
 
-    def said(one: Judge, what: Want) -> Tensor:
+    def describe(one: Judge, what: Want) -> Tensor:
         column = found[one.role, what]
         if one.read is None:
             return column
@@ -118,8 +118,8 @@ def merge_teacher_logprobs(
     total, lengths = of_sequences.sum(0), samples.cu_seqlens.diff()
     logprobs = torch.zeros(len(samples.targets), dtype=torch.float64)
     for row, one in zip(of_sequences, judges, strict=True):
-        logprobs += (row / total).repeat_interleave(lengths) * said(one, "logprobs")
+        logprobs += (row / total).repeat_interleave(lengths) * describe(one, "logprobs")
     columns = {"ref_logprobs": logprobs.float()}
-    if top := [said(one, "top") for one in judges if (one.role, "top") in found]:
+    if top := [describe(one, "top") for one in judges if (one.role, "top") in found]:
         columns["ref_top"] = torch.stack(top).sum(0)
     return columns

@@ -22,9 +22,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.learner.checkpoint.state import COMMON, inner, is_excluded, key_of, sharded_state, weights
+from rl_megatron.learner.checkpoint.state import COMMON, chunk_key, inner, is_excluded, sharded_state, weights
 from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
-from rl_megatron.learner.parameters import adapters_of, add_missing, is_adapter, keep_group_settings
+from rl_megatron.learner.parameters import add_missing, chunk_adapters, is_adapter, keep_group_settings
 from rl_megatron.weights.bytes.bits import all_numbers
 
 _PROBE_BYTES = 4 << 20
@@ -66,7 +66,7 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
 
     Raises CheckpointError, or WeightError for NaN and infinite values.
     """
-    wanted = {key_of(i, len(chunks)): weights(chunk, without) for i, chunk in enumerate(chunks)}
+    wanted = {chunk_key(i, len(chunks)): weights(chunk, without) for i, chunk in enumerate(chunks)}
     state = _read(wanted, folder, "this layout")  # one read: all layers must be asked for, and each chunk has some
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
@@ -88,11 +88,11 @@ def load(
     state = _read(sharded_state(chunks, optimizer, more=more), folder, "this layout")
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            adapters = adapters_of(inner(chunk)) is not None  # a chunk may have none
+            adapters = chunk_adapters(inner(chunk)) is not None  # a chunk may have none
             _fill(chunk, _chunk_state(state, i, chunks), f"{folder}, chunk {i}", adapters=adapters)
         with keep_group_settings(optimizer):
             optimizer.load_state_dict(
-                _in_groups(_per_chained_optimizer(state["optimizer"], optimizer, folder), optimizer)
+                _convert_groups(_per_chained_optimizer(state["optimizer"], optimizer, folder), optimizer)
             )
     copy_to_host(optimizer)
     return state
@@ -100,7 +100,7 @@ def load(
 
 def _chunk_state(state: dict[str, Any], index: int, chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """Megatron leaves out a chunk without tensors: the draft layer's, on stages before the last."""
-    found: dict[str, Any] = state.get(key_of(index, len(chunks)), {})
+    found: dict[str, Any] = state.get(chunk_key(index, len(chunks)), {})
     return found
 
 
@@ -136,7 +136,7 @@ def _per_chained_optimizer(saved: dict[Any, Any], optimizer: MegatronOptimizer, 
     return {link: {**one, **saved[link]} for link in links}
 
 
-def _in_groups(saved: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+def _convert_groups(saved: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
     """``saved`` with all groups of parameters: in older versions' checkpoints biases of experts may have none."""
     parts = inner_optimizers(optimizer)
     for link, part in enumerate(parts):

@@ -79,7 +79,7 @@ class StartedSave:
 class _Place:
     """The place of an item's values: in one of the tensors of a save, from that one's first element on."""
 
-    made: bool  # one of `GatheredState.tensors`, else of the plan's
+    is_copied: bool  # one of `GatheredState.tensors`, else of the plan's
     number: int
     offset: int
     size: torch.Size
@@ -108,7 +108,7 @@ class ShardPlan:
         held = [values(tensor) for tensor in self.live]
         writer: Any = FileSystemWriterAsync(folder, thread_count=1)
         writer.set_up_storage_writer(dist.get_rank() == 0)
-        items = [(item, place.of(gathered.tensors if place.made else held)) for item, place in self.items]
+        items = [(item, place.of(gathered.tensors if place.is_copied else held)) for item, place in self.items]
         writer.write_buckets = [(str(folder / self.name), self.name, items)] if items else []
         writer.results_queue = SimpleQueue() if items else None
         request = self.strategy._get_save_and_finalize_callbacks(writer, (writer, *self.described))
@@ -128,33 +128,33 @@ class CachedPlan:
     """The plan of a learner's saves, once one was made."""
 
     plan: ShardPlan | None = None
-    made: int = field(default=0, init=False)  # plans
-    _asked: tuple[list[tuple[object, ...]], list[Tensor]] = field(default=([], []), init=False)  # `_standing`
+    num_created: int = field(default=0, init=False)  # plans
+    _requested: tuple[list[tuple[object, ...]], list[Tensor]] = field(default=([], []), init=False)  # `_standing`
 
     def agreed(
         self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, more: Mapping[str, Any] | None
     ) -> ShardPlan | None:
         """The plan, if it still fits the state of every rank, and ``more`` sharded tensors are those that it has."""
-        self._asked = _standing(chunks, optimizer, more)  # a save that megatron plans cuts ``more`` otherwise
-        fits = self.plan is not None and self.plan.standing == self._asked[0]
+        self._requested = _standing(chunks, optimizer, more)  # a save that megatron plans cuts ``more`` otherwise
+        fits = self.plan is not None and self.plan.standing == self._requested[0]
         everywhere = torch.tensor(int(fits), device=next(inner(chunks[0]).parameters()).device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         if not everywhere.item():
             self.plan = None
         return self.plan
 
-    def learn(self, optimizer: MegatronOptimizer, strategy: Any, begun: StartedSave, live: Sequence[Live]) -> None:
+    def learn(self, optimizer: MegatronOptimizer, strategy: Any, started: StartedSave, live: Sequence[Live]) -> None:
         """Makes a plan of a save that ``strategy`` planned after `agreed` found none. There is none where items are
         objects, which may change (megatron-core 0.19 has one on some rank), or where the optimizer is not distributed.
         """
         if READS_WITHOUT_COMMON:
             return
-        found = [(name, items) for _, name, items in begun.writer.write_buckets]
+        found = [(name, items) for _, name, items in started.writer.write_buckets]
         name, items = found[0] if found else ("", [])
-        places = _places(items, live, begun.gathered)
+        places = _places(items, live, started.gathered)
         if len(distributed_parts(optimizer)) < len(inner_optimizers(optimizer)) or places is None:
             return
-        standing, kept = self._asked
+        standing, kept = self._requested
         self.plan = ShardPlan(
             name=name,
             items=[(item, place) for (item, _), place in zip(items, places, strict=True)],
@@ -164,7 +164,7 @@ class CachedPlan:
             standing=standing,
             kept=kept,
         )
-        self.made += 1
+        self.num_created += 1
 
 
 def _standing(
@@ -321,8 +321,8 @@ class ShardSave:
 
     _latest: threading.Event | None = None  # set once this process's last save has gathered: all ranks' in one order
 
-    def __init__(self, folder: Path, begun: StartedSave, *, waits: bool) -> None:
-        self._folder, self._begun, self._writer = folder, begun, begun.writer
+    def __init__(self, folder: Path, started: StartedSave, *, waits: bool) -> None:
+        self._folder, self._begun, self._writer = folder, started, started.writer
         self._files: dict[str, Digest] = {}
         self._error: Exception | None = None
         self._done, self._seconds = 0, 0.0

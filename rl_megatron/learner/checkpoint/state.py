@@ -33,7 +33,7 @@ from torch import Tensor
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.learner.optimizer import create_state, inner_optimizers, stores_master_weights
-from rl_megatron.learner.parameters import adapters_of, global_name, is_adapter, swapped
+from rl_megatron.learner.parameters import chunk_adapters, global_name, is_adapter, swapped
 from rl_megatron.weights.bytes.parked import StagingPool
 from rl_megatron.weights.checkpoints.megatron import BESIDE
 from rl_megatron.weights.checkpoints.torch_dist import read_index
@@ -148,7 +148,7 @@ def sharded_state(
     Appends the tensors that `gathered` did not make to ``live``.
     """
     create_state(optimizer)
-    held = {key_of(i, len(chunks)): trained(chunk) for i, chunk in enumerate(chunks)}
+    held = {chunk_key(i, len(chunks)): trained(chunk) for i, chunk in enumerate(chunks)}
     state: dict[str, Any] = {
         key: tensors for key, tensors in held.items() if tensors
     }  # not all have drafts or adapters
@@ -226,7 +226,7 @@ def _values_of(values: Values, part: DistributedOptimizer, parameter: Tensor) ->
 
 def trained(chunk: Any) -> dict[str, Any]:
     """Returns the parameters and buffers of a chunk that a run saves: the adapters if it has some, else all."""
-    found = adapters_of(inner(chunk))
+    found = chunk_adapters(inner(chunk))
     return weights(chunk) if found is None else found.sharded_state_dict()
 
 
@@ -239,11 +239,11 @@ def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
 
 def is_excluded(name: str, without: str | None) -> bool:
     """True if ``name`` is left out: it begins with ``without``, or is TransformerEngine's fp8 state, which no
-    checkpoint holds. Recipes here have no scales of earlier steps (`_of_kernels`), and torch's layers have none."""
+    checkpoint holds. Recipes here have no scales of earlier steps (`_kernel_keywords`), nor have torch's layers."""
     return "_extra_state" in name or bool(without and name.startswith(without))
 
 
-def key_of(index: int, count: int) -> str:
+def chunk_key(index: int, count: int) -> str:
     """Returns the name of one of ``count`` chunks in a checkpoint."""
     return "model" if count == 1 else f"model{index}"
 

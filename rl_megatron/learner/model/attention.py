@@ -44,7 +44,7 @@ class LatentDecoderConfig(DecoderConfig, MLATransformerConfig):
     """Adds the options of megatron's own latent attention, which only its TransformerEngine layers use."""
 
 
-def device_of(config: TransformerConfig) -> torch.device:
+def parameter_device(config: TransformerConfig) -> torch.device:
     """Returns the device that parameters are created on."""
     return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
@@ -84,11 +84,13 @@ class PackedAttention(HeadShardedModule, MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.window = shape.windows[layer_number - 1] if shape.windows else 0
         self.rotary_factor = shape.rope.attention_factor
-        self.inverse_frequency = inverse_frequencies(shape.rope_theta, shape.rotary_dim, shape.rope, device_of(config))
+        self.inverse_frequency = inverse_frequencies(
+            shape.rope_theta, shape.rotary_dim, shape.rope, parameter_device(config)
+        )
         self.softmax_offset: torch.nn.Parameter | None = None
         if shape.sinks:
             heads = shape.num_heads // pg_collection.tp.size()
-            offset = torch.empty(heads, dtype=config.params_dtype, device=device_of(config))
+            offset = torch.empty(heads, dtype=config.params_dtype, device=parameter_device(config))
             self.softmax_offset = torch.nn.Parameter(offset)
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
@@ -187,7 +189,7 @@ class FullWidthNorm(HeadShardedModule):
         super().__init__()
         self.eps, self.size, self.parallel = eps, num_heads * hidden_size, config.tensor_model_parallel_size > 1
         local = self.size // config.tensor_model_parallel_size
-        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype, device=device_of(config)))
+        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype, device=parameter_device(config)))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,11 +27,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.model.attention import DecoderConfig, HeadShardedModule, device_of
+from rl_megatron.learner.model.attention import DecoderConfig, HeadShardedModule, parameter_device
 from rl_megatron.learner.model.kernels import from_slots, into_slots, rms_norm
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams, Slots
-from rl_megatron.models.delta import by_chunks
+from rl_megatron.models.delta import attend_chunks
 from rl_megatron.models.shape import DeltaNet, ModelShape
 
 
@@ -78,11 +78,11 @@ def cut_into_chunks(starts: Tensor, *, gap: int, size: int = DeltaNet.chunk) -> 
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """Returns [T, K, R, dv] in float32 or more, by `by_chunks`. query and key are [T, K, dk], value [T, K, R, dv],
+    """Returns [T, K, R, dv] in float32 or more, by `attend_chunks`. query and key are [T, K, dk], value [T, K, R, dv],
     decay (the logarithm, at most 0) and beta [T, K, R]."""
     q, k, v = (_laid_out(x, chunks).movedim(1, -2) for x in (query, key, value))
     g, b = (_laid_out(x, chunks).movedim(1, -1) for x in (decay, beta))
-    out, _ = by_chunks(q, k, v, g, b, chunks.counts)  # [n, K, R, C, dv]
+    out, _ = attend_chunks(q, k, v, g, b, chunks.counts)  # [n, K, R, C, dv]
     return from_slots(out.permute(0, 3, 1, 2, 4).flatten(0, 1), chunks.slots)
 
 
@@ -113,7 +113,7 @@ class HeadNorm(torch.nn.Module):
 
     def __init__(self, config: DecoderConfig, size: int) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device_of(config)))
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=parameter_device(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -215,7 +215,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _cut(config: DecoderConfig, *size: int) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
+    parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=parameter_device(config)))
     set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return parameter
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.learner.model import kernels
-from rl_megatron.learner.model.attention import DecoderConfig, device_of
+from rl_megatron.learner.model.attention import DecoderConfig, parameter_device
 from rl_megatron.learner.model.kernels import expert_mlp
 
 _ALPHA = 1.702  # gate * sigmoid(alpha * gate)
@@ -29,7 +29,9 @@ class BatchedExperts(MegatronModule):
         self.groups = groups
         self.recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         for name, size in sizes.items():
-            parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
+            parameter = torch.nn.Parameter(
+                torch.empty(size, dtype=config.params_dtype, device=parameter_device(config))
+            )
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)  # else norms count rank 0's alone
             self.register_parameter(name, parameter)
 
@@ -71,16 +73,16 @@ class FusedExperts(BatchedExperts):
     def _compute(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
         weights = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
         if kernels.takes(x, self.gate_up_proj, self.down_proj):
-            return self._together(counts, x, probs)
+            return self._compute_grouped(counts, x, probs)
         out = []
         for rows, prob, fc1, bias1, fc2, bias2 in zip(x.split(counts), probs.split(counts), *weights, strict=True):
             active = self._gated(torch.addmm(bias1, rows, fc1))
             out.append((torch.addmm(bias2, active, fc2) * prob[:, None]).to(x.dtype))
         return torch.cat(out)
 
-    def _together(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
+    def _compute_grouped(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
         """Computes what a loop over experts would, on a GPU in calls for all."""
-        groups = kernels.groups_of(counts, x)
+        groups = kernels.make_expert_groups(counts, x)
         own = kernels.own(groups, x)
         active = self._gated(kernels.multiply(x, self.gate_up_proj, groups) + own @ self.gate_up_proj_bias)
         active, own = ((part * probs[:, None]).to(x.dtype) for part in (active, own))

@@ -54,7 +54,7 @@ class Groups(NamedTuple):
     """int64: the experts without rows, or None if there are none."""
 
 
-def groups_of(counts: Sequence[int], x: Tensor) -> Groups:
+def make_expert_groups(counts: Sequence[int], x: Tensor) -> Groups:
     """Returns the groups of ``counts`` [E] rows of each expert, in ``x``."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
     idle = [expert for expert, count in enumerate(counts) if not count]
@@ -116,13 +116,13 @@ class _GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], recompute: bool, *weights: Tensor) -> Tensor:
-        half, groups = len(weights) // 2, groups_of(counts, x)
-        inside = _product(x, _together(weights[:half]).mT, groups)
+        half, groups = len(weights) // 2, make_expert_groups(counts, x)
+        inside = _product(x, _stack(weights[:half]).mT, groups)
         gate, up = inside.chunk(2, -1)
         active = F.silu(gate).mul_(up).mul_(probs[:, None])
         ctx.save_for_backward(x, probs, *weights, *([] if recompute else [inside]))
         ctx.half, ctx.groups = half, groups
-        return _product(active, _together(weights[half:]).mT, groups)
+        return _product(active, _stack(weights[half:]).mT, groups)
 
     @staticmethod
     @once_differentiable
@@ -130,12 +130,12 @@ class _GroupedMLP(torch.autograd.Function):
         x, probs, *rest = ctx.saved_tensors
         half, groups, grad, prob = ctx.half, ctx.groups, grad.contiguous(), probs[:, None]
         of_fc1, of_fc2 = any(ctx.needs_input_grad[4 : 4 + half]), any(ctx.needs_input_grad[4 + half :])
-        fc1 = _together(rest[:half])
+        fc1 = _stack(rest[:half])
         inside = rest[-1] if len(rest) > 2 * half else _product(x, fc1.mT, groups)
         gate, up = inside.chunk(2, -1)
         gated = F.silu(gate)
         active = gated * up
-        grad_active = _product(grad, _together(rest[half : 2 * half]), groups)
+        grad_active = _product(grad, _stack(rest[half : 2 * half]), groups)
         grad_probs = (grad_active * active).sum(-1).to(probs.dtype)
         grad_fc2 = _sums(grad, active.mul_(prob), groups) if of_fc2 else None
         grad_active.mul_(prob)
@@ -155,7 +155,7 @@ class _GroupedMLP(torch.autograd.Function):
         return _product(grad_inside, fc1, groups), grad_probs, None, None, *each
 
 
-def _together(weights: Sequence[Tensor]) -> Tensor:
+def _stack(weights: Sequence[Tensor]) -> Tensor:
     """[E, ...] of E tensors, or of one that is that."""
     return weights[0] if weights[0].ndim == 3 else torch.stack([*weights])
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_megatron.learner.model.attention import DecoderConfig, PackedAttention, device_of
+from rl_megatron.learner.model.attention import DecoderConfig, PackedAttention, parameter_device
 from rl_megatron.learner.model.kernels import linear, rms_norm, rotate
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams
@@ -38,7 +38,7 @@ class _Tensors(torch.nn.Module):
     def __init__(self, config: TransformerConfig, **sizes: tuple[int, ...]) -> None:
         super().__init__()
         for name, size in sizes.items():
-            self.register_buffer(name, torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
+            self.register_buffer(name, torch.empty(size, dtype=config.params_dtype, device=parameter_device(config)))
 
 
 class FrozenIndexer(torch.nn.Module):
@@ -66,7 +66,7 @@ class ReplicatedLinear(torch.nn.Module):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
         super().__init__()
-        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device_of(config))
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=parameter_device(config))
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -129,7 +129,7 @@ class LatentSelfAttention(MegatronModule):
         self.linear_proj = RowParallelLinear(
             heads * m.value_dim, shape.hidden_size, input_is_parallel=True, skip_bias_add=True, **options
         )
-        self.frequencies = inverse_frequencies(shape.rope_theta, m.rope_dim, shape.rope, device_of(config))
+        self.frequencies = inverse_frequencies(shape.rope_theta, m.rope_dim, shape.rope, parameter_device(config))
         self.rotary_scale = shape.rope.attention_factor
 
     def forward(

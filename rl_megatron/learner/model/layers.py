@@ -34,7 +34,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model.attention import AllHeadsAttention, DecoderConfig, PackedAttention, device_of
+from rl_megatron.learner.model.attention import AllHeadsAttention, DecoderConfig, PackedAttention, parameter_device
 from rl_megatron.learner.model.experts import FusedExperts, StackedExperts
 from rl_megatron.learner.model.kernels import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape
@@ -53,7 +53,9 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps, self.config = eps, config
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config))
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class NormColumnLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        ones = torch.ones(input_size, dtype=config.params_dtype, device=device_of(config))
+        ones = torch.ones(input_size, dtype=config.params_dtype, device=parameter_device(config))
         self.layer_norm_weight = torch.nn.Parameter(ones)
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -97,7 +99,7 @@ class GroupedColumnLinear(torch.nn.Module):
         shape = [output_size, input_size]
         shape[self.partition_dim] //= pg_collection.expt_tp.size()
         for expert in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device_of(config)))
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config)))
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             self.register_parameter(f"weight{expert}", weight)
 
@@ -199,7 +201,7 @@ class SharedExperts(SharedExpertMLP):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.gate_weight is not None:
-            self.gate_weight.data = self.gate_weight.data.to(device_of(self.config))
+            self.gate_weight.data = self.gate_weight.data.to(parameter_device(self.config))
 
 
 def torch_layer_spec(

@@ -8,7 +8,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.http.urls import secret_in
+from rl_megatron.http.urls import find_secret
 from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.sinks.sink import (
     MetricSink,
@@ -36,7 +36,7 @@ class MlflowSink(MetricSink):
             raise ConfigError(
                 f"log.sinks=mlflow: the environment variable {VARIABLE} is not set; export the address in it"
             )
-        if secret := secret_in(address):
+        if secret := find_secret(address):
             raise ConfigError(
                 f"log.sinks=mlflow: {VARIABLE} holds a secret ({secret}), which errors would show; export it as "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_megatron.chat_templates import TemplateFailed, strip_second_bos, template_texts
 from rl_megatron.config.sections.reward import RewardModelSection
-from rl_megatron.errors import ConfigError, of_the_hub
+from rl_megatron.errors import ConfigError, download_hint
 from rl_megatron.rewards.scoring import queued_slot
-from rl_megatron.rewards.threads import in_daemon_thread
+from rl_megatron.rewards.threads import run_in_daemon_thread
 from rl_megatron.types import Completion, Prompt, RewardResult
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class ClassifierReward:
     def __init__(self, folder: Path, section: RewardModelSection, *, key: str) -> None:
         where = f"{key}=hf:{folder}"
         if not (folder / "config.json").is_file():
-            given = f"give the folder of a Hugging Face sequence classifier{of_the_hub(folder)}"
+            given = f"give the folder of a Hugging Face sequence classifier{download_hint(folder)}"
             raise ConfigError(f"{where}: it has no config.json; {given}")
         self._section = section
         self._model = _load(folder, where)
@@ -120,7 +120,7 @@ class ClassifierReward:
         given_up = threading.Event()
         async with queued_slot(self._turn):
             try:
-                return await in_daemon_thread(partial(self._score, prompt.text, list(texts), given_up))
+                return await run_in_daemon_thread(partial(self._score, prompt.text, list(texts), given_up))
             finally:
                 given_up.set()
 

@@ -72,11 +72,11 @@ class RankedReward:
         rows = await asyncio.to_thread(self._rows, prompt.text, texts, model.max_tokens)
         return [RewardResult(total=score) for score in await model([self._read(row) for row in rows])]
 
-    def _rows(self, prompt: str, texts: Sequence[str], most: int) -> list[list[int]]:
-        """Returns tokens of the prompt with each text; a longer row keeps its last ``most``."""
+    def _rows(self, prompt: str, texts: Sequence[str], limit: int) -> list[list[int]]:
+        """Returns tokens of the prompt with each text; a longer row keeps its last ``limit``."""
         rows = self._texts.rows(prompt, texts)
         longest = max(map(len, rows), default=0)
-        if longest <= most:
+        if longest <= limit:
             return rows
         if not self._told:
             self._told = True
@@ -86,9 +86,9 @@ class RankedReward:
                 "reward.model.max_tokens to it",
                 self._name,
                 longest,
-                most,
+                limit,
             )
-        return replace(self._texts, max_tokens=most).rows(prompt, texts)
+        return replace(self._texts, max_tokens=limit).rows(prompt, texts)
 
     def _read(self, row: list[int]) -> list[int]:
         """Returns the row up to the last token that is not padding, where transformers reads the score."""

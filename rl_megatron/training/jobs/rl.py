@@ -51,7 +51,7 @@ _LEFT_OUT: Mapping[Reason, str] = {
 
 def make_stream(config: RunConfig, prompts: PromptStream, source: GroupSource, ledger: Ledger) -> RolloutStream:
     """Returns the stream of a run's groups."""
-    limit = config.most_sampled
+    limit = config.max_sampled
     return RolloutStream(
         prompts=prompts,
         source=source,
@@ -144,7 +144,7 @@ class RLJob:
             pushed = await self.roles.weight_sync.push(number)
         self.stream.on_push(number)
         row |= self.stream.row()
-        watch.count("rollout", int(row["tokens/rollout"] or 0), beside=self.config.train.max_staleness > 0)
+        watch.count("rollout", int(row["tokens/rollout"] or 0), in_background=self.config.train.max_staleness > 0)
         watch.count("train", int(row["tokens/train"] or 0))
         row |= {"weights/bytes": pushed.num_bytes, "weights/route": self.push_route}
         row["seconds/verify"] = pushed.verify_seconds
@@ -247,7 +247,7 @@ class RLJob:
             left_out=tuple(sorted(self.prompts.left_out)),
             stream=self.stream.state(),
             memory=self.update.state,
-            skipped={one.name: one.skipped_in_a_row for one in self.update.of_models},
+            skipped={one.name: one.skipped_in_a_row for one in self.update.model_steps},
             table=None if self.prompts.table is None else self.prompts.table.state(),
         )
 
@@ -269,7 +269,7 @@ class RLJob:
             await asyncio.to_thread(self.stream.restore, state.stream)  # reads all of the ledger
         if state.memory is not None:
             self.update.state = state.memory
-            for one in self.update.of_models:
+            for one in self.update.model_steps:
                 one.skipped_in_a_row = state.skipped.get(one.name, 0)
         await self.roles.weight_sync.push(self.number)
         if (
@@ -351,4 +351,4 @@ def source_row(config: RunConfig, rollouts: RolloutBatch, epochs: Mapping[str, f
 
 def _teaches(config: RunConfig, groups: Sequence[RolloutGroup]) -> list[bool]:
     """Marks groups that have different rewards, and so a gradient."""
-    return groups_with_gradient(groups, config.algorithm, max_new_tokens=config.most_sampled)
+    return groups_with_gradient(groups, config.algorithm, max_new_tokens=config.max_sampled)

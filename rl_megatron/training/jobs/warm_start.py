@@ -26,7 +26,7 @@ from rl_megatron.errors import DataError, EnvironmentFailure
 from rl_megatron.interfaces import Learner, RunComponents
 from rl_megatron.observability.progress import seldom
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.rewards.threads import in_daemon_thread
+from rl_megatron.rewards.threads import run_in_daemon_thread
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluator
 from rl_megatron.training.jobs.written import TOKENS_KEPT, SupervisedSteps
@@ -146,7 +146,7 @@ class WarmStart:
         limit, function = self.config.watchdog_seconds, self.config.environment.function
         try:
             async with asyncio.timeout(limit) as late:
-                return await in_daemon_thread(partial(self._pop_prefetched, number))
+                return await run_in_daemon_thread(partial(self._pop_prefetched, number))
         except TimeoutError as error:
             if not late.expired():
                 raise

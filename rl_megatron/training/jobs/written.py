@@ -160,7 +160,7 @@ def units_of_each(prompts: Sequence[Prompt], units_of: UnitsOf) -> tuple[list[Un
 def fit_rows(units: Sequence[Unit], config: RunConfig) -> FittedRows:
     """Returns the units with rows that fit the job's ``max_tokens``. Raises DataError that names the first longer row,
     where ``on_long`` is fail."""
-    section, most = config.written, _most(config)
+    section, most = config.written, _max_length(config)
     kept, cut, dropped = list[Unit](), 0, 0
     for unit in units:
         long = [row for row in unit if len(row.token_ids) > most]
@@ -181,7 +181,7 @@ def fit_rows(units: Sequence[Unit], config: RunConfig) -> FittedRows:
     return FittedRows(units=kept, num_dropped=dropped, num_cut=cut)
 
 
-def _most(config: RunConfig) -> int:
+def _max_length(config: RunConfig) -> int:
     """Returns the most tokens of a row that fits: a scored one has one after its text."""
     return config.written.max_tokens + int(config.kind.scores)
 
@@ -191,9 +191,10 @@ def _length(row: SupervisedRow, config: RunConfig) -> str:
     return f"prompt {row.id!r} has {tokens} tokens with its answers, {config.job}.max_tokens={limit}"
 
 
-def _cut(row: SupervisedRow, most: int) -> SupervisedRow | None:
-    """Returns the row without tokens after ``most``, and after the last turn before that; None if nothing is left."""
-    turns = tuple((start, min(stop, most)) for start, stop in row.turns if start < most)
+def _cut(row: SupervisedRow, limit: int) -> SupervisedRow | None:
+    """Returns the row without tokens after ``max_length``, and after the last turn before that; None if nothing is
+    left."""
+    turns = tuple((start, min(stop, limit)) for start, stop in row.turns if start < limit)
     return replace(row, token_ids=np.array(row.token_ids[: turns[-1][1]]), turns=turns) if turns else None
 
 
@@ -202,7 +203,7 @@ class _Drawn:
     """The rows and samples of a step (None: no row fits), as they are made, and the place in the data before them."""
 
     before: dict[str, int] | MixtureState
-    made: Future[tuple[FittedRows, Samples | None]]
+    rows: Future[tuple[FittedRows, Samples | None]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -274,7 +275,7 @@ class DatasetJob:
             drawn, rows, tokens = drawn + some, rows + len(found), tokens + sum(len(row.token_ids) for row in found)
             note(f"looking for rows that are too long: {drawn} of {count}")
             without, is_any = without + others, is_any or self._is_any_left(units)
-            long += [row for row in found if len(row.token_ids) > _most(self.config)]
+            long += [row for row in found if len(row.token_ids) > _max_length(self.config)]
         self.prompts.restore(before, left_out)
         of = f"the first {drawn} rows to train on"
         told = without.describe(of, self.config)
@@ -292,13 +293,13 @@ class DatasetJob:
     def _is_any_left(self, units: Sequence[Unit]) -> bool:
         return bool(units if self.config.written.on_long == "fail" else fit_rows(units, self.config).units)
 
-    def _describe_long_rows(self, row: SupervisedRow, told: str) -> str:
-        """Returns what happens to rows that are as long as ``row``. Raises as `fit_rows`, with ``told`` in front."""
+    def _describe_long_rows(self, row: SupervisedRow, key: str) -> str:
+        """Returns what happens to rows that are as long as ``row``. Raises as `fit_rows`, with ``key`` in front."""
         try:
             fit_rows([(row,)], self.config)
         except DataError as error:
-            raise DataError(f"{told}{error}") from error
-        return f"{told}{_length(row, self.config)}; {self.config.job}.on_long={self.config.written.on_long}"
+            raise DataError(f"{key}{error}") from error
+        return f"{key}{_length(row, self.config)}; {self.config.job}.on_long={self.config.written.on_long}"
 
     def _prefetched(self, count: int) -> tuple[list[Unit], SkippedRows]:
         made = make_units(self.prompts.next_prompts(count), self.units_of, self.config)
@@ -309,7 +310,7 @@ class DatasetJob:
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Makes an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
         drawn, self.number = self._next or self._draw(), number
-        found, samples = await asyncio.wrap_future(drawn.made)
+        found, samples = await asyncio.wrap_future(drawn.rows)
         passes = {f"source/{name}/epoch": count for name, count in self.prompts.epochs().items()}
         self._next = self._draw() if number < self.config.train.steps else None
         rate = learning_rate(self.config, number)
@@ -332,13 +333,13 @@ class DatasetJob:
         """Returns metrics of the work of training on the samples; adds its seconds at the GPUs' peak to the phase."""
         lengths = samples.cu_seqlens.diff().tolist()
         if self.seconds_at_peak is not None:
-            watch.at_peak(self.seconds_at_peak(lengths))
+            watch.add_peak_seconds(self.seconds_at_peak(lengths))
         return {} if self.training_flops is None else {"flops/train": self.training_flops(lengths)}
 
     def _draw(self) -> _Drawn:
-        return _Drawn(self.prompts.state(), self._maker.submit(self._made))
+        return _Drawn(self.prompts.state(), self._maker.submit(self._make_rows))
 
-    def _made(self) -> tuple[FittedRows, Samples | None]:
+    def _make_rows(self) -> tuple[FittedRows, Samples | None]:
         prompts = self.prompts.next_prompts(self.config.written.batch_size)
         units, without = self._ahead.popleft() if self._ahead else make_units(prompts, self.units_of, self.config)
         found = fit_rows(units, self.config)
@@ -506,12 +507,12 @@ class LabeledAnswers(PairObjective):
 
     samples_of: SamplesOf = set_margins
     loss: KtoLoss
-    most: int  # positions of a sequence
+    max_length: int  # positions of a sequence
 
     @override
     async def _compared(self, samples: Samples) -> list[Samples]:
         assert self.reference is not None
-        both = samples, mismatched(samples, self.most)
+        both = samples, mismatched(samples, self.max_length)
         return [await self.reference.scored(self.roles, one) for one in both]
 
     @override

@@ -11,7 +11,7 @@ from rl_megatron.errors import WeightError
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 
 
-def dtype_of(dtype: torch.dtype) -> DType:
+def stored_dtype(dtype: torch.dtype) -> DType:
     """The stored type of a torch dtype. Raises ValueError if there is none."""
     return DType(str(dtype).removeprefix("torch."))
 

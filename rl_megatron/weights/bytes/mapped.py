@@ -101,10 +101,10 @@ def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
 def change(path: Path, was: os.stat_result | None, now: os.stat_result | None) -> str | None:
     """The file's size and time, then and now, if they differ; ``None`` is of a file that is not there."""
     kept = was and now and (now.st_size, now.st_mtime_ns) == (was.st_size, was.st_mtime_ns)
-    return None if kept else f"{path}: {_told(was)}, then {_told(now)}"
+    return None if kept else f"{path}: {_describe_entry(was)}, then {_describe_entry(now)}"
 
 
-def _told(stat: os.stat_result | None) -> str:
+def _describe_entry(stat: os.stat_result | None) -> str:
     if stat is None:
         return "not there"
     time = datetime.fromtimestamp(stat.st_mtime, UTC).isoformat(sep=" ", timespec="milliseconds")
@@ -126,7 +126,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _HeaderEntry:
     """One tensor's entry in a header; offsets count from the header's end."""
 
     dtype: str
@@ -134,7 +134,7 @@ class _Told:
     data_offsets: tuple[_Size, _Size]
 
 
-_HEADER: TypeAdapter[dict[str, _Told | dict[str, str]]] = TypeAdapter(dict[str, _Told | dict[str, str]])
+_HEADER: TypeAdapter[dict[str, _HeaderEntry | dict[str, str]]] = TypeAdapter(dict[str, _HeaderEntry | dict[str, str]])
 
 
 def read_header(file: MappedFile) -> dict[str, Entry]:
@@ -156,7 +156,7 @@ def read_header(file: MappedFile) -> dict[str, Entry]:
     return out
 
 
-def _entry(raw: _Told | dict[str, str], base: int) -> Entry:
+def _entry(raw: _HeaderEntry | dict[str, str], base: int) -> Entry:
     if isinstance(raw, dict):
         raise ValueError("a tensor without a shape or offsets")
     if raw.dtype not in DType.__members__:

@@ -121,7 +121,7 @@ class _Slabs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gone:
+class _Released:
     storage: torch.UntypedStorage
     num_bytes: int
     device: torch.device
@@ -141,7 +141,7 @@ class OffloadedTensors:
     def __init__(self, slab: int) -> None:
         """``slab``: bytes that one call pins on the host, a power of two, to which torch would round them up."""
         self._slab = slab
-        self._gone: dict[str, dict[int, _Gone]] = {}
+        self._gone: dict[str, dict[int, _Released]] = {}
         self._slabs: dict[str, _Slabs] = {}
 
     def offload(
@@ -166,7 +166,7 @@ class OffloadedTensors:
             if kept:
                 copy = slabs.take(size, wanted)
             wanted -= _aligned(size)
-            gone[key] = one = _Gone(storage, size, device, copy)
+            gone[key] = one = _Released(storage, size, device, copy)
             for on_host, there in one.pieces():
                 on_host.copy_(there, non_blocking=True)
         if leaving:

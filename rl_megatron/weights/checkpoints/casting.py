@@ -81,7 +81,7 @@ class _Quantized:
 
 def cast(tensor: Copy, dtype: DType) -> Copy:
     """The tensor in another dtype."""
-    return tensor.read_by(
+    return tensor.mapped(
         lambda source: CastTensor(name=tensor.name, source=source, given=tensor.dtype, wanted=dtype), dtype
     )
 

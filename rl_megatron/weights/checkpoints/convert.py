@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from rl_megatron.chat_templates import TemplateValue
-from rl_megatron.digests import digest_of
+from rl_megatron.digests import digest_bytes
 from rl_megatron.errors import ConfigError
 from rl_megatron.files import write_atomically
 from rl_megatron.models.shape import STACKED, ModelShape
@@ -40,7 +40,7 @@ from rl_megatron.weights.checkpoints.streaming import (
     Share,
     Sink,
     StreamedTensor,
-    in_files,
+    divide_files,
     write_files,
 )
 from rl_megatron.weights.checkpoints.torch_dist import read_index
@@ -87,10 +87,10 @@ def hf_to_megatron(
     shape = converted_shape(source, family=family)
     hf, megatron = hf_layout(shape), megatron_layout(shape)  # the order of rows on one rank is that of any file
     stored, files = hf_copies(source, shape, dtype)
-    tensors = _to_megatron(in_dtype(stored, dtype, hf), hf, megatron)
+    tensors = _to_megatron(cast_copies(stored, dtype, hf), hf, megatron)
     sinks = [
         Sink(name=f"__{i}_0.distcp", tensors=tuple(group), write=partial(write_chunks, shape=shape))
-        for i, group in enumerate(in_files(tensors, shard_bytes, _bytes_of))
+        for i, group in enumerate(divide_files(tensors, shard_bytes, _bytes_of))
     ]
 
     def finish(folder: Path, notes: Mapping[str, list[dict[str, object]]]) -> None:
@@ -102,7 +102,7 @@ def hf_to_megatron(
         copy_companions(source, folder)
         write_atomically(folder / "config.json", config.encode())
 
-    options = options_of(source, family, dtype, shard_bytes)
+    options = convert_options(source, family, dtype, shard_bytes)
     return write_files(source, out, sinks, files, on_progress, finish, companion=source, options=options, share=share)
 
 
@@ -148,7 +148,7 @@ def megatron_to_hf(
     shape = converted_shape(source, config, family)
     quantize = dtype is DType.F8_E4M3
     stored, files = megatron_copies(source, shape)
-    plain = stored if quantize else in_dtype(stored, dtype, hf_layout(shape))
+    plain = stored if quantize else cast_copies(stored, dtype, hf_layout(shape))
     tensors = _quantized(plain) if quantize else list(plain)
     quantization = quantization_config([(tensor.name, tensor.shape) for tensor in tensors]) if quantize else None
     return write_hf(
@@ -164,7 +164,7 @@ def megatron_to_hf(
             drafts=shape.num_draft_layers,
             scores=shape.has_score_head and not read_shape(companion, family).has_score_head,
         ),
-        options=options_of(companion, family, dtype, shard_bytes),
+        options=convert_options(companion, family, dtype, shard_bytes),
         shard_bytes=shard_bytes,
         on_progress=on_progress,
         share=share,
@@ -191,7 +191,7 @@ def write_hf(
 
     ``options`` are the values that the files depend on, besides ``source``. Returns and raises like `write_files`.
     """
-    groups = in_files(tensors, shard_bytes, _bytes_of)
+    groups = divide_files(tensors, shard_bytes, _bytes_of)
     names = file_names(len(groups))
     sinks = [
         Sink(name=name, tensors=tuple(group), write=write_safetensors)
@@ -212,9 +212,9 @@ def write_hf(
     )
 
 
-def options_of(companion: Path, family: str | None, dtype: DType | None, shard_bytes: int) -> dict[str, object]:
+def convert_options(companion: Path, family: str | None, dtype: DType | None, shard_bytes: int) -> dict[str, object]:
     """Returns the values that the files depend on, besides their source."""
-    config = digest_of((companion / "config.json").read_bytes()).xxh3_128
+    config = digest_bytes((companion / "config.json").read_bytes()).xxh3_128
     return {"config": config, "family": family, "dtype": dtype, "shard_bytes": shard_bytes}
 
 
@@ -266,7 +266,7 @@ def hf_tensors(folder: Path, config: Path | None = None, family: str | None = No
     return megatron_copies(folder, shape) if is_megatron(folder) else hf_copies(folder, shape, None)
 
 
-def in_dtype(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:
+def cast_copies(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:
     """The tensors in ``dtype``, except those that a row of ``layout`` leaves in their dtype."""
     exact = keeping_dtype(layout)
     return [tensor if tensor.name in exact else _cast(tensor, dtype) for tensor in tensors]

@@ -71,13 +71,13 @@ def _reading(source: Path, headers: Headers, dtype: DType | None) -> tuple[Files
     files = Files([source / name for name in dict.fromkeys(name for name, _ in headers.entries.values())])
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in headers.entries.items()}
 
-    def copy_of(name: str) -> Copy:
+    def make_copy(name: str) -> Copy:
         if weight := headers.quantized.get(name):
             return _dequantized(name, weight, homes, dtype or weight.scheme.dtype)
         entry, file = homes[name]
         return _stored(name, entry.shape, entry.dtype, partial(entry.view, file))
 
-    return files, copy_of
+    return files, make_copy
 
 
 def _equal(one: Copy, other: Copy, *, whole: bool = True) -> bool:

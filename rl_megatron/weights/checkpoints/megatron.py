@@ -35,7 +35,7 @@ from rl_megatron.weights.checkpoints.torch_dist import (
     write_tensor,
 )
 from rl_megatron.weights.formats.hf_folder import raise_lines, raise_uncounted
-from rl_megatron.weights.layouts.families import adapters_alone, find_family, hf_layout, megatron_layout
+from rl_megatron.weights.layouts.families import adapter_folder_hint, find_family, hf_layout, megatron_layout
 from rl_megatron.weights.layouts.layout import Layout, shape_as_stored
 from rl_megatron.weights.plans.plan import plan
 
@@ -62,7 +62,7 @@ def is_megatron(folder: Path) -> bool:
         )
     if (folder / "config.json").is_file():
         return False
-    if adapters := adapters_alone(folder):
+    if adapters := adapter_folder_hint(folder):
         raise ConfigError(f"{folder}: {adapters}")
     shards = folder / "learner"  # the weights in a run's checkpoint
     instead = f"; give {shards}" if (shards / ".metadata").is_file() else ""
@@ -349,11 +349,11 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
 
 
 def _homes_in(
-    source: Path, megatron: Layout, beside: Collection[str] = ()
+    source: Path, megatron: Layout, skipped: Collection[str] = ()
 ) -> tuple[dict[str, tuple[StoredTensor, ...]], list[Chunk]]:
-    """``beside``: tensors that are no part of the model."""
+    """``skipped``: tensors that are no part of the model."""
     sizes, chunks = read_index(source)
-    sizes = {name: size for name, size in sizes.items() if name not in beside}
+    sizes = {name: size for name, size in sizes.items() if name not in skipped}
     raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
     return find_tensors(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks}), chunks
 

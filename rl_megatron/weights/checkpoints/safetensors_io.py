@@ -26,7 +26,7 @@ from rl_megatron.files import add_path_to_errors, publish_folder, remove_folder
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers, raise_overflow, to_tensor
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
-from rl_megatron.weights.checkpoints.streaming import Copy, in_files, numbers
+from rl_megatron.weights.checkpoints.streaming import Copy, divide_files, numbers
 from rl_megatron.weights.checks.reports import checksum
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
@@ -213,7 +213,7 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
         sizes[name] = tensor.nbytes
         if tensor.dim() > 1:
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
-    shards = in_files(sizes, max_shard_bytes, sizes.__getitem__)
+    shards = divide_files(sizes, max_shard_bytes, sizes.__getitem__)
     weight_map: dict[str, str] = {}
     for file, names in zip(file_names(len(shards)), shards, strict=True):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}

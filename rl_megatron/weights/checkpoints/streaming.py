@@ -106,11 +106,11 @@ class Copy:
         """Size of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def read_by(self, made: Callable[[Sliceable], Sliceable], dtype: DType | None = None) -> Copy:
-        """The tensor as what is ``made`` of its sources, in ``dtype`` if that is another."""
+    def mapped(self, convert: Callable[[Sliceable], Sliceable], dtype: DType | None = None) -> Copy:
+        """The tensor that ``convert`` makes of its sources, in ``dtype`` if that is another."""
 
         def read(source: Callable[[], Sliceable]) -> Sliceable:
-            return made(source())
+            return convert(source())
 
         fragments = (replace(one, source=partial(read, one.source)) for one in self.fragments)
         return replace(self, dtype=dtype or self.dtype, fragments=tuple(fragments))
@@ -214,7 +214,7 @@ class Sink:
     write: Callable[[IO[bytes], Sequence[StreamedTensor], OnBytes], list[dict[str, object]]]
 
 
-def in_files(tensors: Iterable[T], limit: int, size: Callable[[T], int]) -> list[list[T]]:
+def divide_files(tensors: Iterable[T], limit: int, size: Callable[[T], int]) -> list[list[T]]:
     """Divides tensors of ``size`` bytes, in order, over files of at most ``limit`` bytes or one tensor."""
     groups: list[list[T]] = []
     free = 0
@@ -269,22 +269,22 @@ def write_files(
     process began with another source or other ``options``. The same if one of ``files`` changed since it was mapped,
     or config.json or one of the `companions` of ``companion`` since the call. Raises WeightError like `numbers`.
     """
-    beside = _beside(companion)
+    beside = _sibling(companion)
     book = json.loads(json.dumps({"source": fingerprint(source), "files": [sink.name for sink in sinks], **options}))
     partial = out.with_name(f".{out.name}.partial")
-    if _is_made(out, book, share):
+    if _is_complete(out, book, share):
         return []
     _raise_changed(files.changed(), "")  # the mapped files are those that the book names
     try:
         _begin(partial, out, book)
-        if _is_made(out, book, share):  # another part completed it between the two lines above
+        if _is_complete(out, book, share):  # another part completed it between the two lines above
             shutil.rmtree(partial, ignore_errors=True)  # another part may write there now, and will remove it too
             return []
         own = sinks[share.index :: share.count]
         total = sum(tensor.num_bytes for sink in own for tensor in sink.tensors)
         _write_own(partial, own, files, lambda n: on_progress(n, total))
         _raise_changed(
-            [*files.changed(), *_changes(beside, _beside(companion))],
+            [*files.changed(), *_changes(beside, _sibling(companion))],
             "" if share.count == 1 else f"remove {partial}, ",
         )
         there = set(os.listdir(partial)) & {name.removesuffix(".json") for name in os.listdir(partial / _NOTES)}
@@ -324,7 +324,7 @@ def fingerprint(folder: Path) -> list[list[object]]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
-def _beside(companion: Path) -> dict[Path, os.stat_result]:
+def _sibling(companion: Path) -> dict[Path, os.stat_result]:
     return {path: path.stat() for path in (*companions(companion), companion / "config.json") if path.is_file()}
 
 
@@ -340,7 +340,7 @@ def _raise_changed(changed: Sequence[str], first: str) -> None:
         )
 
 
-def _is_made(out: Path, book: Mapping[str, Any], share: Share) -> bool:
+def _is_complete(out: Path, book: Mapping[str, Any], share: Share) -> bool:
     """True if other parts have completed ``out``. Raises CheckpointError if anything else is there."""
     if not os.path.lexists(out):
         return False

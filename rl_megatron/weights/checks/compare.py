@@ -46,12 +46,12 @@ class Comparison:
         several = {kind for kind, n in Counter(parameter_kind(param) for param, _ in wrong).items() if n > 1}
         return frozenset(several - {parameter_kind(param) for param in right})
 
-    def verified(self, server: str, whose: str) -> frozenset[str]:
-        """The unseen tensors. Raises CorruptionError for those that differ from ``whose`` bytes."""
+    def verified(self, server: str, owner: str) -> frozenset[str]:
+        """The unseen tensors. Raises CorruptionError for those that differ from ``owner`` bytes."""
         named = sorted(self.differing)
         if named:
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-            raise CorruptionError(f"{server}: its bytes are not those {whose} in {', '.join(named[:_NAMED])}{more}")
+            raise CorruptionError(f"{server}: its bytes are not those {owner} in {', '.join(named[:_NAMED])}{more}")
         return self.unchecked
 
 
@@ -135,7 +135,7 @@ class _Packed(msgspec.Struct, frozen=True):
     places: msgspec.Raw = _UNNAMED
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _RankReport(msgspec.Struct, frozen=True):
     rows: _Packed
     read: _Packed
     seconds: float
@@ -165,35 +165,35 @@ class ReportReader:
         """The report in the JSON ``text``. Raises ValueError that names the first part that is not of this form. Also
         where a column has not one checksum for each of its boxes, and where these are unknown."""
         try:
-            said = msgspec.json.decode(text, type=_Said)
+            said = msgspec.json.decode(text, type=_RankReport)
         except msgspec.ValidationError as error:
             raise ValueError(f"{error}; the server needs the trainer's version of rl_megatron") from error
         rows, read = self._column("rows", said.rows), self._column("read", said.read)
         return ChecksumReport(rows=rows, read=read, seconds=said.seconds, window=said.window)
 
-    def _column(self, column: ReportColumn, said: _Packed) -> _Shared:
-        key = said.digest, hashlib.blake2b(said.sums, digest_size=32).digest()
+    def _column(self, column: ReportColumn, packed: _Packed) -> _Shared:
+        key = packed.digest, hashlib.blake2b(packed.sums, digest_size=32).digest()
         if (found := self._columns.get(key)) is None:
-            places = self._known(column, said)
-            if len(said.sums) != 8 * len(places):
+            places = self._known(column, packed)
+            if len(packed.sums) != 8 * len(places):
                 raise ValueError(
-                    f"{column}: {len(said.sums)} bytes of checksums for {len(places)} boxes, not 8 for each"
+                    f"{column}: {len(packed.sums)} bytes of checksums for {len(places)} boxes, not 8 for each"
                 )
-            sums = np.frombuffer(said.sums, "<u8").tolist()
+            sums = np.frombuffer(packed.sums, "<u8").tolist()
             found = self._columns[key] = _Shared((*place, sum_) for place, sum_ in zip(places, sums, strict=True))
         return found
 
-    def _known(self, column: ReportColumn, said: _Packed) -> tuple[PlacedBox, ...]:
-        if said.digest not in self._places:
-            if said.places is _UNNAMED:
+    def _known(self, column: ReportColumn, packed: _Packed) -> tuple[PlacedBox, ...]:
+        if packed.digest not in self._places:
+            if packed.places is _UNNAMED:
                 raise ValueError(
-                    f"{column}: it names no boxes, and those of digest {said.digest:.80} are not known here"
+                    f"{column}: it names no boxes, and those of digest {packed.digest:.80} are not known here"
                 )
             try:
-                places = msgspec.json.decode(said.places, type=_PLACES[column])
+                places = msgspec.json.decode(packed.places, type=_PLACES[column])
             except ValueError as error:
                 raise ValueError(f"{column}: {error}") from error
-            if (digest := digest_of_boxes(column, places)) != said.digest:
-                raise ValueError(f"{column}: its boxes have digest {digest}, but it says {said.digest:.80}")
+            if (digest := digest_of_boxes(column, places)) != packed.digest:
+                raise ValueError(f"{column}: its boxes have digest {digest}, but it says {packed.digest:.80}")
             self._places = {**self._places, digest: places}  # another thread may list them
-        return self._places[said.digest]
+        return self._places[packed.digest]

@@ -127,16 +127,16 @@ def _blocks(words: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
         yield low, min(low + size, words[1])
 
 
-_MADE: dict[int, NDArray[np.uint64]] = {}
+_WEIGHTS: dict[int, NDArray[np.uint64]] = {}
 
 
 def _factors(count: int, shift: int) -> NDArray[np.uint64]:
     """Returns ``count`` odd numbers or more, the same at every call (by splitmix64's mixer)."""
-    made = _MADE.get(shift)
+    made = _WEIGHTS.get(shift)
     if made is None or len(made) < count:
         numbers = np.arange(1, max(2 * count, _BLOCK) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(0xBF58476D1CE4E5B9)
-        made = _MADE[shift] = (numbers ^ (numbers >> np.uint64(27))) | np.uint64(1)
+        made = _WEIGHTS[shift] = (numbers ^ (numbers >> np.uint64(27))) | np.uint64(1)
     return made
 
 
@@ -265,7 +265,7 @@ def seconds_waited(reports: Mapping[str, Sequence[ChecksumReport]]) -> float:
     return max((report.seconds for said in reports.values() for report in said), default=0.0)
 
 
-def without_private(held: Sequence[ParameterBox], private: Collection[str]) -> list[ParameterBox]:
+def drop_private(held: Sequence[ParameterBox], private: Collection[str]) -> list[ParameterBox]:
     """The boxes that are not in parameters of ``private`` kinds."""
     return [one for one in held if parameter_kind(one.param) not in private]
 

@@ -21,8 +21,8 @@ from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
-from rl_megatron.weights.formats.schemes import Quantized, find_quantized, scheme_of
-from rl_megatron.weights.layouts.families import adapters_alone, find_family
+from rl_megatron.weights.formats.schemes import Quantized, find_quantized, read_scheme
+from rl_megatron.weights.layouts.families import adapter_folder_hint, find_family
 from rl_megatron.weights.layouts.layout import Layout
 
 if TYPE_CHECKING:
@@ -108,9 +108,8 @@ def read_headers(folder: Path) -> Headers:
     """Reads the headers of all files, which must hold what the index places in them.
 
     Raises CheckpointError naming every file that is missing, or the first that is torn, and ConfigError like
-    `scheme_of`. Raises WeightError naming every tensor that lies elsewhere or in two files, has scales that do not fit
-    or has a dtype that no weight has.
-    """
+    `read_scheme`. Raises WeightError naming every tensor that lies elsewhere or in two files, has scales that do not
+    fit or has a dtype that no weight has."""
     names, placed = weight_files(folder)
     entries, twice = dict[str, tuple[str, Entry]](), list[str]()
     for name in names:
@@ -122,7 +121,7 @@ def read_headers(folder: Path) -> Headers:
     wrong = [f"{file} has no tensor {one}" for one, file in placed.items() if entries.get(one, ("",))[0] != file]
     raise_lines(f"{folder}: {INDEX} does not match its files", wrong)
     held = {name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}
-    quantized, parts, wrong = find_quantized(held, scheme_of(folder))
+    quantized, parts, wrong = find_quantized(held, read_scheme(folder))
     raise_lines(f"{folder} does not match the quantization_config of its config.json", wrong)
     return Headers(entries=entries, quantized=quantized, parts=parts)
 
@@ -134,7 +133,7 @@ def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     """
     index = folder / INDEX
     if not index.is_file() and not (folder / SINGLE).is_file():
-        advice = adapters_alone(folder) or "give a safetensors checkpoint"
+        advice = adapter_folder_hint(folder) or "give a safetensors checkpoint"
         raise CheckpointError(f"{folder}: it has neither {INDEX} nor {SINGLE}; {advice}")
     placed = read_json(index, _Index, CheckpointError).weight_map if index.is_file() else {}
     files = sorted(set(placed.values())) or [SINGLE]

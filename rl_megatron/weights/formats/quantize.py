@@ -19,15 +19,15 @@ _LEAST_POWER = 2.0**-126  # smaller floats have no exponent of their own
 
 def dequantize(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:
     """Multiplies numbers [r, c], a box that begins at ``start`` of a weight, by the weight's ``scales``; float32."""
-    return weight.float().mul_(_of_elements(scales, start, weight.shape, edges))
+    return weight.float().mul_(_element_scales(scales, start, weight.shape, edges))
 
 
 def divide(values: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:
     """Divides values [r, c], such a box, by the weight's ``scales``; float32."""
-    return values.float() / _of_elements(scales, start, values.shape, edges)
+    return values.float() / _element_scales(scales, start, values.shape, edges)
 
 
-def _of_elements(scales: Tensor, start: Sequence[int], size: Sequence[int], edges: tuple[int, int]) -> Tensor:
+def _element_scales(scales: Tensor, start: Sequence[int], size: Sequence[int], edges: tuple[int, int]) -> Tensor:
     """The scale of each element of a box, float32 [r, c], or [r, 1] where one block has all columns."""
     (top, left), (rows, columns), (high, wide) = start, size, edges
     bands = scales[top // high : (top + rows - 1) // high + 1, left // wide : (left + columns - 1) // wide + 1].float()

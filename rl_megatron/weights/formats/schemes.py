@@ -102,7 +102,7 @@ class Quantized:
     edges: tuple[int, int]  # rows and columns that share a scale
 
 
-def scheme_of(folder: Path) -> Scheme | None:
+def read_scheme(folder: Path) -> Scheme | None:
     """Returns the quantization of the checkpoint in ``folder``, if any. Raises ConfigError naming a format not read."""
     path = folder / "config.json"
     if not path.is_file():
@@ -125,8 +125,8 @@ def scheme_of(folder: Path) -> Scheme | None:
     return make(given, path, DType(name))
 
 
-def _refuse(path: Path, told: str, allowed: str) -> NoReturn:
-    raise ConfigError(f"{path}: quantization_config has {told}, which is not read; allowed: {allowed}. {_ADVICE}")
+def _refuse(path: Path, text: str, allowed: str) -> NoReturn:
+    raise ConfigError(f"{path}: quantization_config has {text}, which is not read; allowed: {allowed}. {_ADVICE}")
 
 
 def _fp8(given: Fields, path: Path, dtype: DType) -> Scheme:
@@ -158,7 +158,7 @@ def _compressed(given: Fields, path: Path, dtype: DType) -> Scheme:
     if given.get("transform_config"):
         _refuse(path, "a transform_config, which rotates weights", "none")
     kinds = {
-        _told(kind := group.format or given.get("format"), group.weights): (kind, group.weights)
+        _describe(kind := group.format or given.get("format"), group.weights): (kind, group.weights)
         for group in (given.get("config_groups") or {}).values()
         if group.weights is not None
     }
@@ -186,7 +186,7 @@ def _compressed(given: Fields, path: Path, dtype: DType) -> Scheme:
     )
 
 
-def _told(kind: str | None, weights: NumberFields) -> str:
+def _describe(kind: str | None, weights: NumberFields) -> str:
     keys = ("type", "num_bits", "strategy", "group_size", "block_structure", "symmetric", "actorder")
     parts = [f"{key}={quote_start(getattr(weights, key))}" for key in keys if getattr(weights, key) is not None]
     return ", ".join([f"format={quote_start(kind)}", *parts])

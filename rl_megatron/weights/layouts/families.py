@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl_megatron.errors import ConfigError, of_the_hub, quote_start
+from rl_megatron.errors import ConfigError, download_hint, quote_start
 from rl_megatron.models.families.common import REFUSED
 from rl_megatron.models.families.fields import CLASSIFIER, read_config
 from rl_megatron.models.json_files import tensor_names
@@ -50,7 +50,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     path = folder / "config.json"
     if not path.is_file():
         gone = "it has no config.json" if folder.is_dir() else f"there is no such folder, as seen from {Path.cwd()}"
-        advice = adapters_alone(folder) or f"give a Hugging Face checkpoint folder{of_the_hub(folder)}"
+        advice = adapter_folder_hint(folder) or f"give a Hugging Face checkpoint folder{download_hint(folder)}"
         raise ConfigError(f"model.path={folder}: {gone}; {advice}")
     raw = read_config(folder)
     model_type = raw.get("model_type")
@@ -71,7 +71,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     return shape
 
 
-def adapters_alone(folder: Path) -> str:
+def adapter_folder_hint(folder: Path) -> str:
     """Says what a folder of peft's adapters needs in place of weights. Empty for other folders."""
     if not (folder / "adapter_config.json").is_file():
         return ""

@@ -32,7 +32,7 @@ def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
 def role_layout(config: RunConfig, shape: ModelShape, role: str) -> Layout:
     """The layout of the model of ``role`` over its ranks, where the policy has ``shape``. Raises like `role_shape`."""
     try:
-        return learner_layout(config.of_role(role), role_shape(config, shape, role))
+        return learner_layout(config.for_role(role), role_shape(config, shape, role))
     except ConfigError as error:
         raise ConfigError(with_role_keys(config, role, str(error))) from error
 
@@ -145,12 +145,12 @@ def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda
 
     With ``bytes_of`` an element of a Hugging Face pattern, their bytes.
     """
-    return _by_stage(layout, bytes_of)[0][stage]
+    return _stage_elements(layout, bytes_of)[0][stage]
 
 
 def elements_by_stage(layout: Layout) -> Sequence[Elements]:
     """`elements` of all stages, at the cost of one."""
-    return _by_stage(layout, lambda hf: 1)[0]
+    return _stage_elements(layout, lambda hf: 1)[0]
 
 
 def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[int, ...], int]]:
@@ -176,8 +176,8 @@ def trained_elements(config: RunConfig, layout: Layout) -> Sequence[Elements]:
     """The trained elements of one rank of each stage: adapters that a feature adds, else without
     ``learner.router.frozen`` all."""
     if (adapters := adapter_layouts(config.learner)) is not None:
-        return _by_stage(adapters.on_ranks(layout), lambda hf: 1)[0]
-    return _by_stage(layout, _trains(config, layout))[0]
+        return _stage_elements(adapters.on_ranks(layout), lambda hf: 1)[0]
+    return _stage_elements(layout, _trains(config, layout))[0]
 
 
 def _trains(config: RunConfig, layout: Layout) -> Callable[[str], int]:
@@ -189,7 +189,7 @@ def _trains(config: RunConfig, layout: Layout) -> Callable[[str], int]:
     return lambda hf: hf not in still
 
 
-def _by_stage(layout: Layout, *bytes_of: Callable[[str], int]) -> Sequence[Sequence[Elements]]:
+def _stage_elements(layout: Layout, *bytes_of: Callable[[str], int]) -> Sequence[Sequence[Elements]]:
     """`elements` of each stage by each of ``bytes_of``."""
     counts = [[{False: 0, True: 0} for _ in range(layout.dims.pp)] for _ in bytes_of]
     times: dict[tuple[object, ...], Counter[int]] = {}  # kind of row -> number of its layers by stage
@@ -211,7 +211,7 @@ def _by_stage(layout: Layout, *bytes_of: Callable[[str], int]) -> Sequence[Seque
 
 def trained_matrices(config: RunConfig, layout: Layout) -> Sequence[Elements]:
     """The part of `trained_elements` of each stage that the optimizer takes for matrices."""
-    return _by_stage(layout, _stepped_as_matrix(config, layout))[0]
+    return _stage_elements(layout, _stepped_as_matrix(config, layout))[0]
 
 
 def _stepped_as_matrix(config: RunConfig, layout: Layout) -> Callable[[str], int]:
@@ -230,14 +230,14 @@ def _is_matrix(name: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 and shape[0] > 1 and "bias" not in name and ".conv1d." not in name
 
 
-def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
+def stage_ranks(config: RunConfig, layout: Layout) -> Sequence[Rank]:
     """The work of one rank of each pipeline stage, for the options."""
     learner, hidden = config.learner, layout.shape.hidden_size
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
     kinds = (lambda hf: 1), _trains(config, layout), _stepped_as_matrix(config, layout)
-    of_layer, (held, trained, matrices) = _stages(layout), _by_stage(layout, *kinds)
+    of_layer, (held, trained, matrices) = _stages(layout), _stage_elements(layout, *kinds)
     if (adapters := adapter_layouts(learner)) is not None:
-        trained = _by_stage(adapters.on_ranks(layout), lambda hf: 1)[0]
+        trained = _stage_elements(adapters.on_ranks(layout), lambda hf: 1)[0]
         held = [_both(*pair) for pair in zip(held, trained, strict=True)]
     longest = min(config.longest_sequence, learner.max_tokens_per_micro_batch)
     largest = _largest(layout)

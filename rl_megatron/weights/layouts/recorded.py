@@ -106,10 +106,10 @@ def recorded_layout(hf: Layout, ranks: Sequence[Boxes]) -> EngineLayout:
     Raises WeightError that names a tensor that no rank holds, or a pattern whose layers are not cut alike.
     """
     held: dict[str, dict[Box, list[int]]] = {}
-    alike: dict[int, list[int]] = {}  # ranks by their boxes, if these are `shared`
+    equal: dict[int, list[int]] = {}  # ranks by their boxes, if these are `shared`
     for rank, boxes in enumerate(ranks):
-        alike.setdefault(id(boxes), []).append(rank)
-    for several in alike.values():
+        equal.setdefault(id(boxes), []).append(rank)
+    for several in equal.values():
         for name, box in ranks[several[0]].items():
             held.setdefault(name, {}).setdefault(box, []).extend(several)
     return EngineLayout(

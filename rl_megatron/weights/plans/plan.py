@@ -59,7 +59,7 @@ class TransferSpan:
     bounds: tuple[int, ...] = ()
 
     @property
-    def in_layers(self) -> bool:
+    def has_layers(self) -> bool:
         """True if it belongs to layers; if not, ``layers`` is (0,)."""
         return "{layer}" in self.box_in_target.param
 
@@ -77,14 +77,14 @@ class TransferSpan:
         """The transfers that ``process`` receives, including those from itself."""
         if process in self.local:
             yield from self._write(bisect_left(self.holders, process), process, range(self.count))
-        at = index_of(self.remote, process)
+        at = find_index(self.remote, process)
         if at is not None:
             for i in range(len(self.holders)):
                 yield from self._write(i, process, self._span(i, at))
 
     def rank_sends(self, process: int) -> Iterator[Transfer]:
         """The transfers that ``process`` sends to others."""
-        i = index_of(self.holders, process)
+        i = find_index(self.holders, process)
         if i is not None:
             for at, receiver in enumerate(self.remote):
                 yield from self._write(i, receiver, self._span(i, at))
@@ -125,7 +125,7 @@ class TransferSpan:
         for k in span:
             layer, expert = self.layers[k // len(self.experts)], self.experts[k % len(self.experts)]
             yield Transfer(
-                layer=layer if self.in_layers else None,
+                layer=layer if self.has_layers else None,
                 src_rank=self.holders[i],
                 src_param=held.param.format(layer=layer, expert=expert),
                 src_shape=held.shape,
@@ -137,7 +137,7 @@ class TransferSpan:
             )
 
 
-def index_of(ascending: Sequence[int], process: int) -> int | None:
+def find_index(ascending: Sequence[int], process: int) -> int | None:
     """The index of a process among others; None if it is not among them."""
     i = bisect_left(ascending, process)
     return i if i < len(ascending) and ascending[i] == process else None
@@ -304,7 +304,7 @@ class Rounds:
     def __len__(self) -> int:
         return max(len(self.senders), len(self.receivers))
 
-    def of_pair(self, sender: int, receiver: int) -> int:
+    def pair_round(self, sender: int, receiver: int) -> int:
         """The round of a sender and a receiver."""
         return (bisect_left(self.receivers, receiver) - bisect_left(self.senders, sender)) % len(self)
 
@@ -453,14 +453,14 @@ _STRETCHES: TypeAdapter[tuple[TransferSpan, ...]] = TypeAdapter(tuple[TransferSp
 
 def to_json(moves: Plan) -> list[Any]:
     """The plan as what `from_json` reads, for processes that receive it."""
-    said: list[Any] = _STRETCHES.dump_python(moves.stretches, mode="json")
-    return said
+    rows: list[Any] = _STRETCHES.dump_python(moves.stretches, mode="json")
+    return rows
 
 
-def from_json(said: Any) -> Plan:
+def from_json(data: Any) -> Plan:
     """The plan in JSON. Raises WeightError if it is not a plan."""
     try:
-        return Plan(stretches=_STRETCHES.validate_python(said))
+        return Plan(stretches=_STRETCHES.validate_python(data))
     except ValidationError as error:
         told = error.errors(include_url=False)[0]["msg"][:200]
         raise WeightError(f"rank 0 sent something that is not a plan of weights: {told}") from error
@@ -475,15 +475,15 @@ class LayerOrder:
 
     def __init__(self, moves: Plan) -> None:
         layers: defaultdict[int, set[int]] = defaultdict(set)
-        for some, processes in {(one.layers, one.remote) for one in moves.stretches if one.in_layers}:
+        for some, processes in {(one.layers, one.remote) for one in moves.stretches if one.has_layers}:
             for process in processes:
                 layers[process].update(some)
-        alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        equal: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for process in sorted(layers):
-            alike[tuple(sorted(layers[process]))].append(process)
+            equal[tuple(sorted(layers[process]))].append(process)
         self._places: dict[int, dict[int, int]] = {}  # the place of each layer among those of a process, by process
         self._starts: dict[int, int] = {}
-        for order, same in alike.items():
+        for order, same in equal.items():
             places = {layer: i for i, layer in enumerate(order)}
             for i, process in enumerate(same):
                 self._places[process], self._starts[process] = places, len(order) * i // len(same)
@@ -507,7 +507,7 @@ class Place(NamedTuple):
 _HOP_ON_A_GPU = True  # not measured on several GPUs; False: engine ranks on the learner's GPUs are refused
 
 
-def receivers_of(places: Sequence[Place], learners: int) -> list[int]:
+def find_receivers(places: Sequence[Place], learners: int) -> list[int]:
     """Returns the process of the group that receives the weights of each engine rank.
 
     That is a relay: the learner rank on its GPU or, on CPUs, those of its node in turn. Without one it is the engine

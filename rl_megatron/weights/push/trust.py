@@ -91,7 +91,7 @@ class Probe:
         """The given texts with an engine's log-probs."""
         return [(t[:1], t[1:], said) for t, said in zip(self.texts, logprobs, strict=True)]
 
-    def judge(self, engine: Sequence[ScoredText], other: Sequence[Sequence[float]], whose: str) -> tuple[str, bool]:
+    def judge(self, engine: Sequence[ScoredText], other: Sequence[Sequence[float]], owner: str) -> tuple[str, bool]:
         """Compares two sets of log-probs. Returns a message, empty within the tolerance, and whether to refuse."""
         gaps = [
             max((abs(a - b) for a, b in zip(said, theirs, strict=True)), key=lambda gap: (math.isnan(gap), gap))
@@ -101,13 +101,13 @@ class Probe:
         if not over:
             return "", False
         found = (
-            f"log-probs of the probe differ from {whose} by up to {max(over):.3g} nats, in {len(over)} of {len(gaps)} "
+            f"log-probs of the probe differ from {owner} by up to {max(over):.3g} nats, in {len(over)} of {len(gaps)} "
             f"texts; rollout.server.probe_tolerance is {self.tolerance:g}"
         )
         return found, len(over) > min(_TIES, len(gaps) - 1)
 
 
-async def scores_of(
+async def score_texts(
     learner: Scorer, dims: ParallelDims, padding: PaddingSection, texts: Sequence[ScoredText]
 ) -> list[list[float]]:
     """The learner's log-probs of the tokens after each prompt."""
@@ -303,13 +303,13 @@ class PushVerifier:
         out = {}
         for name, answers in (await self._servers.sample_on_all(probe.requests())).items():
             scored = probe.continued_texts(answers)
-            out[name] = (scored, await scores_of(self._learner, self._dims, self._padding, scored))
+            out[name] = (scored, await score_texts(self._learner, self._dims, self._padding, scored))
         return out
 
     async def _scores(self, probe: Probe) -> list[list[float]]:
         """The learner's scores of the given texts."""
         texts = probe.scored([[0.0] * (len(text) - 1) for text in probe.texts])
-        return await scores_of(self._learner, self._dims, self._padding, texts)
+        return await score_texts(self._learner, self._dims, self._padding, texts)
 
 
 def _judged(probe: Probe, answers: Answers) -> dict[str, tuple[str, bool]]:

@@ -160,7 +160,7 @@ class FileDelivery(Delivery):
     @override
     async def filled(self, version: int) -> mirror.VersionSeal:
         """The file already holds it."""
-        return mirror.seal_of(self.path, version)
+        return mirror.read_seal(self.path, version)
 
     async def fill(self, version: int) -> mirror.VersionSeal:
         """Makes the learner write the file, and seals it. Raises SyncError."""

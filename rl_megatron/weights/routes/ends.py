@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rl_megatron.errors import CorruptionError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, shift, volume, whole_box
-from rl_megatron.weights.bytes.bits import dtype_of
+from rl_megatron.weights.bytes.bits import stored_dtype
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.reports import parameter_kind
 from rl_megatron.weights.plans.plan import LayerOrder, Plan, Transfer
@@ -131,7 +131,7 @@ class Dtypes:
     others: Mapping[str, torch.dtype]
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Dtypes:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Dtypes:
         """The dtypes of ``tensors``, by their names; the first of a kind gives its dtype."""
         kinds: dict[str, torch.dtype] = {}
         for name, tensor in tensors.items():
@@ -144,7 +144,7 @@ class Dtypes:
 
     def to_json(self) -> list[Any]:
         """Returns the value that `from_json` reads."""
-        return [{name: dtype_of(dtype) for name, dtype in some.items()} for some in (self.kinds, self.others)]
+        return [{name: stored_dtype(dtype) for name, dtype in some.items()} for some in (self.kinds, self.others)]
 
     @classmethod
     def from_json(cls, kinds: Mapping[str, str], others: Mapping[str, str]) -> Dtypes:
@@ -183,7 +183,7 @@ class BoundBucket:
     def written(self) -> list[memoryview | None]:
         """The bytes copied of each part, on a CPU; None where they lie strided."""
         copied = self.views if self.is_outgoing else self.tensors
-        return [bytes_of(tensor) if tensor.is_contiguous() else None for tensor in copied]
+        return [tensor_bytes(tensor) if tensor.is_contiguous() else None for tensor in copied]
 
 
 class PlanEndpoint:
@@ -214,7 +214,7 @@ class PlanEndpoint:
         receives, sends = list(moves.receives(rank)), list(moves.sends(rank))
         local = [t for t in receives if t.src_rank == rank]
         problems = list(_misfits([*local, *sends], receives, self.src, self.dst))
-        handshakes = exchange((problems, Dtypes.of_tensors(self.dst)))
+        handshakes = exchange((problems, Dtypes.from_tensors(self.dst)))
         lines = [
             f"rank {r}: {line}" for r, (found, _) in enumerate(handshakes) for line in found[:_MAX_LISTED_PROBLEMS]
         ]
@@ -296,7 +296,7 @@ class PlanEndpoint:
         for part, source, target in zip(self._local, self._local_src, self._local_dst, strict=True):
             target.copy_(source)
             started = time.perf_counter()
-            held, wanted = digest(bytes_of(target)), digest(bytes_of(source.to(target.dtype)))
+            held, wanted = digest(tensor_bytes(target)), digest(tensor_bytes(source.to(target.dtype)))
             self._verify_seconds += time.perf_counter() - started
             if held != wanted:
                 self._failures.append(self._difference(part, self.rank))
@@ -380,7 +380,7 @@ class PlanEndpoint:
         for target, source, data in zip(to, frm, written, strict=True):
             target.copy_(source)
             started = clock()
-            out.append(digest(bytes_of(target) if data is None else data))
+            out.append(digest(tensor_bytes(target) if data is None else data))
             spent += clock() - started
         self._verify_seconds += spent
         return out
@@ -440,7 +440,7 @@ _WIDENED = 2**22  # words of a GPU's tensor that are 8 bytes wide at a time, thr
 _KEY = -7046029254386353131  # odd, 2**64 over the golden ratio
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """A tensor's elements in order: a view if CPU memory holds them contiguously, else a copy."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 

@@ -22,7 +22,7 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import Plan, from_json, plan_into, to_json
 from rl_megatron.weights.routes.ends import Bucket, PlanEndpoint
 from rl_megatron.weights.routes.group import Transport
-from rl_megatron.weights.routes.last_hop import LearnerEnd, MemberEnd, end_beside
+from rl_megatron.weights.routes.last_hop import LearnerEnd, MemberEnd, make_local_end
 from rl_megatron.weights.routes.rendezvous import Rendezvous, RendezvousMember
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ class _End:
         try:
             moves = plan_into(*layouts, member.receivers) if layouts else None
             told = member.broadcast(to_json(moves) if moves and rank == 0 else None)
-            self._transport = self._made(moves or from_json(told), tensors)
+            self._transport = self._make_endpoint(moves or from_json(told), tensors)
         except BaseException:
             member.close()
             raise
 
-    def _made(self, moves: Plan, tensors: Mapping[str, Tensor]) -> _Transport:
+    def _make_endpoint(self, moves: Plan, tensors: Mapping[str, Tensor]) -> _Transport:
         member, rank, learners = self._member, self._member.rank, self._member.rendezvous.num_learner_ranks
         if rank < learners:
             return LearnerEnd(moves, src=tensors, member=member, bytes_into=self._bytes_into)
-        make = MemberEnd if rank in member.grouped else end_beside
+        make = MemberEnd if rank in member.grouped else make_local_end
         return make(moves, dst=tensors, member=member, bytes_into=self._bytes_into)
 
     def _bytes_into(self, process: int) -> int:
@@ -162,7 +162,7 @@ class Receiver(_End):
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, boxes: Mapping[ParameterBox, Tensor]) -> None:
-        self._held, self._left = _by_name(boxes), dict[str, int]()
+        self._held, self._left = _index_boxes(boxes), dict[str, int]()
         self._coming: Callable[[int, Sequence[ParameterBox]], None]
         self._whole: Callable[[ParameterBox], None]
         super().__init__(rendezvous, rank, None, {name: boxes[one] for name, one in self._held.items()})
@@ -200,7 +200,7 @@ class Receiver(_End):
                 self._whole(self._held[part.dst_param])
 
 
-def _by_name(held: Iterable[ParameterBox]) -> dict[str, ParameterBox]:
+def _index_boxes(held: Iterable[ParameterBox]) -> dict[str, ParameterBox]:
     """The boxes by Hugging Face name. Raises WeightError where a rank holds two boxes of one tensor."""
     out: dict[str, ParameterBox] = {}
     for one in held:

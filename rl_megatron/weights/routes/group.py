@@ -138,7 +138,7 @@ class Exchange(Transport):
     def close(self) -> None:
         self.steps, self.group = [], None
 
-    def in_order(self, sends: Mapping[Key, tuple[int, Bucket]], receives: Mapping[Key, BoundBucket]) -> list[Step]:
+    def ordered_steps(self, sends: Mapping[Key, tuple[int, Bucket]], receives: Mapping[Key, BoundBucket]) -> list[Step]:
         """The steps in the order of the keys, which is the same on all processes; what is sent has two buffers."""
         outgoing = self._two_buffers([bucket for _, bucket in sends.values()])
         return [
@@ -232,9 +232,9 @@ class ProcessGroupTransport(Exchange):
         for (frm, to), parts in self.ends.buckets(lambda receiver: bucket_bytes).items():
             mine, peer = (sends, to) if frm == rank else (receives, frm)
             mine |= {
-                (bucket.layer_position, rounds.of_pair(frm, to), bucket.number): (peer, bucket) for bucket in parts
+                (bucket.layer_position, rounds.pair_round(frm, to), bucket.number): (peer, bucket) for bucket in parts
             }
-        self.steps = self.in_order(sends, self.arriving(receives))
+        self.steps = self.ordered_steps(sends, self.arriving(receives))
         self._compression = compression
         self._frames: dict[int, Tensor] = {}  # memory of parcels that arrive compressed
         self._received = 0

@@ -42,7 +42,7 @@ from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan, Transfer
 from rl_megatron.weights.routes.ends import BoundBucket, Bucket, PlanEndpoint, exchange_handshakes
 from rl_megatron.weights.routes.group import Exchange, Key, Operation, Step, Transport
-from rl_megatron.weights.routes.rendezvous import Peers, RendezvousMember, uuid_of
+from rl_megatron.weights.routes.rendezvous import Peers, RendezvousMember, gpu_uuid
 
 SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
@@ -305,7 +305,7 @@ class Rings:
         os.ftruncate(handle, num_bytes)
         return self._open_ring(num_bytes, b"", [handle]), b"", [handle]
 
-    def _open_ring(self, num_bytes: int, told: bytes, handles: list[int]) -> Tensor:
+    def _open_ring(self, num_bytes: int, handle: bytes, handles: list[int]) -> Tensor:
         """The other process's ring."""
         return torch.frombuffer(mmap.mmap(handles[0], num_bytes), dtype=torch.uint8)
 
@@ -341,10 +341,10 @@ class CudaRings(Rings):
         ring = torch.empty(num_bytes, dtype=torch.uint8, device=self.ends.device)
         handle = ring.untyped_storage()._share_cuda_()
         told = [part.hex() if isinstance(part, bytes) else part for part in handle[1:]]
-        return ring, json.dumps([uuid_of(handle[0]), *told]).encode(), []
+        return ring, json.dumps([gpu_uuid(handle[0]), *told]).encode(), []
 
-    def _open_ring(self, num_bytes: int, told: bytes, handles: list[int]) -> Tensor:
-        uuid, *parts = json.loads(told)
+    def _open_ring(self, num_bytes: int, handle: bytes, handles: list[int]) -> Tensor:
+        uuid, *parts = json.loads(handle)
         raw = [bytes.fromhex(part) if isinstance(part, str) else part for part in parts]
         storage = torch.UntypedStorage._new_shared_cuda(_number(uuid), *raw)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:num_bytes]
@@ -352,7 +352,7 @@ class CudaRings(Rings):
 
 def _number(uuid: str) -> int:
     """This process's number of the GPU. Raises WeightError if it does not see the GPU."""
-    seen = [uuid_of(number) for number in range(torch.cuda.device_count())]
+    seen = [gpu_uuid(number) for number in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise WeightError(
             f"CUDA IPC maps memory of GPU {uuid}, and this process sees {', '.join(seen) or 'none'} "
@@ -379,7 +379,9 @@ class LearnerEnd(Exchange):
         )
         super().__init__(ends, member.group)
         self._member = member
-        handed = {to: self._into(moves.receives(to), to, bytes_into(to)) for to in member.beside(member.rank)}
+        handed = {
+            to: self._into(moves.receives(to), to, bytes_into(to)) for to in member.relayed_processes(member.rank)
+        }
         self._handed = {to: turns for to, turns in handed.items() if turns}
         self._rings = _RINGS[ends.device.type](
             ends,
@@ -417,7 +419,7 @@ class LearnerEnd(Exchange):
                 ops.append((dist.irecv, into.buffer, into.peer))
         if step.send is not None:
             self.ends.pack(step.send, version)
-            ops.append((dist.isend, step.send.buffer, self._member.number_of(step.send.peer)))
+            ops.append((dist.isend, step.send.buffer, self._member.receiver_number(step.send.peer)))
         return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
 
     @override
@@ -430,7 +432,7 @@ class LearnerEnd(Exchange):
         pairs: defaultdict[int, list[Transfer]] = defaultdict(list)
         for transfer in moved:
             pairs[transfer.src_rank].append(transfer)
-        return in_turn(
+        return run_rounds(
             {frm: self.ends.split_buckets(to, some, bucket_bytes) for frm, some in pairs.items()}, to, self._member
         )
 
@@ -447,13 +449,13 @@ class LearnerEnd(Exchange):
         """The steps of what goes over the group, and of this rank's own boxes for engine ranks that it relays to."""
         sends: dict[Key, tuple[int, Bucket]] = {}
         for (frm, to), parts in buckets.items():
-            if self._member.number_of(to) != frm:
-                sends |= {key: (to, bucket) for key, _, bucket in in_turn({frm: parts}, to, self._member)}
+            if self._member.receiver_number(to) != frm:
+                sends |= {key: (to, bucket) for key, _, bucket in run_rounds({frm: parts}, to, self._member)}
         receives: dict[Key, BoundBucket] = {}
         for link in self._rings.links:
             turns = self._handed[link.peer]
             receives |= {key: parcel for (key, _, _), parcel in zip(turns, link.parcels, strict=True)}
-        return self.in_order(sends, receives)
+        return self.ordered_steps(sends, receives)
 
 
 class MemberEnd(Exchange):
@@ -467,28 +469,28 @@ class MemberEnd(Exchange):
             PlanEndpoint(moves, rank=member.rank, src={}, dst=dst, exchange=exchange, verify=False), member.group
         )
         buckets = {frm: parts for (frm, _), parts in self.ends.buckets(bytes_into).items()}
-        turns = in_turn(buckets, member.rank, member)
+        turns = run_rounds(buckets, member.rank, member)
         member.gather("")  # other ranks say the addresses of their sockets
-        self.steps = self.in_order({}, self.arriving({key: (frm, bucket) for key, frm, bucket in turns}))
+        self.steps = self.ordered_steps({}, self.arriving({key: (frm, bucket) for key, frm, bucket in turns}))
 
 
-def end_beside(
+def make_local_end(
     moves: Plan, *, dst: Mapping[str, Tensor], member: RendezvousMember, bytes_into: Callable[[int], int]
 ) -> RingTransport:
     """The end of an engine rank that gets everything from its relay; like `LearnerEnd`."""
     ends = PlanEndpoint(moves, rank=member.rank, src={}, dst=dst, exchange=exchange_handshakes(member), verify=False)
-    turns = in_turn({frm: parts for (frm, _), parts in ends.buckets(bytes_into).items()}, ends.rank, member)
+    turns = run_rounds({frm: parts for (frm, _), parts in ends.buckets(bytes_into).items()}, ends.rank, member)
 
     def bind(_peer: int, slots: Tensor, _leaving: bool) -> list[BoundBucket]:
         return [ends.bind(frm, b, slots[i % SLOTS], leaving=False) for i, (_, frm, b) in enumerate(turns)]
 
-    pair = member.number_of(ends.rank), ends.rank
+    pair = member.receiver_number(ends.rank), ends.rank
     slots = {pair: max(bucket.num_bytes for _, _, bucket in turns)} if turns else {}
     rings = _RINGS[ends.device.type](ends, slots, bind, peers=member, timeout_seconds=member.rendezvous.seconds)
     return RingTransport(ends, rings)
 
 
-def in_turn(
+def run_rounds(
     buckets: Mapping[int, Sequence[Bucket]], to: int, member: RendezvousMember
 ) -> list[tuple[Key, int, Bucket]]:
     """The buckets into an engine rank's process, by sender, in the order in which it gets them, with their keys.
@@ -496,7 +498,7 @@ def in_turn(
     A key is (turn, number, which of its receiver's engine ranks, distance). For each, a process of the group sends to
     the process at that distance after it, and receives from the one at that distance before it.
     """
-    receiver, lane, size = member.number_of(to), member.lane_of(to), len(member.grouped)
+    receiver, lane, size = member.receiver_number(to), member.receiver_lane(to), len(member.grouped)
     turns = [
         ((bucket.layer_position, bucket.number, lane, (receiver - frm) % size), frm, bucket)
         for frm, parts in buckets.items()

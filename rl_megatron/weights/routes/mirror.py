@@ -31,7 +31,7 @@ from torch import Tensor
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.files import private_folder, write_atomically
 from rl_megatron.weights.boxes import Shape, whole_box
-from rl_megatron.weights.bytes.bits import dtype_of, to_tensor
+from rl_megatron.weights.bytes.bits import stored_dtype, to_tensor
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.checks.reports import ChecksumReport, checksum, largest_change
 from rl_megatron.weights.formats.hf_folder import Stored, config_text, stored
@@ -76,10 +76,10 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def remove_abandoned(beside: Path) -> None:
-    """Removes this user's folders next to ``beside``, with its name up to the last "-", if no process locks them."""
-    stem = beside.name.rpartition("-")[0]
-    for folder in beside.parent.glob(f"{stem}-*"):
+def remove_abandoned(path: Path) -> None:
+    """Removes this user's folders next to ``path``, with its name up to the last "-", if no process locks them."""
+    stem = path.name.rpartition("-")[0]
+    for folder in path.parent.glob(f"{stem}-*"):
         with contextlib.suppress(OSError):  # it has no lock, another holds it, or another removes it
             if folder.lstat().st_uid == os.geteuid():
                 with (folder / _LOCK).open("rb") as lock:
@@ -108,12 +108,12 @@ class Mirror:
         writers: int = 1,
     ) -> None:
         self.path, self._encoding, self._writer, self._writers = path, encoding, writer, writers
-        entries = stored(shapes, dtype_of(dtype), encoding, float32)
+        entries = stored(shapes, stored_dtype(dtype), encoding, float32)
         self.num_bytes = sum(prod(shape) * given.itemsize for given, shape in entries.values())
         self._stored, self._sparse = _mapped(path, entries), [path]
         self.tensors = self._stored
         if encoding is not None:
-            plain = stored(shapes, dtype_of(dtype), None, float32)
+            plain = stored(shapes, stored_dtype(dtype), None, float32)
             self.tensors = (
                 _mapped(_plain(path), plain)
                 if writers > 1
@@ -144,9 +144,9 @@ class Mirror:
         drafts = holds_draft(shapes)
         text = config_text(config.parent, set(), quantization, drafts=drafts, scores=SCORE in shapes)
         path.with_name("config.json").write_text(text)
-        _empty_file(path, stored(shapes, dtype_of(dtype), encoding, float32))
+        _empty_file(path, stored(shapes, stored_dtype(dtype), encoding, float32))
         if encoding is not None and writers > 1:
-            _empty_file(_plain(path), stored(shapes, dtype_of(dtype), None, float32))
+            _empty_file(_plain(path), stored(shapes, stored_dtype(dtype), None, float32))
 
     def withdraw(self) -> None:
         """Marks the tensors as changing: readers refuse the file until every writer calls ``serve``.
@@ -282,7 +282,7 @@ def seal(path: Path, version: int, checksums: Mapping[str, int]) -> VersionSeal:
     return _sealed(noted)
 
 
-def seal_of(path: Path, version: int) -> VersionSeal:
+def read_seal(path: Path, version: int) -> VersionSeal:
     """The seal of ``version``. Raises SyncError if the file holds another version, or is not sealed."""
     noted = _noted(path, version)
     if "checksums" not in noted:
@@ -297,7 +297,7 @@ def _sealed(noted: Mapping[str, Any]) -> VersionSeal:
 
 def check(path: Path, version: int) -> None:
     """Raises CorruptionError that names the file's tensors with bytes that do not match the seal."""
-    sealed = seal_of(path, version).checksums
+    sealed = read_seal(path, version).checksums
     wrong = [name for name, t in read(path, version).items() if checksum(t, tuple(t.shape)) != sealed.get(name)]
     if wrong:
         raise CorruptionError(f"{path}, version {version}: its bytes are not the learner's in {', '.join(wrong)}")

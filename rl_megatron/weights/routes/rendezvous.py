@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.weights.checks.libraries import FIELDS, HANDLE, OF_A_GROUP, compare_facts, facts, loaded_libraries
-from rl_megatron.weights.plans.plan import Place, receivers_of
+from rl_megatron.weights.plans.plan import Place, find_receivers
 
 _MOST_BYTES = 2**30
 
@@ -92,9 +92,9 @@ def wire_device(group: dist.ProcessGroup | None) -> str:
     return str(distributed_c10d._get_object_coll_device(group))
 
 
-def deflated(said: object) -> bytes:
+def deflated(value: object) -> bytes:
     """A value as compressed JSON. Raises SyncError if that is of more than 1 GiB."""
-    data = json.dumps(said).encode()
+    data = json.dumps(value).encode()
     _checked(len(data))
     return zlib.compress(data, 1)
 
@@ -214,7 +214,7 @@ def own_place(tensors: Iterable[Tensor]) -> Place:
     Processes of a node reach each other by sockets and files without a name if they are one user's, in one network
     namespace.
     """
-    gpu = next((uuid_of(t.device.index) for t in tensors if t.device.type == "cuda"), "")
+    gpu = next((gpu_uuid(t.device.index) for t in tensors if t.device.type == "cuda"), "")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Place(
         node=f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}",
@@ -223,7 +223,7 @@ def own_place(tensors: Iterable[Tensor]) -> Place:
     )
 
 
-def uuid_of(number: int) -> str:
+def gpu_uuid(number: int) -> str:
     """The UUID of the GPU that this process gives a number."""
     return str(torch.cuda.get_device_properties(number).uuid)
 
@@ -231,11 +231,10 @@ def uuid_of(number: int) -> str:
 class RendezvousMember(Peers):
     """Rank ``rank`` of those that meet, with ``tensors``.
 
-    ``places`` are those of all. ``receivers`` are the `receivers_of` the engine's ranks; with the learner's ranks they
-    are ``grouped``, and make the process group ``group`` if they are several. Collective; raises SyncError if not all
-    ranks join in time, or have all alike. Raises ConfigError if this torch makes groups differently, or would split
-    the group out of the process's own.
-    """
+    ``places`` are those of all. ``receivers`` are the `find_receivers` the engine's ranks; with the learner's ranks
+    they are ``grouped``, and make the process group ``group`` if they are several. Collective; raises SyncError if not
+    all ranks join in time, or have all alike. Raises ConfigError if this torch makes groups differently, or would split
+    the group out of the process's own."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, tensors: Iterable[Tensor] = ()) -> None:
         check_torch()
@@ -251,7 +250,7 @@ class RendezvousMember(Peers):
             if why := _describe_mismatch(rendezvous, said):
                 raise SyncError(why)
             self.places = [place for place, _ in map(_introduced, said)]
-            self.receivers = receivers_of(self.places, rendezvous.num_learner_ranks)
+            self.receivers = find_receivers(self.places, rendezvous.num_learner_ranks)
             self.grouped = _grouped(self.receivers, rendezvous.num_learner_ranks)
             if rank in self.grouped and len(self.grouped) > 1:
                 self.group = self._new_group(len(self.grouped), limit)
@@ -261,16 +260,16 @@ class RendezvousMember(Peers):
                 f"{rendezvous.host}:{rendezvous.port} in {rendezvous.seconds:g} s: {error}"
             ) from error
 
-    def number_of(self, process: int) -> int:
+    def receiver_number(self, process: int) -> int:
         """The group's number of the process that receives what goes into engine process ``process``."""
         return self.grouped.index(self.receivers[process - self.rendezvous.num_learner_ranks])
 
-    def lane_of(self, process: int) -> int:
+    def receiver_lane(self, process: int) -> int:
         """Returns how many engine processes before ``process`` have the same receiver."""
         engine = process - self.rendezvous.num_learner_ranks
         return self.receivers[:engine].count(self.receivers[engine])
 
-    def beside(self, rank: int) -> list[int]:
+    def relayed_processes(self, rank: int) -> list[int]:
         """Returns the engine processes for which learner rank ``rank`` is the relay."""
         return [self.rendezvous.num_learner_ranks + i for i, receiver in enumerate(self.receivers) if receiver == rank]
 
@@ -299,8 +298,9 @@ class RendezvousMember(Peers):
             raise
         return group
 
-    def barrier(self, what: str, said: str | bytes = "", part: str = "") -> list[str]:
-        """Waits until every rank is ready for ``what``, or a ``part`` of it; this one sets the value ``said`` with it.
+    def barrier(self, what: str, value: str | bytes = "", part: str = "") -> list[str]:
+        """Waits until every rank is ready for ``what``, or a ``part`` of it; this one sets the value ``values`` with
+        it.
 
         Returns the keys of the store at which the ranks set their values. Raises SyncError if it is canceled, some
         ranks are not in time, or the store is lost.
@@ -309,7 +309,7 @@ class RendezvousMember(Peers):
         keys = [f"{at}{part}/{rank}" for rank in range(self.rendezvous.size)]
         arrived, all_here = f"{at}{part}/arrived", f"{at}{part}/all"
         with self._asking(f"{what}{part}"):
-            self._set(keys[self.rank], said)
+            self._set(keys[self.rank], value)
             if self._store.add(arrived, 1) >= len(keys) and self._store.check(keys):  # only the last asks for all
                 self._set(all_here, "")
             while not self._store.check([all_here]):
@@ -330,15 +330,15 @@ class RendezvousMember(Peers):
         """Each rank's value, which is JSON, by rank. Collective, while ranks join; raises like `barrier`."""
         return self._read_values(self._meet_again(deflated(mine)))
 
-    def broadcast(self, said: object) -> Any:
+    def broadcast(self, value: object) -> Any:
         """Rank 0's value, on every rank. Collective, while ranks join; raises like `barrier`."""
-        keys = self._meet_again(deflated(said) if self.rank == 0 else b"")
-        return said if self.rank == 0 else self._read_values(keys[:1])[0]
+        keys = self._meet_again(deflated(value) if self.rank == 0 else b"")
+        return value if self.rank == 0 else self._read_values(keys[:1])[0]
 
-    def _meet_again(self, said: bytes) -> list[str]:
+    def _meet_again(self, value: bytes) -> list[str]:
         self._gathered += 1
         part = f"{_SAID}/{self._gathered}"
-        first, *others = [said[at : at + _PART_BYTES] for at in range(0, max(len(said), 1), _PART_BYTES)]
+        first, *others = [value[at : at + _PART_BYTES] for at in range(0, max(len(value), 1), _PART_BYTES)]
         with self._asking(f"{JOINING}{part}"):
             for number, other in enumerate(others):
                 self._set(f"{self.rendezvous.name}/{JOINING}{part}/{self.rank}/{number}", other)
@@ -353,8 +353,8 @@ class RendezvousMember(Peers):
                 out.append(inflated(b"".join([said[_COUNT_BYTES:], *map(self._store.get, others)]), rank))
         return out
 
-    def _set(self, key: str, said: str | bytes) -> None:
-        self._store.set(key, said)  # type: ignore[arg-type]  # bytes too, whatever torch's stub says
+    def _set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes too, whatever torch's stub says
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -393,9 +393,9 @@ def _blocking_wait() -> Iterator[None]:
             os.environ[_BLOCKING] = before
 
 
-def _introduced(said: bytes) -> tuple[Place, dict[str, str | None]]:
+def _introduced(data: bytes) -> tuple[Place, dict[str, str | None]]:
     """The place of a rank, and what it has that others must have alike."""
-    place, have = json.loads(said)
+    place, have = json.loads(data)
     return Place(*place), have
 
 
@@ -404,12 +404,12 @@ def _grouped(receivers: Sequence[int], learners: int) -> list[int]:
     return [*range(learners), *(process for process in receivers if process >= learners)]
 
 
-def _describe_mismatch(rendezvous: Rendezvous, said: Sequence[bytes]) -> str:
+def _describe_mismatch(rendezvous: Rendezvous, values: Sequence[bytes]) -> str:
     """Describes how ranks, which are all here, differ in values that must be equal; the same text for every rank."""
     if rendezvous.backend != dist.Backend.NCCL:
         return ""
-    places, have = zip(*map(_introduced, said), strict=True)
-    receivers, learners = receivers_of(places, rendezvous.num_learner_ranks), rendezvous.num_learner_ranks
+    places, have = zip(*map(_introduced, values), strict=True)
+    receivers, learners = find_receivers(places, rendezvous.num_learner_ranks), rendezvous.num_learner_ranks
     grouped = {f"rank {rank}": {n: have[rank][n] for n in OF_A_GROUP} for rank in _grouped(receivers, learners)}
     beside = {rank for pair in enumerate(receivers, learners) if pair[0] != pair[1] for rank in pair}
     mapped = {f"rank {rank}": {n: have[rank][n] for n in HANDLE} for rank in sorted(beside)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.training.flops import peak_of
+from rl_megatron.training.flops import find_peak
 from tests.gpu.machine import Machine, note, versions
 
 pytestmark = pytest.mark.gpu
@@ -36,4 +36,4 @@ def test_it_learns(machine: Machine, tmp_path: Path) -> None:
         if name in last:
             note(f"default run, last step, {name}", f"{last[name]:.3g}")
     assert machine.pretended or accuracy > 0.9
-    assert ("mfu/train" in last) == (not machine.pretended and peak_of(versions()[0]) is not None)
+    assert ("mfu/train" in last) == (not machine.pretended and find_peak(versions()[0]) is not None)

@@ -11,7 +11,7 @@ import pytest
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import GB
-from rl_megatron.training.flops import peak_of, training_flops
+from rl_megatron.training.flops import find_peak, training_flops
 from tests.gpu import branch, sizes
 from tests.gpu.machine import Machine, note, versions
 from tools.planner.memory import footprints
@@ -44,7 +44,7 @@ def test_a_step_holds_what_is_planned(name: str, machine: Machine, tmp_path: Pat
     note(f"reserved by torch's allocator, {name}", f"{seen['reserved'] / GB:.2f} GB")
     for kernel, milliseconds in seen["kernels"].items():
         note(f"kernel, {name}: {kernel}", f"{milliseconds:.1f} ms")
-    speed, peak = training_flops(shape, [tokens]) / seen["step"], peak_of(versions()[0])
+    speed, peak = training_flops(shape, [tokens]) / seen["step"], find_peak(versions()[0])
     share = "" if peak is None else f", {speed / peak.bfloat16 / 1e12:.1%} of the peak"
     note(
         f"step of {tokens} tokens, {name}", f"{seen['step'] * 1e3:.0f} ms{share}; forward {seen['score'] * 1e3:.0f} ms"

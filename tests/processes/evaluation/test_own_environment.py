@@ -13,7 +13,7 @@ import pytest
 from launcher.build.model import starting_folder
 from launcher.preflight.own_code import check
 from launcher.preflight.subject import PreflightContext
-from rl_megatron.config.beside import begun_by_messages
+from rl_megatron.config.beside import message_prompt_keys
 from rl_megatron.config.io import load_config
 from rl_megatron.environments.protocol import EnvironmentStep, Observation, Reply, Transcript
 from rl_megatron.errors import ConfigError
@@ -142,7 +142,7 @@ def test_what_it_is_not_combined_with_is_refused_by_its_key(more: list[str], mes
 
 def test_engines_have_room_for_its_trajectories() -> None:
     assert load_config("tiny_cpu", [*KEYS, *OWN, "eval.sets.odd.environment.max_tokens=70"]).longest_completion == 70
-    assert load_config("tiny_cpu", [*KEYS, *OWN]).most_sampled == 6
+    assert load_config("tiny_cpu", [*KEYS, *OWN]).max_sampled == 6
 
 
 CHAT, PLAIN = (("environment.function=calculator", f"environment.template={one}") for one in ("chat", "plain"))
@@ -165,4 +165,4 @@ OWN_FILES = ("eval.sets.odd.data.type=files", "eval.sets.odd.data.eval=odd.jsonl
 )
 def test_prompts_may_be_lists_where_all_readers_begin_with_messages(keys: tuple[str, ...], begun: set[str]) -> None:
     files = ("data.type=files", "data.train=a.jsonl", "data.eval=b.jsonl", "warm_start.steps=0")
-    assert begun_by_messages(load_config("tiny_cpu", [*files, *keys])) == begun
+    assert message_prompt_keys(load_config("tiny_cpu", [*files, *keys])) == begun

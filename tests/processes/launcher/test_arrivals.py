@@ -188,7 +188,7 @@ def test_more_ranks_than_open_files_are_refused_before_any(tmp_path: Path, monke
 async def test_a_dead_rank_is_told_without_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a network disk that hangs."""
     back = threading.Event()
-    monkeypatch.setattr("launcher.controller.group.end_of", lambda file: str(back.wait(60)))
+    monkeypatch.setattr("launcher.controller.group.last_lines", lambda file: str(back.wait(60)))
     hello = Hello(rank=3, node="node0", pid=1, store="", step="", hindered="")
     ours, theirs = Pipe()
     with ours, theirs:

@@ -31,7 +31,7 @@ from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3, QWEN_30B
 from tests.unit.launcher.test_plan_command import ASKED
 from tools.lab.run import run_cells
-from tools.lab.study import cells_of, read_study
+from tools.lab.study import read_study, study_cells
 
 
 def test_a_removed_current_folder_is_named(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_job_runs_our_code_and_finds_modules_of_the_folder(project: Path) -> N
 def test_a_cell_does(project: Path) -> None:
     (project / "study.yaml").write_text(yaml.safe_dump({"folder": "runs", "seeds": [0], "overrides": [KEY]}))
     study = read_study(Path("study.yaml"))
-    (found,) = asyncio.run(run_cells(study, cells_of(study), retry=False, console=Console(file=io.StringIO())))
+    (found,) = asyncio.run(run_cells(study, study_cells(study), retry=False, console=Console(file=io.StringIO())))
     assert found.reason == f"status 1: {SAID}"
 
 

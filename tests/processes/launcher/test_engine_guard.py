@@ -29,7 +29,7 @@ from launcher.hosts.sites import server_sites, standalone_sites
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes import engine_guard, scratch
 from launcher.processes.environment import variables
-from launcher.processes.guards import GuardSpec, ServerSite, StderrTail, end_of, start_guard
+from launcher.processes.guards import GuardSpec, ServerSite, StderrTail, last_lines, start_guard
 from launcher.servers.supervisor import StartedServer
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.weights import NODE_MEMORY
@@ -378,8 +378,8 @@ def test_the_interface_of_an_address_is_this_nodes_own() -> None:
     others = [(name, a.address) for name, found in psutil.net_if_addrs().items() for a in found if a.family == AF_INET]
     assert ("lo", "127.0.0.1") in others
     for name, address in others:
-        assert engine_guard.interface_of(address) == name
-    assert engine_guard.interface_of("192.0.2.1") is None  # of nobody (RFC 5737)
+        assert engine_guard.find_interface(address) == name
+    assert engine_guard.find_interface("192.0.2.1") is None  # of nobody (RFC 5737)
 
 
 # The error about a process's death includes what it printed before it died.
@@ -404,8 +404,8 @@ def test_the_last_lines_of_a_killed_child_are_kept_and_passed_on(capfd: pytest.C
 
 def test_the_end_of_a_log_is_told_where_it_is_at_hand(tmp_path: Path) -> None:
     (tmp_path / "rank-1.txt").write_text("x" * 100_000 + "\nwhy\n")
-    assert end_of(tmp_path / "rank-1.txt").endswith("\n  why")
-    assert end_of(tmp_path / "rank-2.txt") == ""
+    assert last_lines(tmp_path / "rank-1.txt").endswith("\n  why")
+    assert last_lines(tmp_path / "rank-2.txt") == ""
 
 
 async def test_a_long_log_of_a_server_is_not_read_whole(tmp_path: Path) -> None:

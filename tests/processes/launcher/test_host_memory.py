@@ -98,10 +98,10 @@ def test_copies_of_what_is_saved_by_hand() -> None:
     shape = NAMED["qwen3-30b-a3b"]
     assert copies_bytes(config, shape) == pytest.approx(14 * (experts + dense) + 12 * dense, rel=0.003)  # routers
     assert copies_bytes(load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", WAITS]), shape) == 0
-    assert save_cost(config, shape).most == 3  # two are kept
+    assert save_cost(config, shape).max_kept == 3  # two are kept
     rules = ("train.steps=400", "checkpoint.every=20", "checkpoint.keep_best=2")
     kept = load_config(QWEN_80GB, ["model.path=/models/given", "run.launcher=slurm", *rules])
-    assert save_cost(kept, shape).most == 2 + 2 + 1  # newest, best, and the one being written
+    assert save_cost(kept, shape).max_kept == 2 + 2 + 1  # newest, best, and the one being written
     assert "more after a resume" not in save_cost(config, shape).describe_disk()
     more = save_cost(kept, shape).total * 2 / 1e9
     assert f"; {more:,.1f} GB more after a resume that measures accuracy" in save_cost(kept, shape).describe_disk()

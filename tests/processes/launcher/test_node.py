@@ -24,7 +24,7 @@ from launcher.controller.arrivals import arrivals
 from launcher.controller.group import RankProcess
 from launcher.hosts import local
 from launcher.hosts.local import LocalLauncher
-from launcher.processes.environment import of_one_order
+from launcher.processes.environment import missing_order_variables
 from launcher.processes.scratch import remove_at_exit
 from launcher.wire import Call, Hello, Muster, Setup
 from launcher.worker import forking
@@ -39,7 +39,7 @@ from tests.forks import FORKS
 TOKEN = b"t" * wire.TOKEN_BYTES
 NODE = """
 from launcher.worker import node
-node.modules_of = lambda device: ("planted",)
+node.rank_modules = lambda device: ("planted",)
 node.main()
 """
 BOUND = """
@@ -139,12 +139,12 @@ def test_what_forbids_a_fork_is_named() -> None:
 def test_with_flash_attention_nothing_that_initialises_cuda_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"transformer_engine"}
     monkeypatch.setattr(forking.importlib.util, "find_spec", lambda name: name in installed or None)
-    whole = forking.modules_of("cpu")
+    whole = forking.rank_modules("cpu")
     assert "rl_megatron.learner.megatron" in whole
-    assert forking.modules_of("cuda") == whole
+    assert forking.rank_modules("cuda") == whole
     installed.add("flash_attn")
-    assert forking.modules_of("cpu") == whole
-    assert not any(name.startswith("rl_megatron.learner.") for name in forking.modules_of("cuda"))
+    assert forking.rank_modules("cpu") == whole
+    assert not any(name.startswith("rl_megatron.learner.") for name in forking.rank_modules("cuda"))
 
 
 def test_a_node_of_another_step_is_named() -> None:
@@ -153,9 +153,9 @@ def test_a_node_of_another_step_is_named() -> None:
         Muster(call=call, nodes=("a", "b"), ranks_per_node={LEARNER: 2, "critic": 1}, folder="/f").line().decode()
     )
     expected = [[(LEARNER, 0), (LEARNER, 1), ("critic", 0)], [(LEARNER, 2), (LEARNER, 3), ("critic", 1)]]
-    assert [muster.ranks_of(node) for node in "ab"] == expected
+    assert [muster.node_ranks(node) for node in "ab"] == expected
     with pytest.raises(ValueError, match="this node, c, is none of the step's: a, b"):
-        muster.ranks_of("c")
+        muster.node_ranks("c")
 
 
 def test_ranks_share_the_cores_of_their_node_evenly() -> None:
@@ -268,10 +268,10 @@ def layers(shape, layer):
 
 
 def test_users_values_stay_if_they_are_of_one_order_and_others_are_refused() -> None:
-    assert list(of_one_order({})) == list(NAMES)
-    assert "NCCL_ALGO" not in of_one_order({"NCCL_ALGO": "Tree"})
+    assert list(missing_order_variables({})) == list(NAMES)
+    assert "NCCL_ALGO" not in missing_order_variables({"NCCL_ALGO": "Tree"})
     with pytest.raises(ConfigError, match=r"NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 in the ranks' environment: only with"):
-        of_one_order({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"})
+        missing_order_variables({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"})
 
 
 def rank_main(connection: Connection, folder: Path) -> None:

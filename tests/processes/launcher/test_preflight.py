@@ -21,7 +21,7 @@ from launcher.servers import versions
 from launcher.servers.versions import has_module
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.slurm import minutes_of
+from rl_megatron.config.sections.slurm import parse_minutes
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.launcher.commands import program, status_of
@@ -695,7 +695,7 @@ def test_a_job_that_is_asked_to_save_as_soon_as_it_starts_is_told(time: str, tol
     [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-12", 3600), ("2-12:30", 3630), ("1-0:30:30", 1470.5)],
 )
 def test_a_time_limit_is_read_as_slurm_does(time: str, minutes: float) -> None:
-    assert minutes_of(time) == minutes
+    assert parse_minutes(time) == minutes
 
 
 def test_a_learner_on_gpus_where_none_can_be_used_is_told_so() -> None:

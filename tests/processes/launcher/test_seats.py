@@ -37,7 +37,7 @@ from launcher.hosts.ray.node import (
 )
 from launcher.hosts.sites import cpus_of_engine_node, server_sites
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.processes.guards import Guard, GuardSpec, ServerSite, elsewhere, start_guard
+from launcher.processes.guards import Guard, GuardSpec, ServerSite, has_remote_server, start_guard
 from launcher.processes.own_thread import DedicatedThread
 from launcher.runs.folder import mirror_path
 from launcher.wire import this_node
@@ -47,7 +47,7 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.errors import ConfigError, EngineError, WorkerFailure
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import place_ranks, placeholder_nodes, placement_of
+from rl_megatron.placement.ranks import make_placement, place_ranks, placeholder_nodes
 from rl_megatron.placement.seats import place_servers, server_placements
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.commands import program
@@ -91,7 +91,7 @@ def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert Allocation.from_environment(tmp_path, config) is None
     found = server_sites(config, None)
     assert found == [[ServerSite(num_servers=2)], [ServerSite(server_index=1, num_servers=2)]]
-    assert not elsewhere(found)
+    assert not has_remote_server(found)
     assert mirror_path(config, tmp_path).parent.parent == Path("/dev/shm")
 
 
@@ -173,7 +173,7 @@ def test_roles_with_ranks_of_their_own_have_the_nodes_between(run: Path, monkeyp
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
     allocation = slurm_allocation(config_of(*keys), run)
     with pytest.raises(ConfigError, match=r"critic: 0 nodes cannot share out tp\*cp\*dp\*pp = "):
-        placement_of(config_of(*keys), allocation.separate["critic"], "critic")
+        make_placement(config_of(*keys), allocation.separate["critic"], "critic")
 
 
 def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str,
 def test_without_a_number_of_cores_no_step_is_confined(run: Path) -> None:
     """Where a cluster gives whole nodes, --cpus-per-task=1 leaves a server one core of them: it implies --exact."""
     config = config_of("slurm.engines.nodes=1")
-    job, placement = slurm_allocation(config, run), placement_of(config, ("a1",))
+    job, placement = slurm_allocation(config, run), make_placement(config, ("a1",))
     ((server,),) = server_sites(config, job)
     seats = server_placements(config, job.nodes, job.engine_nodes)
     steps = [
@@ -238,7 +238,7 @@ def test_a_server_on_two_nodes_has_their_addresses(run: Path, monkeypatch: pytes
     (sites,) = server_sites(config, slurm_allocation(config, run))
     assert [site.host for site in sites] == ["10.0.0.1", "10.0.0.2"]
     assert [bool(site.prefix_command) for site in sites] == [False, True]
-    assert elsewhere([sites])
+    assert has_remote_server([sites])
 
 
 def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -> None:
@@ -291,7 +291,7 @@ def options_of(resources: Mapping[str, Bundle], node: str) -> list[str]:
 
 def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
     roles = shares(
-        [PLACEMENT], place_servers(ServerSection(replicas=3, tp=4), ("b1", "b2"), 8, shared=False), alone=True
+        [PLACEMENT], place_servers(ServerSection(replicas=3, tp=4), ("b1", "b2"), 8, shared=False), is_single=True
     )
     assert amounts(roles.ranks["learner"], "CPU") == {"a1": [1, 1], "a2": [1, 1]}
     assert amounts(roles.engines, "GPU") == {"b1": [4, 4], "b2": [4]}
@@ -344,7 +344,7 @@ def test_a_run_on_none_of_the_learners_nodes_is_refused(tmp_path: Path, monkeypa
 
 def test_separate_roles_have_bundles_of_their_own_on_one_node_or_on_others() -> None:
     here = [replace(PLACEMENT, role=role) for role in ("learner", "critic")]
-    roles = shares([*here, replace(PLACEMENT, role="reference", nodes=("c1", "c2"))], [], alone=False)
+    roles = shares([*here, replace(PLACEMENT, role="reference", nodes=("c1", "c2"))], [], is_single=False)
     has = totals(*roles.ranks.values())
     assert has["a1"] == {"CPU": 4, "learner on a1": 2, "critic on a1": 2}
     assert has["c2"] == {"CPU": 2, "reference on c2": 2}
@@ -356,7 +356,7 @@ def test_separate_roles_have_bundles_of_their_own_on_one_node_or_on_others() -> 
 def test_servers_that_share_nodes_with_ranks_have_shares_beside_them(replicas: int, last: int) -> None:
     """GPUs are counted once at most, so that neither role waits for the other's."""
     roles = shares(
-        [PLACEMENT], place_servers(ServerSection(replicas=replicas), ("a1", "a2"), 2, shared=True), alone=False
+        [PLACEMENT], place_servers(ServerSection(replicas=replicas), ("a1", "a2"), 2, shared=True), is_single=False
     )
     assert amounts(roles.engines, "GPU") == {"a1": [0, 0], "a2": [0] * last}
     has = totals(roles.ranks["learner"], roles.engines)

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from launcher.commands import submit
-from launcher.commands.submit import smoke_of
+from launcher.commands.submit import make_smoke_run
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -427,27 +427,27 @@ def test_it_is_the_run_in_its_layout_from_the_first_step_on() -> None:
     keys = ("run.name=x", "checkpoint.every=7", "slurm.restarts=0", "log.sinks=wandb")
     sets = ("eval.sets.one.limit=4", "eval.sets.one.samples=8", "eval.sets.one.temperature=1", "eval.sets.two.every=5")
     config = load_config("tiny_cpu", [*keys, *sets, "learner.dp=2", "train.lr_decay=cosine"])
-    made = smoke_of(config)
+    made = make_smoke_run(config)
     assert (made.run.name, made.slurm.restarts, made.checkpoint.every) == ("x-smoke", 1, 1)
     assert (made.learner, made.rollout, made.reward, made.algorithm) == (
         *(config.learner, config.rollout, config.reward, config.algorithm),
     )
     assert (made.warm_start.steps, made.log.sinks) == (0, ())
     assert [(name, one.limit, one.samples, one.every) for name, one in made.eval.sets.items()] == [("one", 4, 1, None)]
-    assert smoke_of(load_config("tiny_cpu", [])).eval.sets["smoke"].limit == 8
+    assert make_smoke_run(load_config("tiny_cpu", [])).eval.sets["smoke"].limit == 8
 
 
 @pytest.mark.parametrize("name", ["sft_tiny", "dpo_tiny", "reward_tiny", "gsm8k_tiny", "qwen3_30b_a3b", "deepseek_v3"])
 def test_every_kind_of_run_has_one(name: str) -> None:
     given = ["data.train=train.jsonl", "data.eval=eval.jsonl"] if name == "gsm8k_tiny" else []
-    assert smoke_of(load_config(name, ["model.path=/given", *given])).checkpoint.keep == 2
+    assert make_smoke_run(load_config(name, ["model.path=/given", *given])).checkpoint.keep == 2
 
 
 def test_what_cannot_be_is_said(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("submit", "tiny_cpu", "--smoke", "--dry-run") == 1
     assert "--smoke submits a job and waits for it" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"its smoke run cannot be:\nrun\.name"):
-        smoke_of(load_config("tiny_cpu", [f"run.name={'x' * 200}"]))
+        make_smoke_run(load_config("tiny_cpu", [f"run.name={'x' * 200}"]))
 
 
 def test_a_dry_run_elsewhere_names_what_only_the_cluster_has(

@@ -22,7 +22,7 @@ from launcher.preflight.checks import preflight
 from launcher.runs.resume import record_start
 from launcher.servers import versions
 from launcher.servers.pool import ServerPool
-from launcher.servers.versions import compare_environments, group_problem, libraries_of
+from launcher.servers.versions import compare_environments, find_loaded_libraries, group_problem
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
@@ -34,7 +34,7 @@ from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.launcher.commands import program, status_of
 from tests.unit.observability.report_pages import Page, a_run
 from tools.convert.layouts import model_shape
-from tools.lab.mismatch.diagnose import target_of
+from tools.lab.mismatch.diagnose import find_target
 
 OLD, NEW = 22907, 23007  # as ncclGetVersion says 2.29.7 and 2.30.7
 GPU = ("rollout=vllm", "learner.device=cuda")
@@ -160,10 +160,10 @@ def test_the_nccl_that_torch_links_is_asked_where_none_is_beside_it(tmp_path: Pa
     cuda.unlink()
     linked = (f"-L{nccl[NEW]}", "-Wl,--no-as-needed", "-l:libnccl.so.2", f"-Wl,-rpath,{nccl[NEW]}")
     compiled(tmp_path / "new" / cuda.name, "", *linked, "-Wl,--disable-new-dtags").rename(cuda)
-    found = libraries_of(engine, {**UNSET, "LD_LIBRARY_PATH": str(nccl[OLD])})
+    found = find_loaded_libraries(engine, {**UNSET, "LD_LIBRARY_PATH": str(nccl[OLD])})
     assert (found.torch, found.cuda, found.nccl, found.handle) == ("2.13.0", "13.0", "2.30.7", 9)
     assert nccl_version(cuda) == "2.30.7"  # as a rank asks, whose torch has loaded it
-    own = libraries_of(engine, {**UNSET, "VLLM_NCCL_SO_PATH": str(nccl[OLD] / "libnccl.so.2")})
+    own = find_loaded_libraries(engine, {**UNSET, "VLLM_NCCL_SO_PATH": str(nccl[OLD] / "libnccl.so.2")})
     assert (own.nccl, own.own_nccl) == ("2.30.7", "2.29.7")
     assert nccl_version(library(tmp_path / "2.8" / "libnccl.so.2", 2804)) == "2.8.4"
 
@@ -172,7 +172,7 @@ def test_an_interpreter_that_says_nothing_is_named(tmp_path: Path) -> None:
     silent = program(tmp_path / "python", "#!/bin/sh\necho no libraries >&2; exit 3\n")
     for path, said in ((silent, "status 3: no libraries"), (tmp_path / "none", "No such file or directory")):
         with pytest.raises(EngineError, match=f"{path}: the versions of its libraries cannot be read: {said}"):
-            libraries_of(path, UNSET)
+            find_loaded_libraries(path, UNSET)
 
 
 def test_they_are_compared_before_a_run_and_again_before_servers_start(
@@ -487,4 +487,4 @@ def test_a_job_that_samples_nothing_has_no_mismatch(name: str, tmp_path: Path) -
     save_resolved(config, tmp_path / "config.yaml")
     for target in (str(tmp_path / "config.yaml"), str(tmp_path)):
         with pytest.raises(ConfigError, match=f"{target}: job={config.job} samples nothing, so"):
-            target_of(target, [])
+            find_target(target, [])

@@ -28,9 +28,9 @@ from rl_megatron.errors import ConfigError, RewardError, SandboxError
 from rl_megatron.rewards import rules, threads
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import score as judged
-from rl_megatron.rewards.tests import code_of, same_output
+from rl_megatron.rewards.tests import extract_code, same_output
 from rl_megatron.sandbox import executors as here
-from rl_megatron.sandbox.executors import Executor, Limits, Ran, Sandbox, SandboxProgram, _Slots, why_unfenced
+from rl_megatron.sandbox.executors import Executor, Limits, Ran, Sandbox, SandboxProgram, _Slots, find_fence_problem
 from rl_megatron.types import Prompt, RewardResult
 from tests.completions import completion
 from tests.unit.rewards.test_rewards import LATEX, score
@@ -133,7 +133,7 @@ def test_math_verify_refuses_an_answer_it_cannot_read() -> None:
 
 
 # The reward of code that passes its problem's tests: their forms, what counts as equal, what code cannot see.
-WHY = asyncio.run(why_unfenced())
+WHY = asyncio.run(find_fence_problem())
 fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
 SANDBOX = SandboxSection()
 DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}
@@ -257,10 +257,10 @@ def test_outputs_are_equal_word_by_word(printed: str, wanted: str, same: bool) -
 
 
 def test_the_last_block_behind_the_thinking_is_the_code() -> None:
-    assert code_of("<think>\n```python\na\n```\n</think>\n```py\nb\n```\n") == "b\n"
-    assert code_of("x = 1") == "x = 1"
-    assert code_of("```\nc\n```") == "c\n"
-    assert code_of("```python\nd\n") == "```python\nd\n", "a block that is cut off is none"
+    assert extract_code("<think>\n```python\na\n```\n</think>\n```py\nb\n```\n") == "b\n"
+    assert extract_code("x = 1") == "x = 1"
+    assert extract_code("```\nc\n```") == "c\n"
+    assert extract_code("```python\nd\n") == "```python\nd\n", "a block that is cut off is none"
 
 
 RIGHT = "if 1:\n    print(1)\n"
@@ -286,8 +286,8 @@ NESTED = 'def f():\n    """As in\n\n    ```\n    f()\n    ```\n    """\n'
     ],
 )
 def test_fences_are_paired_and_pythons_come_first(text: str, code: str) -> None:
-    assert code_of(text) == code
-    assert code_of(f"{text}\n```python\ncut off") == code
+    assert extract_code(text) == code
+    assert extract_code(f"{text}\n```python\ncut off") == code
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from rl_megatron.environments import marks
 from rl_megatron.errors import SandboxError
 from rl_megatron.sandbox import executors as here
 from rl_megatron.sandbox import keeper
-from rl_megatron.sandbox.executors import Limits, Ran, Sandbox, why_unfenced
+from rl_megatron.sandbox.executors import Limits, Ran, Sandbox, find_fence_problem
 from rl_megatron.sandbox.keeper import clear_away
 
-WHY = asyncio.run(why_unfenced())
+WHY = asyncio.run(find_fence_problem())
 fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
 LIMITS = Limits(
     seconds=10, cpu_seconds=10, memory_bytes=256 << 20, processes=8, output_bytes=1 << 16, files_bytes=16 << 20
@@ -50,7 +50,7 @@ def nothing_is_left() -> Iterator[None]:
     try:
         yield
         left = [
-            pid for pid in psutil.pids() if marks.mark_of(pid) == os.getpid() != pid and start_ticks(pid) is not None
+            pid for pid in psutil.pids() if marks.read_mark(pid) == os.getpid() != pid and start_ticks(pid) is not None
         ]
     finally:
         marks.mark(0)
@@ -80,10 +80,10 @@ def test_an_environment_may_be_a_link_and_python_is_tried(monkeypatch: pytest.Mo
         link.symlink_to(sys.prefix)
         monkeypatch.setattr(sys, "prefix", str(link))
         monkeypatch.setattr(sys, "executable", str(link / "bin" / "python"))
-        assert asyncio.run(why_unfenced()) == ""
+        assert asyncio.run(find_fence_problem()) == ""
         assert ran("print(1)").stdout == "1\n"
     monkeypatch.setattr(sys, "executable", "/no/python")
-    assert "/no/python ends as 'done' with status 127" in asyncio.run(why_unfenced())
+    assert "/no/python ends as 'done' with status 127" in asyncio.run(find_fence_problem())
 
 
 @fenced

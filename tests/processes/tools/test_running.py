@@ -22,14 +22,14 @@ from tools.lab.run import Start, run_cells
 from tools.lab.states import (
     CellRecord,
     CellStanding,
-    birth_of,
     find_states,
     is_running,
     output_path,
+    process_birth,
     read_record,
     write_record,
 )
-from tools.lab.study import Cell, Study, cells_of, read_study
+from tools.lab.study import Cell, Study, read_study, study_cells
 
 LIMIT = 300.0  # seconds
 
@@ -39,7 +39,7 @@ def study_of(folder: Path, **keys: object) -> tuple[Study, list[Cell]]:
     text = {"folder": str(folder / "runs"), "seeds": [0], "overrides": ["train.steps=2"], **keys}
     path.write_text(yaml.safe_dump(text))
     study = read_study(path)
-    return study, cells_of(study)
+    return study, study_cells(study)
 
 
 def shell(script: str) -> Start:
@@ -182,12 +182,12 @@ def test_a_budget_of_time_holds_while_a_file_is_broken(tmp_path: Path) -> None:
 def test_a_process_of_this_boot_runs_whatever_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the clock moves the kernel's time of boot, as /proc/stat has it, by which psutil dates processes."""
     me = os.getpid()
-    record = CellRecord(pid=me, began=birth_of(me), starts=1, seconds=0.0)
+    record = CellRecord(pid=me, began=process_birth(me), starts=1, seconds=0.0)
     before = psutil.Process().create_time()
     (tmp_path / str(me)).symlink_to(f"/proc/{me}")
     (tmp_path / "stat").write_text(f"btime {int(psutil.boot_time()) + 7200}\n")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     assert 7190 < psutil.Process().create_time() - before < 7210
     assert is_running(record)
-    another = birth_of(me).replace(birth_of(me).split()[0], "0a1b2c3d-0000-0000-0000-000000000000")
+    another = process_birth(me).replace(process_birth(me).split()[0], "0a1b2c3d-0000-0000-0000-000000000000")
     assert not any(is_running(replace(record, began=began)) for began in (another, ""))

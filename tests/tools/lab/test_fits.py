@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rl_megatron.observability.intervals import contrast, mean_interval, t_quantile
-from tools.lab.report import NAMES, SeedCurve, SigmoidFit, fit_sigmoid, why_not
+from tools.lab.report import NAMES, SeedCurve, SigmoidFit, find_fit_problem, fit_sigmoid
 
 SCIPY = json.loads(Path(__file__).with_name("scipy_fits.json").read_text())
 """Made points and what scipy 1.17.1's curve_fit found for them, started at the truth, tolerances of 1e-14."""
@@ -101,7 +101,7 @@ def test_a_fit_of_many_points_is_of_bounded_memory() -> None:
     reached = sigmoid(compute, *TRUTH) + 0.02 * rng.normal(size=len(compute))
     tracemalloc.start()
     try:
-        assert why_not([SeedCurve(compute=compute, reached=reached)], RATE) is None
+        assert find_fit_problem([SeedCurve(compute=compute, reached=reached)], RATE) is None
         assert tracemalloc.get_traced_memory()[1] < 50e6
     finally:
         tracemalloc.stop()
@@ -140,19 +140,19 @@ def test_a_fit_is_refused_where_the_data_cannot_carry_it(compute: np.ndarray, re
         for _ in range(5)
     ]
     with pytest.raises(ValueError, match=why):
-        raise ValueError(why_not(curves, RATE))
+        raise ValueError(find_fit_problem(curves, RATE))
 
 
 def test_a_fit_is_not_refused_where_they_can() -> None:
     rng = np.random.default_rng(3)
-    assert [why_not(seeds_of(rng), RATE) for _ in range(10)] == [None] * 10
-    assert why_not([], RATE) == "no run has values to fit"
+    assert [find_fit_problem(seeds_of(rng), RATE) for _ in range(10)] == [None] * 10
+    assert find_fit_problem([], RATE) == "no run has values to fit"
 
 
 @pytest.mark.parametrize("reached", [np.zeros(40), np.ones(40), (COMPUTE > 30.0).astype(float)], ids="01s")
 def test_seeds_that_never_leave_a_limit_are_refused_with_a_reason(reached: np.ndarray) -> None:
     """All four parameters of zeros are at bounds."""
-    assert why_not([SeedCurve(compute=COMPUTE, reached=reached)] * 3, RATE) is not None
+    assert find_fit_problem([SeedCurve(compute=COMPUTE, reached=reached)] * 3, RATE) is not None
 
 
 @pytest.mark.parametrize(

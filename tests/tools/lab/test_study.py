@@ -22,19 +22,19 @@ from rl_megatron.observability.recorder import MetricsWriter
 from tests.unit.launcher.commands import status_of
 from tests.unit.observability.report_pages import Page
 from tools.convert.upcycle import read_upcycling, upcycle
-from tools.lab.report import points_of, write_study_report
-from tools.lab.run import cells_at_once
+from tools.lab.report import curve_points, write_study_report
+from tools.lab.run import max_running_cells
 from tools.lab.states import (
     CellRecord,
-    birth_of,
     config_path,
-    drift_of,
+    describe_drift,
     find_states,
+    process_birth,
     record_path,
     states_table,
     write_record,
 )
-from tools.lab.study import Cell, Study, cells_of, config_digest, outcome_folder, read_study
+from tools.lab.study import Cell, Study, config_digest, outcome_folder, read_study, study_cells
 
 ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
 RATES = ["train.learning_rate=1e-3", {"fast": ["train.learning_rate=3e-3", "train.lr_warmup_steps=5"]}]
@@ -50,7 +50,7 @@ def study_of(folder: Path, **keys: object) -> Study:
 
 def one_cell(folder: Path, **keys: object) -> tuple[Study, Cell]:
     study = study_of(folder, seeds=[0], **keys)
-    (cell,) = cells_of(study)
+    (cell,) = study_cells(study)
     return study, cell
 
 
@@ -60,7 +60,7 @@ def named(cells: list[Cell]) -> list[tuple[str, int]]:
 
 def test_a_product_has_every_combination_and_the_first_seed_of_each_arm_comes_first(tmp_path: Path) -> None:
     axes = {"a": ALGORITHMS, "rate": RATES}
-    cells = cells_of(study_of(tmp_path, axes=axes, seeds=[4, 7], overrides=["train.steps=9"]))
+    cells = study_cells(study_of(tmp_path, axes=axes, seeds=[4, 7], overrides=["train.steps=9"]))
     arms = ["grpo learning_rate=1e-3", "grpo fast", "gspo learning_rate=1e-3", "gspo fast"]
     assert named(cells) == [(arm, seed) for seed in (4, 7) for arm in arms]
     fast = cells[3].config
@@ -70,29 +70,29 @@ def test_a_product_has_every_combination_and_the_first_seed_of_each_arm_comes_fi
 
 
 def test_zip_takes_the_levels_in_step(tmp_path: Path) -> None:
-    cells = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES}, combine="zip", seeds=[0]))
+    cells = study_cells(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES}, combine="zip", seeds=[0]))
     assert named(cells) == [("grpo learning_rate=1e-3", 0), ("gspo fast", 0)]
 
 
 def test_arms_that_are_not_paired_have_seeds_of_their_own_that_no_other_arm_or_seed_moves(tmp_path: Path) -> None:
-    before = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES}, seeds=[0, 5], paired=False))
+    before = study_cells(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES}, seeds=[0, 5], paired=False))
     seeds = {cell.seed for cell in before}
     assert (len(seeds), max(seeds) < 2**31) == (8, True)
     assert all(cell.config.seed == cell.seed for cell in before)
     labeled = ["algorithm=cispo", {"mine": "algorithm=gspo"}, "algorithm=grpo"]
     more = {"axes": {"a": labeled, "rate": ["train.learning_rate=9e-3", *RATES]}, "seeds": [7, 0, 5]}
-    after = cells_of(study_of(tmp_path, **more, paired=False))
+    after = study_cells(study_of(tmp_path, **more, paired=False))
     assert len(after) == len({cell.seed for cell in after}) == 27
     assert {config_digest(cell.config) for cell in before} <= {config_digest(cell.config) for cell in after}
 
 
 def test_a_cell_is_a_run_in_the_studys_folder(tmp_path: Path) -> None:
-    for cell in cells_of(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES})):
+    for cell in study_cells(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES})):
         assert cell.folder == cell.config.run.dir / str(cell.config.run.name) == tmp_path / "runs" / cell.name
 
 
 def test_a_folder_is_named_by_what_changes_numbers_alone(tmp_path: Path) -> None:
-    (cell, *_) = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}))
+    (cell, *_) = study_cells(study_of(tmp_path, axes={"a": ALGORITHMS}))
     assert cell.name == f"grpo-s0-{config_digest(cell.config)}"
     same = ("run.name=x", "run.dir=y", "log.sinks=[]", "checkpoint.every=3", "model.cache_dir=z")
     other = ("seed=1", "train.steps=7", "learner.ep=1", "algorithm.clip_low=0.1", "data.num_eval=3")
@@ -104,9 +104,9 @@ def test_a_folder_is_named_by_what_changes_numbers_alone(tmp_path: Path) -> None
 
 
 def test_a_run_is_found_again_under_another_label(tmp_path: Path) -> None:
-    before = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0]))
+    before = study_cells(study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0]))
     before[1].folder.mkdir(parents=True)
-    after = cells_of(study_of(tmp_path, axes={"a": [{"plain": ALGORITHMS[0]}, {"ours": ALGORITHMS[1]}]}, seeds=[0]))
+    after = study_cells(study_of(tmp_path, axes={"a": [{"plain": ALGORITHMS[0]}, {"ours": ALGORITHMS[1]}]}, seeds=[0]))
     assert [cell.arm for cell in after] == ["plain", "ours"]
     assert after[1].folder == before[1].folder
     assert after[0].name.startswith("plain-s0-")
@@ -188,13 +188,13 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_named_before_anything_starts(tmp_path: Path, keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        cells_of(study_of(tmp_path, **keys))
+        study_cells(study_of(tmp_path, **keys))
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("figure", ["mean_at_4", "maj_at_4", "pass_at_2", "length", "errors"])
 def test_every_figure_that_a_set_records_can_be_compared(tmp_path: Path, figure: str) -> None:
-    assert cells_of(study_of(tmp_path, **SUMS, evaluation={"metric": f"eval/sums/{figure}"}))
+    assert study_cells(study_of(tmp_path, **SUMS, evaluation={"metric": f"eval/sums/{figure}"}))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_every_figure_that_a_set_records_can_be_compared(tmp_path: Path, figure:
     ],
 )
 def test_what_a_job_records_can_be_compared(tmp_path: Path, base: str, metric: str) -> None:
-    assert cells_of(study_of(tmp_path, base=base, evaluation={"metric": metric}))
+    assert study_cells(study_of(tmp_path, base=base, evaluation={"metric": metric}))
 
 
 DENSE = """{"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -231,24 +231,24 @@ def test_a_metric_that_no_cell_has_is_refused(tmp_path: Path, metric: str, overr
     (tmp_path / "dense/config.json").write_text(DENSE)
     plain = f"model.path={tmp_path / 'dense'}" if "dense" in why else "algorithm=grpo"
     asked = {"evaluation": {"metric": metric}, "seeds": [0]}
-    assert len(cells_of(study_of(tmp_path, axes={"a": [plain, override]}, **asked))) == 2
+    assert len(study_cells(study_of(tmp_path, axes={"a": [plain, override]}, **asked))) == 2
     with pytest.raises(ConfigError, match=rf"^evaluation\.metric={metric}: no cell records it: .*{why}"):
-        cells_of(study_of(tmp_path, overrides=[plain], **asked))
+        study_cells(study_of(tmp_path, overrides=[plain], **asked))
 
 
 def test_a_critic_on_the_policys_layers_has_no_step_of_its_own(tmp_path: Path) -> None:
     keys = ["algorithm=ppo", "algorithm.critic.backbone=policy"]
     asked = {"evaluation": {"metric": "critic/grad_norm"}, "seeds": [0]}
     with pytest.raises(ConfigError, match=r"backbone=policy trains it in the policy's own steps; take grad_norm$"):
-        cells_of(study_of(tmp_path, overrides=keys, **asked))
-    assert cells_of(study_of(tmp_path, overrides=keys[:1], **asked))
+        study_cells(study_of(tmp_path, overrides=keys, **asked))
+    assert study_cells(study_of(tmp_path, overrides=keys[:1], **asked))
 
 
 def test_more_cells_than_allowed_are_refused_not_left_out(tmp_path: Path) -> None:
     axes = {"a": [f"train.steps={i}" for i in range(1, 74)], "b": [f"eval.every={i}" for i in range(137)]}
     assert 73 * 137 == 10_001
     with pytest.raises(ConfigError, match="more than 10000 cells"):
-        cells_of(study_of(tmp_path, axes=axes, seeds=[0]))
+        study_cells(study_of(tmp_path, axes=axes, seeds=[0]))
 
 
 def test_what_a_machine_refuses_names_the_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +264,7 @@ def test_a_check_writes_a_file_a_cell_that_submit_takes(tmp_path: Path, capsys: 
     study = study_of(tmp_path)
     assert status_of("experiment", "run", str(tmp_path / "mine.yaml"), "--check") == 0
     assert f"{study.folder}/cells" in capsys.readouterr().out
-    cells = cells_of(study)
+    cells = study_cells(study)
     assert sorted(path.stem for path in (tmp_path / "runs" / "cells").iterdir()) == sorted(c.name for c in cells)
     for cell in cells:
         assert load_config(str(config_path(cell)), []) == cell.config
@@ -275,20 +275,20 @@ def test_a_check_writes_a_file_a_cell_that_submit_takes(tmp_path: Path, capsys: 
 def test_cells_on_gpus_run_one_at_a_time(tmp_path: Path) -> None:
     gpu = ["learner.device=cuda", "learner.ep=1"]
     study = study_of(tmp_path, overrides=gpu)
-    assert cells_at_once(study, cells_of(study)) == 1
+    assert max_running_cells(study, study_cells(study)) == 1
     study = study_of(tmp_path, overrides=gpu, budget={"cells_at_once": 2})
     with pytest.raises(ConfigError, match="would share the same GPUs; allowed: 1"):
-        cells_at_once(study, cells_of(study))
+        max_running_cells(study, study_cells(study))
 
 
 def test_cells_in_a_job_run_one_at_a_time_on_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     ray = ["run.launcher=ray"]
     study = study_of(tmp_path, overrides=ray)
-    assert cells_at_once(study, cells_of(study)) == 1
+    assert max_running_cells(study, study_cells(study)) == 1
     study = study_of(tmp_path, overrides=ray, budget={"cells_at_once": 2})
     with pytest.raises(ConfigError, match=r"inside job 7, and each cell would place its ranks on all .*; allowed: 1"):
-        cells_at_once(study, cells_of(study))
+        max_running_cells(study, study_cells(study))
 
 
 def test_cells_share_the_cores(tmp_path: Path) -> None:
@@ -298,19 +298,19 @@ def test_cells_share_the_cores(tmp_path: Path) -> None:
     half = max(1, cores // 2)
     for keys, wanted in ((thread, cores), (["learner.ep=1"], 1), (apart, half), (ray, half)):
         study = study_of(tmp_path, overrides=keys)
-        assert cells_at_once(study, cells_of(study)) == wanted
+        assert max_running_cells(study, study_cells(study)) == wanted
 
 
 def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     levels = [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate("abcdefg", 1)]
     study = study_of(tmp_path, axes={"x": levels}, seeds=[0], overrides=["train.steps=2"], budget={"cell_minutes": 1})
-    cells, steps = cells_of(study), {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1}
+    cells, steps = study_cells(study), {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1}
     me = os.getpid()
-    boot, ticks = birth_of(me).split()
+    boot, ticks = process_birth(me).split()
     dead = {"pid": me, "began": f"{boot} {int(ticks) - 1}", "starts": 1}  # another process had this number
     records = {
         "a": CellRecord(**dead, seconds=3.0, status=0),
-        "b": CellRecord(pid=me, began=birth_of(me), starts=1, seconds=0.0),
+        "b": CellRecord(pid=me, began=process_birth(me), starts=1, seconds=0.0),
         "c": CellRecord(**dead, seconds=61.0, status=0),
         "d": CellRecord(**dead, seconds=3.0),
         "f": CellRecord(**dead, seconds=3.0, status=1, reason="status 1: error: no"),
@@ -342,9 +342,9 @@ def test_overrides_of_the_command_line_come_after_the_files_and_make_other_cells
     keys = {"axes": {"a": [["algorithm=grpo", "train.minibatches=1"], "algorithm=gspo"]}, "seeds": [0]}
     plain = study_of(tmp_path, overrides=["train.minibatches=4"], **keys)
     more = read_study(tmp_path / "mine.yaml", ["train.minibatches=8", "train.steps=7"])
-    assert [cell.config.train.minibatches for cell in cells_of(plain)] == [1, 4]
-    assert [cell.config.train.minibatches for cell in cells_of(more)] == [1, 8]  # an arm's own come last
-    assert {cell.name for cell in cells_of(plain)}.isdisjoint(cell.name for cell in cells_of(more))
+    assert [cell.config.train.minibatches for cell in study_cells(plain)] == [1, 4]
+    assert [cell.config.train.minibatches for cell in study_cells(more)] == [1, 8]  # an arm's own come last
+    assert {cell.name for cell in study_cells(plain)}.isdisjoint(cell.name for cell in study_cells(more))
     assert more.folder == plain.folder
     with pytest.raises(ConfigError, match="overrides: seed=3: the study gives each cell its seed"):
         read_study(tmp_path / "mine.yaml", ["seed=3"])
@@ -352,7 +352,7 @@ def test_overrides_of_the_command_line_come_after_the_files_and_make_other_cells
 
 def test_a_report_of_another_outcome_has_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["train.steps=3", "learner.ep=1", "train.route_flips=true"]
-    for cell in cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 1], overrides=keys)):
+    for cell in study_cells(study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 1], overrides=keys)):
         cell.folder.mkdir(parents=True)
         save_resolved(cell.config, cell.folder / "config.yaml")
         writer = MetricsWriter(cell.folder)
@@ -395,7 +395,7 @@ SIZES |= {"moe_stability_smoke": (4, 8), "sizes": (12, 24), "staleness": (2, 10)
 
 
 def cells(name: str, *more: str) -> list[Cell]:
-    return cells_of(read_study(STUDIES / f"{name}.yaml", more))
+    return study_cells(read_study(STUDIES / f"{name}.yaml", more))
 
 
 def problems(cell: Cell, tmp_path: Path) -> list[str]:
@@ -477,7 +477,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, list[Cell], 
     text = {**keys, "axes": axes, "contrasts": {"interaction": interaction}, "evaluation": {"last": 2}}
     path.write_text(yaml.safe_dump(text, sort_keys=False))
     read = read_study(path)
-    cells, values = cells_of(read), dict[tuple[str, int], np.ndarray]()
+    cells, values = study_cells(read), dict[tuple[str, int], np.ndarray]()
     for cell in cells:
         middle = np.maximum(AT, 0.01)
         curve = 0.1 + 0.6 / (1 + (6 / middle) ** 1.6) if cell.arm != "moe gspo" else 0.1 + 0.01 * AT
@@ -534,7 +534,7 @@ def test_results_are_those_of_the_rows(
 def test_a_study_without_a_step_says_what_to_do(tmp_path: Path) -> None:
     read = study_of(tmp_path)
     with pytest.raises(DataError, match="no cell has recorded a step yet; start them with rl-megatron experiment run"):
-        write_study_report(read, cells_of(read), tmp_path / "report.html")
+        write_study_report(read, study_cells(read), tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
 
@@ -555,7 +555,7 @@ def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, s
     with (tmp_path / "runs" / "results.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert {name: float(row[name]) for name in every} == every
-    assert points_of(read, cell, load_runs([cell.folder])[0])[-1] == (4.0, spent, 0.3)
+    assert curve_points(read, cell, load_runs([cell.folder])[0])[-1] == (4.0, spent, 0.3)
 
 
 def test_a_measure_of_compute_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
@@ -592,9 +592,9 @@ def test_equal_differences_have_no_interval_and_the_page_says_so(tmp_path: Path)
     """0.3 - 0.2 and 0.4 - 0.3 differ by rounding alone."""
     axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("low", "high"), 1)]}
     read = study_of(tmp_path, overrides=["train.steps=0"], seeds=[0, 1], axes=axes)
-    for cell in cells_of(read):
+    for cell in study_cells(read):
         recorded(cell, np.array([{"low": 0.2, "high": 0.3}[cell.arm] + 0.1 * cell.seed]))
-    page = write_study_report(read, cells_of(read), tmp_path / "report.html").read_text()
+    page = write_study_report(read, study_cells(read), tmp_path / "report.html").read_text()
     found = json.loads((tmp_path / "results.json").read_text())["differences"]["high - low"]
     assert (found["value"], found["low"], found["high"]) == (pytest.approx(0.1), None, None)
     assert "none: all 2 are equal" in page
@@ -609,12 +609,12 @@ def test_a_cell_that_ran_with_another_versions_default_is_named(
     """Its name is the same: that is of the values that differ from the defaults."""
     study, cell = one_cell(tmp_path, overrides=["train.steps=4"])
     recorded(cell, np.array([0.1, 0.2, 0.3]))
-    assert drift_of(cell) == ""
+    assert describe_drift(cell) == ""
     train = cell.config.train.model_copy(update={"epochs": 3})
     save_resolved(cell.config.model_copy(update={"train": train}), cell.folder / "config.yaml")
     now = cell.config.train.epochs
     wanted = f"it ran with train.epochs=3; now it would with train.epochs={now}: remove it to repeat"
-    assert drift_of(cell) == wanted
+    assert describe_drift(cell) == wanted
     assert wanted in write_study_report(study, [cell], tmp_path / "report.html").read_text()
     status_of("experiment", "status", str(tmp_path / "mine.yaml"))
     assert f"note: {cell.name}: {wanted}" in capsys.readouterr().out
@@ -625,7 +625,7 @@ def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
     axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("spent", "mute", "whole"), 1)]}
     keys = {"overrides": ["train.steps=4"], "seeds": [0], "budget": {"cell_minutes": 1}}
     read = study_of(tmp_path, axes=axes, **keys)
-    spent, mute, whole = cells_of(read)
+    spent, mute, whole = study_cells(read)
     recorded(spent, np.array([0.1, 0.2]))
     write_record(spent, CellRecord(pid=1, began="", starts=1, seconds=60.5, status=0))
     recorded(mute, np.array([]))
@@ -661,7 +661,7 @@ def test_a_run_whose_last_value_is_not_finite_has_no_result(tmp_path: Path, last
     axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("diverged", "whole"), 1)]}
     keys = {"overrides": [f"train.steps={STEPS}"], "seeds": [0], "evaluation": {"last": last}}
     read = study_of(tmp_path, axes=axes, **keys)
-    diverged, whole = cells_of(read)
+    diverged, whole = study_cells(read)
     values = 0.1 + 0.6 / (1 + (6 / np.maximum(AT, 0.01)) ** 1.6)
     recorded(diverged, np.append(values[:-1], np.nan))
     recorded(whole, values)
@@ -681,7 +681,7 @@ def test_the_mean_under_a_fit_is_taken_step_by_step(tmp_path: Path) -> None:
     """Runs sample 90, 100 and 110 tokens a step, so that no two values are at the same compute."""
     keys = {"overrides": [f"train.steps={STEPS}"], "seeds": [0, 1, 2], "evaluation": {"compute": "tokens"}}
     read = study_of(tmp_path, **keys)
-    cells, rng = cells_of(read), np.random.default_rng(3)
+    cells, rng = study_cells(read), np.random.default_rng(3)
     for cell, tokens in zip(cells, (90, 100, 110), strict=True):
         curve = 0.1 + 0.6 / (1 + (6 / (AT + 2)) ** 1.6)
         recorded(cell, curve + 0.01 * rng.normal() + 0.003 * rng.normal(size=len(AT)), tokens=tokens)

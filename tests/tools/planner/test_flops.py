@@ -27,7 +27,7 @@ from rl_megatron.features.lora.feature import LoraSection
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
-from rl_megatron.training.flops import PASSES, PEAKS, peak_of, seconds_at_peak, training_flops
+from rl_megatron.training.flops import PASSES, PEAKS, find_peak, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from tests.draft_models import WrittenDraft, save_with_drafts
 from tests.family_models import save_model
@@ -227,7 +227,7 @@ def test_a_token_costs_what_deepseek_published(shape: ModelShape, gigaflops: flo
     ],
 )
 def test_a_gpus_peak_by_the_name_that_cuda_gives_it(name: str, tflops: float | None) -> None:
-    peak = peak_of(name)
+    peak = find_peak(name)
     assert (None if peak is None else peak.bfloat16) == tflops
 
 
@@ -399,7 +399,7 @@ def dense_of_a_rank(tp: int) -> int:
 
 def test_rows_hold_each_element_of_every_adapter_once() -> None:
     lora, ranks = LoraSection(rank=32), megatron_layout(S)
-    shapes = LoraLayouts(lora).in_files(ranks, hf_layout(S)).local_shapes(0)
+    shapes = LoraLayouts(lora).file_layout(ranks, hf_layout(S)).local_shapes(0)
     assert sum(map(prod, shapes.values())) == sum(adapters(32, 4))  # 32 / 8 experts of a token
     assert shapes["model.layers.3.mlp.experts.7.down_proj.lora_A.weight"] == (4, S.expert_width)
     assert shapes["model.layers.3.self_attn.k_proj.lora_B.weight"] == (S.num_kv_heads * S.head_dim, 32)

@@ -24,7 +24,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, tiny_shape
 from rl_megatron.placement.files import file_writer_ranks, weights_folder
-from rl_megatron.placement.routes import engine_nodes, route_of
+from rl_megatron.placement.routes import engine_nodes, find_route
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.formats.schemes import is_quantized
 from rl_megatron.weights.layouts.families import hf_layout
@@ -83,7 +83,7 @@ def named(config: RunConfig) -> ModelShape:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_recipe_pushes_through_a_shared_file_system(recipe: str, engine: str) -> None:
     config = job(recipe, f"rollout={engine}", *(WITHOUT_SERVERS if engine == "local" else ()))
-    route = route_of(config)
+    route = find_route(config)
     assert not route.shared, route
     assert route.name == config.transport.name
     if engine == job(recipe).rollout.engine:
@@ -361,7 +361,7 @@ ONE_NODE = "a node's loopback, to the learner rank beside each of the servers' r
     ],
 )
 def test_the_route_says_what_bytes_cross(keys: Sequence[str], route: str) -> None:
-    found = route_of(tiny(*keys))
+    found = find_route(tiny(*keys))
     assert found.describe() == route
     assert not found.shared
 
@@ -382,8 +382,8 @@ def test_servers_by_address_find_their_weights_in_the_runs_folder(addresses: str
 
 
 def test_a_run_on_this_machine_has_its_file_here() -> None:
-    assert not route_of(load_config("tiny_cpu", ["rollout=vllm", "weights.transport=file"])).shared
-    assert not route_of(tiny("rollout=vllm", "weights.folder=/dev/shm/x")).shared
+    assert not find_route(load_config("tiny_cpu", ["rollout=vllm", "weights.transport=file"])).shared
+    assert not find_route(tiny("rollout=vllm", "weights.folder=/dev/shm/x")).shared
 
 
 # What a plan, and the usual broadcast, cost over given links.

@@ -31,7 +31,7 @@ from tools.planner.rl_step import (
     server_shape,
     token_seconds,
 )
-from tools.planner.scale import asked_of, configuration_file
+from tools.planner.scale import configuration_file, parse_request
 from tools.planner.search import PlannedRun, search
 from tools.planner.time import step_terms
 
@@ -163,8 +163,8 @@ def test_sampling_takes_as_long_as_if_each_token_is_simulated(waves: int, slots:
     order = [lengths[i * 37 % 64] for i in range(64)] * (waves * slots // 64)
     group = {"replicas": 1, "completions": len(order), "group": len(order), "prompt": 0}
     found = sampled(SHAPE, SERVER, H100, **group, lengths=lengths, slots=slots)
-    assert found.alone == pytest.approx(simulated(order, slots, 0), rel=0.12)
-    assert found.steady < found.alone
+    assert found.lone_seconds == pytest.approx(simulated(order, slots, 0), rel=0.12)
+    assert found.steady < found.lone_seconds
 
 
 def in_groups(groups: list[list[float]], requests: int) -> float:
@@ -191,15 +191,15 @@ def test_requests_that_wait_for_their_longest_completion_hold_servers_back(reque
     of = {"replicas": 1, "completions": count * group, "group": group, "prompt": 0.0, "slots": 256}
     found = sampled(SHAPE, SERVER, H100, lengths=lengths, concurrency=requests, **of)
     truth = in_groups(groups, requests)
-    assert found.alone == pytest.approx(truth, rel=0.15)
+    assert found.lone_seconds == pytest.approx(truth, rel=0.15)
     assert found.steady == pytest.approx(truth, rel=0.2)
     free = sampled(SHAPE, SERVER, H100, lengths=lengths, **of)
     assert found.held_back
     assert not free.held_back
-    assert free.alone < 0.7 * found.alone
+    assert free.lone_seconds < 0.7 * found.lone_seconds
     enough = sampled(SHAPE, SERVER, H100, lengths=lengths, concurrency=free.requests, **of)
     assert not enough.held_back
-    assert enough.alone == pytest.approx(free.alone, rel=0.01)
+    assert enough.lone_seconds == pytest.approx(free.lone_seconds, rel=0.01)
 
 
 def test_quantised_servers_read_their_own_bytes() -> None:
@@ -254,9 +254,9 @@ def step(k: int | None, *keys: str) -> tuple[float, int]:
     found = rl_step(config, shape, H100, lengths, prompt=512, staleness=k)
     learner = sum(s for name, s in found.parts.items() if name not in ("rollout", "waiting for the longest"))
     if k == 0:
-        assert found.seconds == pytest.approx(learner + found.sampled.alone)
+        assert found.seconds == pytest.approx(learner + found.sampled.lone_seconds)
     elif found.staleness:
-        slower, in_turns = max(learner, found.sampled.steady), learner + found.sampled.alone
+        slower, in_turns = max(learner, found.sampled.steady), learner + found.sampled.lone_seconds
         assert found.seconds == pytest.approx(max(slower, min(found.sampled.longest / found.staleness, in_turns)))
         assert (found.sampled.longest / slower <= found.staleness) == (found.seconds <= slower * (1 + 1e-9))
     return found.seconds, found.staleness
@@ -324,7 +324,7 @@ def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
     even, tail = (1000.0,) * 64, length_distribution(1000, 8000)
     of = {"replicas": 1, "completions": 64, "group": 64, "prompt": 0.0, "slots": 64}
     flat, long = (sampled(SHAPE, SERVER, H100, lengths=lengths, **of) for lengths in (even, tail))
-    assert long.alone > 1.5 * flat.alone
+    assert long.lone_seconds > 1.5 * flat.lone_seconds
     assert long.steady == pytest.approx(flat.steady, rel=1e-6)
 
 
@@ -391,9 +391,9 @@ def room_of(plan: PlannedRun, wanted: SearchRequest) -> float:
 
 def test_servers_have_the_slots_that_take_the_least_time_of_those_that_their_cache_holds() -> None:
     keys = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=256", "learner.pp=2", "learner.vpp=1")
-    given = asked_of(keys)
+    given = parse_request(keys)
     best = search(given.wanted).plans[0]
-    each = {slots: search(asked_of((*keys, f"rollout.slots={slots}")).wanted).plans[0] for slots in SLOTS}
+    each = {slots: search(parse_request((*keys, f"rollout.slots={slots}")).wanted).plans[0] for slots in SLOTS}
     fitting = [plan.step.seconds for slots, plan in each.items() if slots <= room_of(plan, given.wanted)]
     assert best.step.seconds <= min(fitting)
     assert best.step.seconds < 0.9 * each[512].step.seconds
@@ -407,7 +407,7 @@ def test_several_servers_are_planned_where_one_would_gather_too_many_rows() -> N
     """A GPU of 128 reads 3.5 GB of experts of Qwen3-235B-A22B for a token, one of 32 14 GB, 5 ms more; but to gather
     and scatter 3,072 rows of 8 KB in 94 layers, over a node's eight links of 50 GB/s, takes 17 ms, and 768 rows 3 ms.
     """
-    wanted = asked_of(("qwen3-235b-a22b", "gpus=512", "gpu=h100", "slurm.engines.nodes=48")).wanted
+    wanted = parse_request(("qwen3-235b-a22b", "gpus=512", "gpu=h100", "slurm.engines.nodes=48")).wanted
     ((_, placed),) = placements(wanted)
     server = with_keys(wanted.base, placed).rollout.server
     assert (server.count, server.ranks) == (12, 32)
@@ -416,7 +416,7 @@ def test_several_servers_are_planned_where_one_would_gather_too_many_rows() -> N
 def test_servers_get_no_more_slots_than_their_cache_holds() -> None:
     """Of long completions, of which it holds fewer than the default's 512."""
     keys = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.max_new_tokens=39936", "slurm.engines.nodes=1")
-    wanted = asked_of(keys).wanted
+    wanted = parse_request(keys).wanted
     best = search(wanted).plans[0]
     assert best.config.rollout.slots <= room_of(best, wanted) < 512
 
@@ -425,10 +425,10 @@ def test_each_replica_of_a_server_has_the_slots_of_a_request_and_a_cache_is_used
     """vLLM refuses servers of fewer; between two of the values that are tried lies up to half of a cache."""
     keys = ("qwen3-235b-a22b", "gpus=64", "gpu=h100", "rollout.max_new_tokens=39936")
     for group in (16, 64):
-        wanted = asked_of((*keys, f"rollout.group_size={group}")).wanted
+        wanted = parse_request((*keys, f"rollout.group_size={group}")).wanted
         for _, placed in placements(wanted):
             rollout = with_keys(wanted.base, placed).rollout
             assert rollout.slots // rollout.server.dp >= group
-    few = asked_of((*keys, "rollout.group_size=2")).wanted
+    few = parse_request((*keys, "rollout.group_size=2")).wanted
     found = {with_keys(few.base, placed).rollout.slots for _, placed in placements(few)}
     assert any(64 < slots < 512 for slots in found - {*SLOTS})

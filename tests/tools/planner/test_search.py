@@ -23,7 +23,7 @@ from tools.planner.hardware import GPUS
 from tools.planner.layouts import SearchRequest, described, layouts, placements, stage_layers, with_keys
 from tools.planner.memory import check_memory, copies_bytes, file_bytes, fullest, host_bytes
 from tools.planner.rl_step import filled, learner_work, rl_step
-from tools.planner.scale import ScaleRequest, asked_of, configuration_file, value_of
+from tools.planner.scale import ScaleRequest, config_value, configuration_file, parse_request
 from tools.planner.search import NEAR, PlannedRun, explain_term, savings, search
 from tools.planner.time import step_terms
 
@@ -31,7 +31,7 @@ SMALL = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
 
 
 def asked(*arguments: str) -> ScaleRequest:
-    return asked_of(arguments)
+    return parse_request(arguments)
 
 
 def fitting(wanted: SearchRequest) -> Iterator[tuple[float, float]]:
@@ -406,5 +406,5 @@ def test_values_that_the_search_has_not_are_tried_where_they_are_given(gpus: int
     shape = "hunyuan-3" if "learner.ep" in keys else "qwen3-30b-a3b"
     given = asked(shape, f"gpus={gpus}", "gpu=h200", *(f"{key}={value}" for key, value in keys.items()))
     plan = search(given.wanted).plans[0]
-    assert {key: value_of(plan.config, key) for key in keys} == dict(keys)
+    assert {key: config_value(plan.config, key) for key in keys} == dict(keys)
     assert configuration_file(given, plan)

@@ -25,7 +25,7 @@ from tools.planner.estimates import StepTime, estimate
 from tools.planner.hardware import GPUS, PRIOR, Gpu, gpu_named
 from tools.planner.layers import replicated
 from tools.planner.rl_step import RlStep, length_distribution, rl_step
-from tools.planner.scale import asked_of
+from tools.planner.scale import parse_request
 from tools.planner.search import search
 from tools.planner.time import LearnerWork, step_seconds, step_terms
 
@@ -314,12 +314,12 @@ def test_a_step_that_is_not_predicted_has_a_floor_and_a_reason(keys: tuple[str, 
 def test_scale_searches_no_layout_for_trajectories() -> None:
     keys = ("environment.function=calculator", "reward.function=exact_match", "data.chat_template=false")
     with pytest.raises(ConfigError, match=r"environment\.function=calculator: scale plans single completions"):
-        asked_of(("qwen3-30b-a3b", "gpus=16", "gpu=h100", *keys))
+        parse_request(("qwen3-30b-a3b", "gpus=16", "gpu=h100", *keys))
 
 
 def test_a_plan_that_scale_found_has_the_seconds_that_scale_says() -> None:
     """But for the push, which is that of the real plan."""
-    given = asked_of(("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64", "mean_tokens=1500"))
+    given = parse_request(("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64", "mean_tokens=1500"))
     best = search(given.wanted).plans[0]
     assert (given.tree["slurm"]["speeds"]) == {"gpu": "h100", "mean_tokens": 1500}  # type: ignore[index]
     found = told(best.config)

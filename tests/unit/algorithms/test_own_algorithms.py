@@ -636,7 +636,7 @@ def test_sums_over_ranks_are_taken_for_those_of_the_whole_sequence(level: str) -
 def test_it_is_tried_on_what_a_run_may_give() -> None:
     """Log-probs of an engine are near the old ones, a reference's not far; one of four sequences trains no token,
     and one has the advantage of equal rewards, by which an objective may divide."""
-    for inputs in own._made(AlgorithmSection.model_validate({"kl": {"coefficient": 0.1}})):
+    for inputs in own._make_micro_batches(AlgorithmSection.model_validate({"kl": {"coefficient": 0.1}})):
         assert float((inputs.rollout_logprobs - inputs.old_logprobs).abs().max()) < 0.1
         assert float((inputs.ref_logprobs - inputs.old_logprobs).abs().max()) < 1.5
         assert inputs.segment_ids[inputs.mask].unique().tolist() == [0, 1, 3]

@@ -338,7 +338,7 @@ def score_loss(given: Tensor, kept: list[bool]) -> LossOutput:
     mask, returns = torch.zeros(len(given), dtype=torch.bool), torch.zeros(len(given))
     mask[ENDS] = torch.tensor(kept).repeat_interleave(2)
     returns[ENDS[::2]] = MARGINS
-    return ScoreLoss(centring=CENTRING)(loss_inputs(SCORED_LENGTHS, mask, values=given, returns=returns))
+    return ScoreLoss(centering=CENTRING)(loss_inputs(SCORED_LENGTHS, mask, values=given, returns=returns))
 
 
 @pytest.mark.parametrize("kept", [[True] * 3, [True, False, True], [False, True, False]], ids=str)

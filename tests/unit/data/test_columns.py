@@ -25,7 +25,7 @@ from rl_megatron.data.packing import Packer
 from rl_megatron.data.rows import RankRows, SentRows, has_layers, select_layers
 from rl_megatron.data.samples import columns_of_row, for_pass, select, single_turns, split, to_samples
 from rl_megatron.engines.answers import join_continuation
-from rl_megatron.engines.local.adapter import answer_of, asked, completions_of, request_of
+from rl_megatron.engines.local.adapter import decode_completions, decode_request, encode_completions, encode_generation
 from rl_megatron.errors import DataError
 from rl_megatron.learner.packed import pack_micro_batch
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, RolloutGroup, Samples, SamplingParams
@@ -79,7 +79,7 @@ def groups() -> list[RolloutGroup]:
     """A group of three completions, each as it comes back from a server."""
     ids = [50, 51, 52]
     said = [answered(ids, [*range(first, first + n)]) for first, n in zip((7, 12, 20), LENGTHS, strict=True)]
-    came = completions_of(json.loads(json.dumps(answer_of(said))))
+    came = decode_completions(json.loads(json.dumps(encode_completions(said))))
     assert [columns_of(one) for one in came] == [columns_of(one) for one in said]
     return [single_turns(Prompt(id="a", text="", token_ids=tuple(ids), answer=""), came)]
 
@@ -119,8 +119,8 @@ def test_a_ragged_column_of_layers_is_refused() -> None:
 def test_a_request_names_the_columns_and_the_run_those_that_it_needs() -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, max_new_tokens=4, stop_token_ids=(), seed=0)
     request = GenerationRequest(id="x", token_ids=(1,), num_completions=1, params=params, columns=("kept", "marks"))
-    assert request_of(json.loads(json.dumps(asked("x", request)))) == ("x", request)
-    assert load_config("tiny_cpu", ["rollout.top_p=0.9"]).asked_columns == {"kept": "rollout.top_p"}
+    assert decode_request(json.loads(json.dumps(encode_generation("x", request)))) == ("x", request)
+    assert load_config("tiny_cpu", ["rollout.top_p=0.9"]).required_columns == {"kept": "rollout.top_p"}
 
 
 def test_a_completion_that_a_push_cut_has_the_columns_of_both_parts() -> None:

@@ -60,7 +60,7 @@ def loaded(
     held = written(folder / "held_out.jsonl", held_out) if held_out else path
     data = FileRunData(type="files", train=path, eval=held, **keys)
     form = RowForm(tokenizer=TOKENIZER, max_tokens=999, on_long_prompt="fail")
-    more: Any = {"on_leak": "drop" if held_out else "keep", "begun_by_messages": ["data"] if begun else []}
+    more: Any = {"on_leak": "drop" if held_out else "keep", "message_prompt_keys": ["data"] if begun else []}
     taught = {} if teacher is None else {"t": TeacherSection(prompt=teacher, max_prompt_tokens=999)}
     return load_prompts(data, form, seed=0, teachers=taught, samples=samples, **more)[0][:]
 
@@ -296,7 +296,7 @@ def demonstrations(**fields: str | None) -> Demonstrations:
         end_token_ids=dict.fromkeys(fields, END),
         stop_token_ids=(END, ord("|")),
         vocab_size=len(BYTES),
-        most=15,
+        max_tokens=15,
     )
 
 

@@ -251,8 +251,8 @@ def test_values_are_means_of_the_papers_posterior() -> None:
         alphas[row] = 0.875 * alphas[row] + sum(rewards)
         betas[row] = 0.875 * betas[row] + sum(1 - r for r in rewards)
     wanted = [a / (a + b) for a, b in zip(alphas, betas, strict=True)]
-    np.testing.assert_allclose([table.value_of(str(i)) for i in range(5)], wanted, rtol=1e-12)
-    assert table.value_of("4") == 0.5
+    np.testing.assert_allclose([table.prompt_value(str(i)) for i in range(5)], wanted, rtol=1e-12)
+    assert table.prompt_value("4") == 0.5
 
 
 def test_an_epoch_draws_prompts_by_the_spread_of_their_outcome() -> None:
@@ -277,10 +277,10 @@ def test_a_checkpoint_has_the_values(tmp_path: Path) -> None:
     read = STATE.validate_json(text, context=ColumnReader(tmp_path, columns.write(tmp_path)))
     _, fresh = tracked(6)
     fresh.restore(read.table)
-    assert [fresh.value_of(str(i)) for i in range(6)] == [table.value_of(str(i)) for i in range(6)]
+    assert [fresh.prompt_value(str(i)) for i in range(6)] == [table.prompt_value(str(i)) for i in range(6)]
     for one in (table, fresh):
         one.track([("2", (0.0,))])
-    assert fresh.value_of("2") == table.value_of("2")
+    assert fresh.prompt_value("2") == table.prompt_value("2")
 
 
 @pytest.mark.parametrize("size", [1, 2])

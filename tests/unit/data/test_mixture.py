@@ -17,7 +17,7 @@ from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import weights_of
+from rl_megatron.config.sections.data import source_weights
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.problems.rendering import RowForm
@@ -198,7 +198,7 @@ def test_the_mixture_of_the_documents(tmp_path: Path) -> None:
     (text,) = [one.text for one in blocks(REPO / "docs" / "data.md", "yaml") if "sources" in one.text]
     path = tmp_path / "mixed.yaml"
     path.write_text(text)
-    assert weights_of(loaded(path).data) == {"math": 3.0, "sums": 1.0}
+    assert source_weights(loaded(path).data) == {"math": 3.0, "sums": 1.0}
 
 
 def test_two_sources_of_one_name_and_none_are_refused(yaml: Path) -> None:

@@ -24,7 +24,7 @@ from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import PromptPool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.problems.rendering import RowForm
-from rl_megatron.data.problems.rows import as_json, values_of
+from rl_megatron.data.problems.rows import as_json, column_values
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from tests.data_files import written
@@ -90,7 +90,7 @@ def test_prompts_draws_and_verdicts_are_those_of_jsonl_and_of_sets(leak: str, tm
     count = 3 * len(kept) + 4
     drawn = PromptStream(theirs, seed=3).next_prompts(count)
     assert drawn == PromptStream(ours, seed=3).next_prompts(count)
-    assert [theirs.row_of(one.id) for one in drawn] == [kept.index(one.id) for one in drawn]
+    assert [theirs.find_row(one.id) for one in drawn] == [kept.index(one.id) for one in drawn]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 6, 37, 60])
@@ -134,7 +134,7 @@ def test_a_folder_has_the_rows_of_its_files_by_name(tmp_path: Path) -> None:
     train = loaded(folder, held_out)
     assert [one.text for one in train] == [row["question"] for row in rows]
     assert [train[row].id for row in (0, 10, 29)] == ["a:1", "b:1", "c:5"]
-    assert [train.row_of(one.id) for one in train] == list(range(30))
+    assert [train.find_row(one.id) for one in train] == list(range(30))
     with pytest.raises(DataError, match=r"data.train=.*: the folder has no .parquet file"):
         loaded(tmp_path, held_out)
 
@@ -145,10 +145,10 @@ def test_a_prompts_row_is_found_without_a_copy_of_all_rows(tmp_path: Path) -> No
     table = pa.table({"question": list(map(str, range(count))), "answer": ["1"] * count})
     pq.write_table(table, tmp_path / "t.parquet")
     train = loaded(tmp_path / "t.parquet", written(tmp_path / "e.jsonl", [{"question": "7", "answer": "1"}]))
-    assert train.row_of(train.name_of(3)) == 3
+    assert train.find_row(train.prompt_id(3)) == 3
     tracemalloc.start()
     try:
-        assert train.row_of(train.name_of(40_000)) == 40_000
+        assert train.find_row(train.prompt_id(40_000)) == 40_000
         assert tracemalloc.get_traced_memory()[1] < count  # bytes
     finally:
         tracemalloc.stop()
@@ -322,13 +322,13 @@ def test_a_bad_row_is_named_with_its_row_group(question: Any, answer: Any, said:
 @pytest.mark.parametrize("bad", [None, " ", b"\xff"])
 def test_many_bad_rows_are_named_together(bad: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row at a time took 21 s for 50,000 of them."""
-    count, converted, values_of = 2500, list[int](), parquet.values_of
+    count, converted, values_of = 2500, list[int](), parquet.column_values
     given = pa.array([bad if row % 2 else f"{row}?" for row in range(count)], pa.binary())
     texts = pa.Array.from_buffers(pa.string(), count, given.buffers())
     table = pa.table({"question": texts, "answer": ["1"] * count})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1250)
     rows = ParquetRows([tmp_path / "a.parquet"], ("question", "answer"), "data.train")
-    monkeypatch.setattr(parquet, "values_of", lambda column: converted.append(len(column)) or values_of(column))
+    monkeypatch.setattr(parquet, "column_values", lambda column: converted.append(len(column)) or values_of(column))
     monkeypatch.setattr(parquet, "listed", "\n".join)
     with pytest.raises(DataError) as told:
         rows.hashes()
@@ -543,7 +543,7 @@ def test_values_are_those_that_pyarrow_makes_one_by_one(seed: int) -> None:
     column = pa.array([value() for _ in range(40)], kind)
     for part in (column, column.slice(3, 20), column.slice(7).slice(2, 9), column.slice(40)):
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            assert repr(values_of(part)) == repr([as_json(one) for one in part.to_pylist()])
+            assert repr(column_values(part)) == repr([as_json(one) for one in part.to_pylist()])
 
 
 @pytest.mark.parametrize(
@@ -559,14 +559,14 @@ def test_values_are_those_that_pyarrow_makes_one_by_one(seed: int) -> None:
 def test_dates_that_python_lacks_are_text(kind: pa.DataType, fits: int, text: str, beyond: int, its_text: str) -> None:
     column = pa.array([fits, None, beyond], pa.int64() if kind != pa.date32() else pa.int32()).cast(kind)
     wanted = [text, None, its_text]
-    assert values_of(column) == wanted
+    assert column_values(column) == wanted
     ends = pa.array([0, 3, 3], pa.int32())
-    assert values_of(pa.ListArray.from_arrays(ends, column)) == [wanted, []]
+    assert column_values(pa.ListArray.from_arrays(ends, column)) == [wanted, []]
     keys, pairs = pa.array(["a", "b", "c"]), [["a", text], ["b", None], ["c", its_text]]
-    assert values_of(pa.MapArray.from_arrays(ends, keys, column)) == [pairs, []]
-    assert values_of(pa.FixedSizeListArray.from_arrays(column, 3)) == [wanted]
-    assert values_of(pa.StructArray.from_arrays([column], ["at"])) == [{"at": one} for one in wanted]
-    assert values_of(column.dictionary_encode()) == wanted
+    assert column_values(pa.MapArray.from_arrays(ends, keys, column)) == [pairs, []]
+    assert column_values(pa.FixedSizeListArray.from_arrays(column, 3)) == [wanted]
+    assert column_values(pa.StructArray.from_arrays([column], ["at"])) == [{"at": one} for one in wanted]
+    assert column_values(column.dictionary_encode()) == wanted
 
 
 @pytest.mark.parametrize(("kind", "type_"), [(pa.float16(), np.float16), (pa.float32(), np.float32)])
@@ -575,26 +575,28 @@ def test_floats_of_fewer_bits_are_their_shortest_decimals(kind: pa.DataType, typ
     numbers = [0.1, 3.14, -0.0, 1e-5, 2.0**14, 1 / 3, float("inf"), float("nan"), None]
     column = pa.array([None if one is None else type_(one) for one in numbers], kind)
     wanted = [0.1, 3.14, -0.0, 1e-5, 2.0**14, float(str(type_(1 / 3))), None, None, None]
-    assert repr(values_of(column)) == repr(wanted)
-    assert repr(values_of(pa.FixedSizeListArray.from_arrays(column, 3))) == repr([wanted[:3], wanted[3:6], wanted[6:]])
+    assert repr(column_values(column)) == repr(wanted)
+    assert repr(column_values(pa.FixedSizeListArray.from_arrays(column, 3))) == repr(
+        [wanted[:3], wanted[3:6], wanted[6:]]
+    )
 
 
 def test_values_of_columns_by_hand() -> None:
-    assert values_of(pa.array(["a", None])) == [b"a", None]
-    assert values_of(pa.array([["a"], None])) == [["a"], None]
+    assert column_values(pa.array(["a", None])) == [b"a", None]
+    assert column_values(pa.array([["a"], None])) == [["a"], None]
     # Their buffers hold values all the same, and those of other lists follow.
     texts = pa.array(["a", "b", "c", "d"])
     lists = pa.ListArray.from_arrays(pa.array([0, 1, 3, 4], pa.int32()), texts, mask=pa.array([False, True, False]))
-    assert values_of(lists) == lists.to_pylist() == [["a"], None, ["d"]]
+    assert column_values(lists) == lists.to_pylist() == [["a"], None, ["d"]]
     structs = pa.StructArray.from_arrays([texts], ["x"], mask=pa.array([True, False, True, False]))
-    assert values_of(structs) == structs.to_pylist() == [None, {"x": "b"}, None, {"x": "d"}]
+    assert column_values(structs) == structs.to_pylist() == [None, {"x": "b"}, None, {"x": "d"}]
     twice = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])
     bad = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array([b"\xff"]).view(pa.string()))
     for column, said in ((twice, "duplicate field names"), (bad, "can't decode byte 0xff")):
-        for read in (pa.Array.to_pylist, values_of):
+        for read in (pa.Array.to_pylist, column_values):
             with pytest.raises(ValueError, match=said):
                 read(column)
-    assert values_of(pa.array([], pa.list_(pa.int64()))) == []
+    assert column_values(pa.array([], pa.list_(pa.int64()))) == []
 
 
 @pytest.mark.parametrize("served", [True, False])

@@ -460,13 +460,13 @@ class OneHash(str):
 def test_rows_are_found_by_names_of_equal_hashes_and_at_twelve_bytes_a_prompt() -> None:
     names = [OneHash(name) for name in "abc"]
     few = ListPool([replace(one, id=name) for one, name in zip(prompts(3), names, strict=True)])
-    assert [few.row_of(name) for name in names] == [0, 1, 2]
+    assert [few.find_row(name) for name in names] == [0, 1, 2]
     with pytest.raises(KeyError):
-        few.row_of(OneHash("d"))
+        few.find_row(OneHash("d"))
     many = ListPool(prompts(4096))
     tracemalloc.start()
     try:
-        assert [many.row_of(str(row)) for row in range(4096)] == list(range(4096))
+        assert [many.find_row(str(row)) for row in range(4096)] == list(range(4096))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

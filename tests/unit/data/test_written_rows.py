@@ -18,7 +18,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
 from rl_megatron.config.sections.jobs import RowsOf
 from rl_megatron.data.problems import parquet, pool
-from rl_megatron.data.problems.leaks import ANSWERED, digests_of, hashes_of, normalize_whitespace
+from rl_megatron.data.problems.leaks import ANSWERED, digest_texts, hash_texts, normalize_whitespace
 from rl_megatron.data.problems.parquet import FileRows, ParquetRows
 from rl_megatron.data.problems.pool import PromptPool, PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
@@ -254,9 +254,9 @@ def test_answers_in_columns_of_text_are_compared_as_in_jsonl_without_an_object_a
     rows, wanted = FileRows([path], data, "data.train", lists=False), list(map(normalize_whitespace, asked, answered))
     (wholes,) = rows.compared(ANSWERED)
     monkeypatch.setattr(ParquetRows, "_records_of", None)
-    assert wholes.hashes().tolist() == hashes_of(wanted).tolist()
+    assert wholes.hashes().tolist() == hash_texts(wanted).tolist()
     some = np.array([0, 6, 7, len(asked) - 1])
-    assert wholes.digests(some).tolist() == digests_of(wanted[row] for row in some).tolist()
+    assert wholes.digests(some).tolist() == digest_texts(wanted[row] for row in some).tolist()
 
 
 @pytest.mark.parametrize("answers", [[4, 5, 4], [1e-05, 0.5, 1e-05], [[1, 2], [1], [1, 2]]])

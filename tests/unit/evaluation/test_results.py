@@ -22,9 +22,9 @@ from rl_megatron.evaluation.results import (
     differing_sampling_keys,
     eval_digest,
     finished_sets,
+    make_result,
     paired_figures,
     read_results,
-    result_of,
     unfinished,
 )
 from rl_megatron.evaluation.sets import EvalSet, EvalSetSamples
@@ -52,7 +52,7 @@ def result(folder: Path, row: dict[str, str], template: str) -> SetResult:
         truncated=0.0,
         seconds=0.0,
     )
-    return result_of(EvalSet(name="one", prompts=prompts, section=EvalSetSection(), temperature=0.0), measured)
+    return make_result(EvalSet(name="one", prompts=prompts, section=EvalSetSection(), temperature=0.0), measured)
 
 
 def compared(folder: Path, *sets: SetResult) -> int:
@@ -81,7 +81,7 @@ def test_problems_are_told_by_what_the_data_say_not_by_tokens(tmp_path: Path) ->
 def evaluated(folder: Path, *keys: str) -> Results:
     """Its file of one set, with these keys."""
     config = load_config("tiny_cpu", ["eval.sets.one.samples=1", *keys])
-    section = {**config.eval.sets["one"].model_dump(mode="json"), "temperature": config.eval.temperature_of("one")}
+    section = {**config.eval.sets["one"].model_dump(mode="json"), "temperature": config.eval.set_temperature("one")}
     one = replace(result(folder, ROW, "{{ messages[0].content }}"), section=section)
     found = Results(
         model="", weights="", engine=config.rollout.engine, config=config.model_dump(mode="json"), sets={"one": one}
@@ -220,7 +220,7 @@ def kept(folder: Path, *keys: str, errors: int = 0, **others: Any) -> list[str]:
         problems=("1", "2"), samples=1, right=(1, 0), votes=None, errors=0, length=1.0, truncated=0.0, seconds=0.0
     )
     numbers = {"one": errors, "two": 0}
-    found = {str(one.name): result_of(one, replace(measured, errors=numbers[str(one.name)])) for one in sets}
+    found = {str(one.name): make_result(one, replace(measured, errors=numbers[str(one.name)])) for one in sets}
     replace(results, sets=found).write(unfinished(folder / "a.json"), private=False)
     return list(finished_sets(folder / "a.json", *begun(*TWO, *keys, **others)))
 

@@ -26,14 +26,14 @@ from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.evaluation.figures import chance_interval, rate_interval, share_interval
-from rl_megatron.evaluation.sets import EvalSet, measure, row_of
+from rl_megatron.evaluation.sets import EvalSet, measure, set_metrics
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.tiny import TinySizes, byte_tokenizer, make_tiny_model
 from rl_megatron.observability.metrics import documented
 from rl_megatron.rewards.registry import resolve_reward, resolve_rewards
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluator
-from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, limits_of
+from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, token_limits
 from tests import scripted_engine
 from tests.completions import completion
 
@@ -125,10 +125,10 @@ def test_each_sample_that_is_scored_is_told() -> None:
 
 def test_limits_are_those_that_leave_tokens_out() -> None:
     every = {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
-    assert limits_of(EvalSetSection(temperature=1.0, **every)) == every
+    assert token_limits(EvalSetSection(temperature=1.0, **every)) == every
     params = sampler(Written()).params(temperature=1.0)
-    assert limits_of(params) == {}
-    assert limits_of(replace(params, top_k=1)) == {"top_k": 1}
+    assert token_limits(params) == {}
+    assert token_limits(replace(params, top_k=1)) == {"top_k": 1}
 
 
 def test_without_sets_the_row_and_the_requests_are_what_they_were() -> None:
@@ -181,7 +181,7 @@ def test_samples_without_a_turn_are_counted_beside_the_accuracy(caplog: pytest.L
     alone = replace(one, name="products", prompts=tasks[:1], section=EvalSetSection(samples=3))
     measured = asyncio.run(measure(ours, alone, EvalSection()))
     assert (measured.length, measured.truncated, measured.errors) == (None, None, 1)
-    assert not {"eval/products/length", "eval/products/truncated"} & row_of("products", measured, ()).keys()
+    assert not {"eval/products/length", "eval/products/truncated"} & set_metrics("products", measured, ()).keys()
 
 
 def test_each_set_is_due_at_its_own_steps() -> None:

@@ -21,7 +21,7 @@ from rl_megatron.errors import GB, ConfigError, gigabytes
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import placeholder_nodes, placement_of
+from rl_megatron.placement.ranks import make_placement, placeholder_nodes
 from rl_megatron.placement.seats import gpus_on_learner_nodes, local_server_placements, server_placements
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import elements, learner_layout
@@ -503,10 +503,10 @@ def test_a_rank_has_the_gpu_of_its_place_on_its_node(tmp_path: Path) -> None:
     keys = (*EIGHT, "slurm.nodes=2", "slurm.ntasks_per_node=4", "learner.dp=2")
     config = load_config("tiny_cpu", [*keys, "rollout.server.replicas=4"])
     nodes = placeholder_nodes(config)[LEARNER]
-    placement = placement_of(config, nodes)
+    placement = make_placement(config, nodes)
     each = {"ranks_per_node": placement.ranks_per_node, "rendezvous": ""}
     setup = Setup(config=config, model_folder=tmp_path, run_folder=tmp_path, **each)
-    ranks = {(placement.node_of(rank), setup.gpu_of(rank)): rank for rank in range(8)}
+    ranks = {(placement.rank_node(rank), setup.gpu_index(rank)): rank for rank in range(8)}
     assert [gpu for _, gpu in ranks] == [0, 1, 2, 3] * 2
     beside = [[ranks[seat.node, gpu] for gpu in seat.gpus] for seat in server_placements(config, nodes, ())]
     assert beside == gpus_on_learner_nodes(config) == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -521,7 +521,7 @@ def test_a_rank_has_the_gpu_of_its_place_on_its_node(tmp_path: Path) -> None:
 def test_more_ranks_than_gpus_on_a_node_are_refused() -> None:
     config = load_config("tiny_cpu", [*EIGHT, "slurm.ntasks_per_node=16", "learner.dp=4"])
     with pytest.raises(ConfigError, match=r"ntasks_per_node=16 is more than slurm\.gpus_per_node=8: NCCL .*; lower it"):
-        placement_of(config, ("a",))
+        make_placement(config, ("a",))
 
 
 # What a rank says whose GPU is full, by a stand-in for what CUDA reports.

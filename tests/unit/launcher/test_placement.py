@@ -27,7 +27,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.placement.files import file_writer_ranks
-from rl_megatron.placement.ranks import group_ranks, place_ranks, placeholder_nodes, placement_of
+from rl_megatron.placement.ranks import group_ranks, make_placement, place_ranks, placeholder_nodes
 from rl_megatron.placement.seats import local_server_placements, place_servers, server_placements, standalone_placements
 from rl_megatron.types import ParallelDims
 from tests.unit.launcher.slurm_jobs import CASES, config_of
@@ -67,7 +67,7 @@ def test_every_rank_has_one_node_and_tensor_parallelism_stays_inside(dims: Paral
     except ConfigError:
         assert world != each * len(nodes) or (len(nodes) > 1 and (each % dims.tp or each % dims.etp))
         return
-    on = [placement.node_of(rank) for rank in range(world)]
+    on = [placement.rank_node(rank) for rank in range(world)]
     assert [on.count(node) for node in nodes] == [each] * len(nodes)
     for kind in ("tp", "etp"):
         assert all(len({on[rank] for rank in group}) == 1 for group in group_ranks(dims)[kind])
@@ -268,8 +268,8 @@ def test_they_fill_as_many_nodes_as_they_need() -> None:
 
 def test_fewer_ranks_than_gpus_may_be_on_a_node() -> None:
     fewer = job_config(*APART, *CRITIC, "slurm.nodes=4", "slurm.ntasks_per_node=4")
-    assert placement_of(fewer, list("abcd")).ranks_per_node == 4
-    assert placement_of(fewer, ["x", "y"], "critic").ranks_per_node == 4
+    assert make_placement(fewer, list("abcd")).ranks_per_node == 4
+    assert make_placement(fewer, ["x", "y"], "critic").ranks_per_node == 4
     assert len(placeholder_nodes(fewer)["critic"]) == 2
 
 

@@ -246,7 +246,7 @@ def test_conversations_need_a_template_that_ends_turns(tmp_path: Path, name: str
         return
     assert "set model.path to a model whose tokenizer has a chat template" in "".join(found)
     with pytest.raises(DataError, match="no token ends sampling"):
-        conversations.rows_of([said])
+        conversations.make_rows([said])
 
 
 @pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])

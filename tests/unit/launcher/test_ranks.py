@@ -684,4 +684,4 @@ def test_the_slowest_is_logged_with_its_node_once_and_where_it_is_far_off(caplog
         ("calls", "score", 10**9, 3 * 10**9, CALL),
         ("other", "score", 0, 10**9, None),
     ]
-    assert RankTimed(arrived=0, answered=4 * 10**9, spans=spans, lost=0).seconds_of("score") == 2.0
+    assert RankTimed(arrived=0, answered=4 * 10**9, spans=spans, lost=0).call_seconds("score") == 2.0

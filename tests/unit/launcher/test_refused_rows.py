@@ -17,7 +17,7 @@ from launcher.build.data import training_data
 from launcher.build.jobs import LearnedRows, dataset_job
 from launcher.build.model import starting_shape
 from launcher.build.roles import RunParts
-from launcher.build.sampler import demonstrations_of
+from launcher.build.sampler import make_demonstrations
 from launcher.preflight import model_files, problems_of_data
 from launcher.preflight.subject import PreflightContext, run_check
 from rl_megatron.config.io import load_config
@@ -166,7 +166,7 @@ def run_refuses(config: RunConfig, folder: Path) -> str:
             rows.warm(data.train[:], config)
         for prompt in data.train[:]:
             if config.algorithm.demonstration_gamma is not None:
-                demonstrations_of(config, data, shape.vocab_size)(prompt)
+                make_demonstrations(config, data, shape.vocab_size)(prompt)
     except RLMegatronError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ import pytest
 
 from launcher.commands import train
 from launcher.commands.report import RunCosts, costs_of_run, devices, recorded
-from launcher.commands.train import report_written_again
+from launcher.commands.train import keep_report_current
 from launcher.runs.stop import StopSignal
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
@@ -256,7 +256,7 @@ async def test_it_is_written_with_the_steps_of_now_and_says_when_it_is_again(tmp
     folder, config = a_run(tmp_path / "a"), load_config("tiny_cpu", [])
     page, rows = folder / "report.html", (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("")  # no row yet, which is no fault
-    async with report_written_again(config, folder, 0.05):
+    async with keep_report_current(config, folder, 0.05):
         await asyncio.sleep(0.2)
         assert not page.exists()
         (folder / "metrics.jsonl").write_text(rows)
@@ -281,7 +281,7 @@ async def test_the_loop_runs_and_nothing_writes_after_the_end(tmp_path: Path, mo
             ended.append("thread")
 
     monkeypatch.setattr(train, "write_report", slow)
-    async with report_written_again(load_config("tiny_cpu", []), tmp_path, 0.0):
+    async with keep_report_current(load_config("tiny_cpu", []), tmp_path, 0.0):
         await until(begun.is_set)
         assert not ended
     ended.append("context")

@@ -242,7 +242,7 @@ def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_ju
     keys += [f"{products}.environment.{key}={value}" for key, value in led.items()]
     config = load_config("tiny_cpu", [*keys, "rollout.max_new_tokens=12"])
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 1})})
-    assert config.most_sampled == 30
+    assert config.max_sampled == 30
     engine: Any = Scripted(calculates)
     data: Any = SimpleNamespace(tokenizer=byte_tokenizer(), stop_token_ids=(EOS,))
     ours: Any = make_sampler(config, None, engine, Rewards(), data, vocab_size=259)

@@ -277,7 +277,7 @@ def test_grouped_products_with_biases() -> None:
     counts, inside, outside = [3, 0, 40, 5], 24, 16
 
     def ours(x: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
-        groups = kernels.groups_of(counts, x)
+        groups = kernels.make_expert_groups(counts, x)
         return kernels.multiply(x, weights, groups) + kernels.own(groups, x) @ biases
 
     def plain(x: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def apart_in_one_call(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Ten
 
 
 def products_alone(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    groups = kernels.groups_of(COUNTS, x)
+    groups = kernels.make_expert_groups(COUNTS, x)
     return kernels.multiply(kernels.multiply(x, fc1.mT, groups).chunk(2, -1)[0] * probs[:, None], fc2.mT, groups)
 
 
@@ -368,7 +368,7 @@ def test_an_expert_without_rows_has_no_gradient_at_all(counts: list[int], monkey
     given = [random(sum(counts), 8), random(sum(counts)), random(3, 16, 8), random(3, 8, 8)]
     x, probs, fc1, fc2 = (tensor.requires_grad_() for tensor in given)
     out = kernels.grouped_mlp(x, probs, counts, fc1, fc2, recompute=False)
-    out = kernels.multiply(out, fc2, kernels.groups_of(counts, x))
+    out = kernels.multiply(out, fc2, kernels.make_expert_groups(counts, x))
     for grad in torch.autograd.grad(out.sum(), (fc1, fc2)):
         assert [bool(one.any()) for one in grad] == [count > 0 for count in counts]
         assert grad.isfinite().all()

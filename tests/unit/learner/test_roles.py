@@ -112,7 +112,7 @@ def test_it_is_the_moving_average_and_a_checkpoint_has_it(keys: tuple[str, ...],
             np.testing.assert_allclose(held, wanted[name], rtol=1e-6, atol=1e-7, err_msg=name)
         assert np.abs(saved[f"{PROJECTION}weight"] - now[f"{PROJECTION}weight"]).max() > 1e-3
         save(rank, shards)
-        assert rank._learners["policy"]._planned.made == 2  # by the plan of the one before
+        assert rank._learners["policy"]._planned.num_created == 2  # by the plan of the one before
         trained(rank, 3)
         rank.update_reference(RATE)
         after = average(rank._average)

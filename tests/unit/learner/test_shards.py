@@ -191,7 +191,7 @@ def test_a_planned_save_writes_the_bytes_of_one_planned_again_also_if_asynchrono
             (folder := tmp_path / f"{name} {kind}").mkdir()
             if kind == "fresh":
                 learner._planned.plan = None
-            learner.start_save(folder, apart=kind == "apart").finalize()
+            learner.start_save(folder, in_process=kind == "apart").finalize()
             found.append((written(folder), read_back(folder)))
             assert (learner._planned.plan is plan) == (kind != "fresh")
         assert [files for files, _ in found] == [found[0][0]] * 3, name
@@ -208,11 +208,11 @@ def test_a_plan_is_made_again_where_a_parameter_has_other_memory(hf: Path, tmp_p
     parameter = next(iter(chunk.parameters()))
     parameter.data = parameter.data.clone() + 1
     found = read_back(save(learner, tmp_path / "second"))
-    assert learner._planned.made == 2
+    assert learner._planned.num_created == 2
     name = next(name for name, tensor in chunk.named_parameters() if tensor is parameter)
     assert torch.equal(found[name], parameter)
     save(learner, tmp_path / "third")
-    assert learner._planned.made == 2
+    assert learner._planned.num_created == 2
 
 
 def test_a_disk_that_is_full_while_a_thread_writes_is_named_by_who_waits_for_it(hf: Path, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_what_goes_on_beside_other_phases_has_the_seconds_of_the_step(
     watch = Stopwatch()
     with watch("rollout"):
         pass
-    watch.count("rollout", 600, beside=beside)
+    watch.count("rollout", 600, in_background=beside)
     row = watch.row()
     assert row["tokens_per_second/rollout"] == rate
     assert (row["seconds/rollout"], row["seconds/step"]) == (2.0, 10.0)

@@ -23,7 +23,7 @@ from rl_megatron.observability.timeline import (
     Recorded,
     Timeline,
     TraceFile,
-    folder_of,
+    profile_folder,
     read_kernels,
     read_trace,
     save,
@@ -39,11 +39,11 @@ def test_a_clock_that_is_shifted_is_found_within_its_bound() -> None:
     theirs = -7_200_000 * MS  # ours = theirs + 7,200 s
     clock = Clock()
     assert (clock.offset, clock.bound) == (0, None)
-    clock.exchanged(asked=100 * MS, arrived=theirs + 109 * MS, answered=theirs + 150 * MS, heard=151 * MS)
+    clock.exchanged(sent_at=100 * MS, arrived=theirs + 109 * MS, answered=theirs + 150 * MS, received_at=151 * MS)
     aged = DRIFT * 51 * MS
     assert clock.offset == pytest.approx(-theirs + (MS - 9 * MS - aged) / 2, abs=1)
     assert clock.bound == pytest.approx((MS + 9 * MS + aged) / 2, abs=1)
-    clock.exchanged(asked=151 * MS, arrived=theirs + 153 * MS, answered=theirs + 160 * MS, heard=190 * MS)
+    clock.exchanged(sent_at=151 * MS, arrived=theirs + 153 * MS, answered=theirs + 160 * MS, received_at=190 * MS)
     aged = DRIFT * 39 * MS  # of the call's way of the second, and of the first one's answer, which was faster
     assert clock.offset == pytest.approx(-theirs + (MS + aged - 2 * MS - aged) / 2, abs=1)
     assert clock.bound == pytest.approx((MS + aged + 2 * MS + aged) / 2, abs=1)
@@ -62,7 +62,7 @@ def test_no_delays_and_no_drift_bring_it_out_of_its_bound() -> None:
             answered = arrived + draw.expovariate(1e-9)
             heard = at = answered + draw.expovariate(1 / slow_back)
             read = [round((moment - offset) * rate) for moment in (arrived, answered)]
-            clock.exchanged(asked=int(asked), arrived=read[0], answered=read[1], heard=int(heard))
+            clock.exchanged(sent_at=int(asked), arrived=read[0], answered=read[1], received_at=int(heard))
             truth = heard - (heard - offset) * rate
             assert clock.bound is not None
             assert abs(clock.offset - truth) <= clock.bound + 2
@@ -71,7 +71,7 @@ def test_no_delays_and_no_drift_bring_it_out_of_its_bound() -> None:
 def test_a_clock_that_was_set_counts_from_then_on() -> None:
     clock = Clock()
     for shift in (0, 60_000 * MS):
-        clock.exchanged(asked=MS, arrived=2 * MS - shift, answered=3 * MS - shift, heard=4 * MS)
+        clock.exchanged(sent_at=MS, arrived=2 * MS - shift, answered=3 * MS - shift, received_at=4 * MS)
     assert (clock.offset, clock.bound) == pytest.approx((60_000 * MS, MS), abs=DRIFT * 3 * MS)
 
 
@@ -94,7 +94,7 @@ def test_a_ranks_calls_have_their_parts_inside_on_the_controllers_clock(monkeypa
     assert (said.answered, said.lost) == (5_050 * MS, 0)
 
     of_rank, at = timeline.RankTimes("rank 3 (node1)"), 998 * MS
-    of_rank.asked("backward")
+    of_rank.on_call("backward")
     at = 1_052 * MS
     of_rank.answered(said)
     kept, _ = timeline.taken()
@@ -119,7 +119,7 @@ def test_calls_that_wait_behind_others_do_not_overlap_them() -> None:
     timeline.taken()
     rank = timeline.RankTimes("rank 0")
     for call in ("score", "score", "backward"):
-        rank.asked(call)
+        rank.on_call(call)
     for _ in range(3):
         rank.answered(None)
     kept, _ = timeline.taken()
@@ -159,9 +159,9 @@ def test_what_overlaps_takes_as_many_lanes_as_run_at_once() -> None:
 def test_a_rank_without_times_is_kept_by_its_answers() -> None:
     timeline.taken()
     rank = timeline.RankTimes("rank 0")
-    rank.asked("prepare")
+    rank.on_call("prepare")
     rank.answered(None)
-    rank.asked("step")
+    rank.on_call("step")
     rank.answered(RankTimed(arrived=1, answered=2, spans=[], lost=9))
     assert [name for _, name, *_ in timeline.taken()[0]] == ["prepare", "step", "9 spans were lost"]
 
@@ -174,7 +174,7 @@ def _nothing_kept() -> None:
 
 def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_path: Path) -> None:
     clock = Clock()
-    clock.exchanged(asked=0, arrived=-10_000 * MS, answered=-10_000 * MS, heard=0)  # theirs is 10 s behind ours
+    clock.exchanged(sent_at=0, arrived=-10_000 * MS, answered=-10_000 * MS, received_at=0)  # theirs is 10 s behind ours
     file = TraceFile(tmp_path)
     file.append(
         [
@@ -203,9 +203,9 @@ def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_pa
 def test_spans_of_a_lane_do_not_overlap_where_its_clock_turns_out_to_be_ahead(tmp_path: Path) -> None:
     clock, file = Clock(), TraceFile(tmp_path)
     calls = timeline.Lane("rank 0 (a)", "calls", clock)
-    clock.exchanged(asked=0, arrived=0, answered=0, heard=40 * MS)  # 20 ms, at most 20 ms wrong
+    clock.exchanged(sent_at=0, arrived=0, answered=0, received_at=40 * MS)  # 20 ms, at most 20 ms wrong
     file.append([(calls, "first", 0, 10 * MS, None)])
-    clock.exchanged(asked=40 * MS, arrived=40 * MS, answered=60 * MS, heard=62 * MS)  # 1 ms
+    clock.exchanged(sent_at=40 * MS, arrived=40 * MS, answered=60 * MS, received_at=62 * MS)  # 1 ms
     file.append([(calls, "inner", 11 * MS, 12 * MS, None), (calls, "outer", 10 * MS, 60 * MS, None)])
     file.close()
     check_trace(tmp_path / "trace.json")
@@ -300,7 +300,7 @@ def test_values_of_a_process_are_counters(tmp_path: Path) -> None:
     kept.close()
     check_trace(tmp_path / "trace.json")
     expected = [("replica 0", "", "requests", {"running": running, "waiting": 0}, 0) for running in (3, 1)]
-    assert [(e.process, e.thread, e.name, e.said, e.end - e.begin) for e in read_trace(tmp_path)] == expected
+    assert [(e.process, e.thread, e.name, e.details, e.end - e.begin) for e in read_trace(tmp_path)] == expected
 
 
 def test_the_check_of_the_format_finds_what_perfetto_drops(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ EVENTS = [
 
 
 def written(run: Path, *, shift: int = 0) -> Path:
-    folder = folder_of(run, 3)
+    folder = profile_folder(run, 3)
     folder.mkdir(parents=True)
     text = json.dumps({"baseTimeNanoseconds": BASE, "traceEvents": EVENTS}).encode()
     (folder / "rank-0.json.gz").write_bytes(gzip.compress(text))
@@ -411,7 +411,7 @@ def test_a_rank_on_another_clock_is_placed_by_both_of_its_clocks(monkeypatch: py
     hour, second = 3_600_000_000_000, 1_000_000_000
     monkeypatch.setattr("rl_megatron.observability.timeline.time.time_ns", lambda: BASE + 500)
     monkeypatch.setattr("rl_megatron.observability.timeline.now", lambda: 500)
-    times.clock.exchanged(asked=100, arrived=150 + hour, answered=150 + hour, heard=200)
+    times.clock.exchanged(sent_at=100, arrived=150 + hour, answered=150 + hour, received_at=200)
     placed = times.placed(Recorded(file=Path("x"), monotonic=300 + hour, wall=BASE + 300 + second))
     assert abs(placed.shift + second) <= 50  # the bound of an exchange of 100 ns
     assert placed.process == "rank 0 (far)"

@@ -143,7 +143,7 @@ def computing(shape: ModelShape) -> Compute:
         sizes = {"gate_up_proj": (n, h, 2 * f), "gate_up_proj_bias": (n, 2 * f), "down_proj": (n, f, h)}
         for name, size in {**sizes, "down_proj_bias": (n, h)}.items():
             layer.register_parameter(name, torch.nn.Parameter(torch.randn(size, dtype=torch.bfloat16)))
-        return lambda counts, x, probs: layer._together(counts, x, probs)
+        return lambda counts, x, probs: layer._compute_grouped(counts, x, probs)
     fc1, fc2 = (torch.randn(n, *size, dtype=torch.bfloat16) for size in ((2 * f, h), (h, f)))
     if shape.stacked_experts:
         given: Any = fc1.requires_grad_(), fc2.requires_grad_()

@@ -23,9 +23,9 @@ from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards import rules, threads
 from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.registry import WeightedSum, resolve_reward
-from rl_megatron.rewards.scoring import CallLimit, errors_of, paused_while_queued, queued_slot, score
+from rl_megatron.rewards.scoring import CallLimit, distinct_errors, paused_while_queued, queued_slot, score
 from rl_megatron.rewards.tests import PassedTests
-from rl_megatron.rewards.threads import MAX_COMPUTING_THREADS, Plain, in_daemon_thread, on_reward_loop
+from rl_megatron.rewards.threads import MAX_COMPUTING_THREADS, Plain, on_reward_loop, run_in_daemon_thread
 from rl_megatron.sandbox.executors import Sandbox, _Slots
 from rl_megatron.training.scores import RankedScores
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, RewardResult, Scores, Want
@@ -132,7 +132,7 @@ async def waits_uncounted(function: RewardFunction, free: Callable[[], object]) 
 
 async def _threads() -> None:
     over = threading.Event()
-    before = [asyncio.create_task(in_daemon_thread(partial(over.wait, 60.0))) for _ in range(MAX_COMPUTING_THREADS)]
+    before = [asyncio.create_task(run_in_daemon_thread(partial(over.wait, 60.0))) for _ in range(MAX_COMPUTING_THREADS)]
     await asyncio.sleep(0)  # they are started
     await waits_uncounted(Plain(lambda *asked: [1.0]), over.set)
     await asyncio.gather(*before)
@@ -363,7 +363,7 @@ def test_what_is_no_reward_is_named_at_once_and_once(
     scored = run(monkeypatch, kind, given)
     if kind == "later" and problem.startswith("raised StopIteration"):
         problem = "raised RuntimeError: coroutine raised StopIteration"  # as Python has it
-    assert ([one.error for one in scored], errors_of(scored)) == ([problem] * 2, [problem])
+    assert ([one.error for one in scored], distinct_errors(scored)) == ([problem] * 2, [problem])
     assert all(math.isnan(one.total) for one in scored)
 
 
@@ -381,7 +381,7 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
 @pytest.mark.parametrize("given", [lambda: TESTS_OVER[-1].wait(), lambda: [Slow(), Slow()], waits_twice])
 def test_what_blocks_is_left_in_time(monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]) -> None:
     scored = run(monkeypatch, kind, given, limit=0.05)
-    assert errors_of(scored) == ["no answer within reward.timeout_seconds=0.05"]
+    assert distinct_errors(scored) == ["no answer within reward.timeout_seconds=0.05"]
     assert all(one.late for one in scored)
 
 
@@ -400,7 +400,7 @@ def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch:
     module.stubborn = stubborn
     monkeypatch.setitem(sys.modules, "stubborn_for_test", module)
     scored = asyncio.run(score(resolve_reward("stubborn_for_test:stubborn"), HOSTILE_PROMPT, [DONE], [""], limit=1.0))
-    assert errors_of(scored) == ["no answer within reward.timeout_seconds=1"]
+    assert distinct_errors(scored) == ["no answer within reward.timeout_seconds=1"]
     assert asked.wait(30)  # it was asked to end, for it had begun
 
 
@@ -424,7 +424,7 @@ def test_a_task_of_an_async_reward_that_exits_ends_nothing_else(monkeypatch: pyt
 def test_completions_without_a_number_are_named_three_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     scored = run(monkeypatch, "plain", lambda: [math.nan] * 64, count=64)
     assert sum(one.error is not None for one in scored) == 64
-    assert errors_of(scored)[2:] == ["completion 2 got nan, which is not finite", "so did 61 more"]
+    assert distinct_errors(scored)[2:] == ["completion 2 got nan, which is not finite", "so did 61 more"]
     scored = run(monkeypatch, "plain", lambda: [1e39, -1e30, 1.0], count=3)
-    assert errors_of(scored) == ["completion 0 got 1e+39, which is beyond 1e+30"]
+    assert distinct_errors(scored) == ["completion 0 got 1e+39, which is beyond 1e+30"]
     assert [one.total for one in scored[1:]] == [-1e30, 1.0]

@@ -29,7 +29,7 @@ from rl_megatron.engines.http import Server
 from rl_megatron.engines.replicas import Event
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.features.lora.engines import HeldAdapters
-from rl_megatron.features.lora.feature import AdapterSlots, places_of
+from rl_megatron.features.lora.feature import AdapterSlots, make_adapter_slots
 from rl_megatron.features.lora.push import ADAPTERS, AdapterSync, adapters_folder
 from rl_megatron.features.lora.rows import LoraLayouts
 from rl_megatron.models.named import NAMED
@@ -60,7 +60,7 @@ ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 
 
 def places(*keys: str) -> AdapterSlots:
-    found = places_of(load_config("tiny_cpu", [*KEYS, *keys]))
+    found = make_adapter_slots(load_config("tiny_cpu", [*KEYS, *keys]))
     assert found is not None
     return found
 
@@ -88,7 +88,7 @@ def words(engine: str, given: AdapterSlots | None, device: str = "cuda") -> tupl
 
 def test_there_are_places_for_two_versions_more_than_the_greatest_staleness() -> None:
     assert places("learner.lora.targets=attention").max_versions == 4
-    assert places_of(load_config("tiny_cpu", [*KEYS, "weights.push=merged"])) is None
+    assert make_adapter_slots(load_config("tiny_cpu", [*KEYS, "weights.push=merged"])) is None
     assert set(side("vllm", MOE).ranks(places("learner.lora.expert_rank=3")).values()) == {12, 3}
 
 
@@ -187,7 +187,7 @@ def recipe(*keys: str) -> RunConfig:
 def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:
     """They go to the first rank, which writes them, and each of the servers reads them."""
     config = recipe("weights.push=adapters")
-    folder = LoraLayouts(config.learner.lora).in_files(megatron_layout(MOE), hf_layout(MOE))
+    folder = LoraLayouts(config.learner.lora).file_layout(megatron_layout(MOE), hf_layout(MOE))
     whole = 2 * sum(map(prod, folder.local_shapes(0).values()))
     gathered, written, read = push_cost(config, MOE).hops
     assert gathered.total < whole
@@ -285,7 +285,7 @@ class Learner(Both):
         super().__init__(folder)
         self.kept: list[list[str]] = []
 
-    async def push_beside(self, version: int, *given: Any) -> WeightUpdate:
+    async def push_extra(self, version: int, *given: Any) -> WeightUpdate:
         name, keep = given
         folder = adapters_folder(self.mirror.path, name)
         folder.mkdir(parents=True)

@@ -114,7 +114,7 @@ def test_vllm_has_a_place_for_each_completion_of_a_request() -> None:
     ],
 )
 def test_a_request_has_a_group_or_all_samples_of_a_problem(keys: tuple[str, ...], most: int) -> None:
-    assert load_config("tiny_cpu", ["rollout=vllm", "rollout.group_size=16", *keys]).most_completions == most
+    assert load_config("tiny_cpu", ["rollout=vllm", "rollout.group_size=16", *keys]).max_completions == most
 
 
 def test_batch_invariance_is_a_variable_of_vllm_and_an_option_of_sglang() -> None:
@@ -264,7 +264,7 @@ def test_servers_get_stop_texts_and_what_finds_them(engine: str) -> None:
         asyncio.run(adapter.generate(cast(Any, Said()), asked, "id"))
     with_stop, without = bodies
     if engine == "local":
-        assert [wire.request_of(body)[1].params.stop for body in bodies] == [("</a>", "\n\n"), ()]
+        assert [wire.decode_request(body)[1].params.stop for body in bodies] == [("</a>", "\n\n"), ()]
     elif engine == "vllm":
         given = {"stop": ["</a>", "\n\n"], "include_stop_str_in_output": True, "skip_special_tokens": False}
         assert given.items() <= with_stop["sampling_params"].items()

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.engines.adapter import StartOptions
-from rl_megatron.engines.local.engine import LocalEngine, normal_of
+from rl_megatron.engines.local.engine import LocalEngine, uniform_to_normal
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
 from rl_megatron.engines.vllm.adapter import VLLMAdapter
 from rl_megatron.errors import ConfigError, EngineError
@@ -195,7 +195,7 @@ def said(completion: Completion) -> tuple[list[int], bytes]:
 
 def test_the_ends_of_the_uniform_numbers_are_finite_and_of_one_size() -> None:
     """2**-24 of them are the largest: some thousand tokens of a large model meet it."""
-    low, middle, high = normal_of(torch.tensor([0.0, 0.5, 1 - 2.0**-24])).tolist()
+    low, middle, high = uniform_to_normal(torch.tensor([0.0, 0.5, 1 - 2.0**-24])).tolist()
     assert low == -high
     assert high == pytest.approx(NormalDist().inv_cdf(1 - 2.0**-25), rel=1e-3)
     assert 0 < middle < 1e-6

@@ -423,7 +423,7 @@ def test_what_was_dropped_is_asked_once_in_a_run_of_three_epochs_that_is_resumed
             stream=stream,
             prompts=stream._prompts,
             **dict.fromkeys(("evaluation", "start_folder", "recorder", "push_route"), cast(Any, None)),
-            update=cast(Any, SimpleNamespace(state=None, of_models=())),
+            update=cast(Any, SimpleNamespace(state=None, model_steps=())),
         )
 
     async def run() -> int:

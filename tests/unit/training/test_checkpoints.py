@@ -28,7 +28,7 @@ from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
-from rl_megatron.digests import Digest, SaveDigests, digest_of
+from rl_megatron.digests import Digest, SaveDigests, digest_bytes
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.metrics import deterministic
@@ -240,7 +240,7 @@ def test_a_first_step_waits_for_no_checkpoint_of_the_start(tmp_path: Path, warm_
         stream=make_stream(config, prompts, sampler, Ledger()),
         prompts=prompts,
         evaluation=cast(Any, SimpleNamespace(row=row, wait_closed=closed)),
-        update=cast(Any, SimpleNamespace(state=None, of_models=())),
+        update=cast(Any, SimpleNamespace(state=None, model_steps=())),
         start_folder=tmp_path / "hf_start",
         recorder=recorder,
         push_route="file",
@@ -313,7 +313,7 @@ def test_tokens_are_in_numpys_files_and_the_manifest_has_their_checksums(folder:
     files = json.loads((folder / "manifest.json").read_text())["files"]
     for name in ("stream/tokens.npy", "stream/logprobs.npy", "trainer.json"):
         data = (folder / name).read_bytes()
-        assert files[name] == {"bytes": len(data), "xxh3_128": digest_of(data).xxh3_128}
+        assert files[name] == {"bytes": len(data), "xxh3_128": digest_bytes(data).xxh3_128}
 
 
 def test_a_resume_reads_what_was_saved(folder: Path, stream: StreamState) -> None:
@@ -387,7 +387,7 @@ def put(folder: Path, name: str, data: bytes, without: Sequence[str] = ()) -> No
     """Replace a file, and say so in the manifest, which then lists no file of ``without``."""
     (folder / name).write_bytes(data)
     manifest = json.loads((folder / "manifest.json").read_text())
-    digest = digest_of(data)
+    digest = digest_bytes(data)
     manifest["files"][name] = {"bytes": digest.bytes, "xxh3_128": digest.xxh3_128}
     manifest["files"] = {file: said for file, said in manifest["files"].items() if file not in without}
     (folder / "manifest.json").write_text(json.dumps(manifest))

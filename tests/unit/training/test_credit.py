@@ -183,7 +183,7 @@ def test_the_kl_to_the_reference_is_the_mean_over_completions_of_their_tokens_me
 
 def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
     samples, _ = credit({"nll_coefficient": 0.1}, [group("a", [1.5, 0.0, 0.9], [3, 2, 4]), GROUPS[1]])
-    (batch,) = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).minibatches(samples, most=1, seeds=[0])
+    (batch,) = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).minibatches(samples, limit=1, seeds=[0])
     (whole,) = finish_minibatch(batch).micro_batches[0]
     each = pytest.approx(0.1 / 6)
     assert sorted(by_completion(whole, "nll_weights")) == [[0.0] * 2, [0.0] * 4, [each], [each] * 2, [each] * 3]
@@ -255,12 +255,12 @@ def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups
     of_equation = [0.0 if length <= 16 else (16 - length) / 4 for length in lengths]
     papers = [2 * one - 1 + penalty for one, penalty in zip(right, of_equation, strict=True)]
     groups = [group("a", right, lengths), group("e", [1.0, 1.0], [16, 3])]
-    shaped = shape_rewards(groups, config.algorithm, AlgorithmState(), max_new_tokens=config.most_sampled).values
+    shaped = shape_rewards(groups, config.algorithm, AlgorithmState(), max_new_tokens=config.max_sampled).values
     assert (2 * shaped[:4] - 1).tolist() == pytest.approx(papers)
-    samples, _ = credit(config.algorithm.model_dump(), groups, max_new_tokens=config.most_sampled)
+    samples, _ = credit(config.algorithm.model_dump(), groups, max_new_tokens=config.max_sampled)
     mean, std = statistics.fmean(papers), statistics.stdev(papers)
     assert [one[0] for one in by_completion(samples)[:4]] == pytest.approx([(r - mean) / std for r in papers], rel=1e-5)
-    assert trainable_groups(groups, config.algorithm, max_new_tokens=config.most_sampled) == [True, False]
+    assert trainable_groups(groups, config.algorithm, max_new_tokens=config.max_sampled) == [True, False]
     assert config.rollout.dynamic_sampling == "refill"
     assert (
         load_config("tiny_cpu", ["rollout.dynamic_sampling=drop", "algorithm=dapo"]).rollout.dynamic_sampling == "drop"

@@ -25,7 +25,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.seeds import seed_of
+from rl_megatron.seeds import make_seed
 from rl_megatron.training.jobs.written import FrozenReference, LabeledAnswers, PairObjective
 from rl_megatron.training.optimizer_steps import (
     CompletedStep,
@@ -198,12 +198,12 @@ def numbered(count: int) -> Samples:
 def parts_of(samples: Samples, seeds: Sequence[int], *, most: int, unit: int = 1) -> list[Samples]:
     """Each minibatch fits one micro-batch; sequences of one length keep their order there."""
     packer = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0, rows_per_unit=unit)
-    made = packer.minibatches(samples, most=most, seeds=seeds)
+    made = packer.minibatches(samples, limit=most, seeds=seeds)
     return [finish_minibatch(batch).micro_batches[0][0] for batch in made]
 
 
 def orders(*, step: int, epochs: int) -> list[list[int]]:
-    seeds = [seed_of(0, step, epoch) for epoch in range(epochs)]
+    seeds = [make_seed(0, step, epoch) for epoch in range(epochs)]
     parts = parts_of(numbered(12), seeds, most=3)
     assert len(parts) == 3 * epochs
     return [torch.cat([p.input_ids for p in parts[i : i + 3]]).tolist() for i in range(0, len(parts), 3)]
@@ -232,8 +232,8 @@ def groups_of_parts(seed: int, dp: int) -> list[list[int]]:
     """The groups of each minibatch's sequences, in the order of the batch."""
     samples = replace(numbered(12), group_of=GROUPS)
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=3, keeps_groups=True, attention_cost=0.0)
-    ranks, out = packer.ranks(samples, most=3, seed=seed), []
-    for batch in packer.minibatches(samples, most=3, seeds=[seed]):
+    ranks, out = packer.ranks(samples, limit=3, seed=seed), []
+    for batch in packer.minibatches(samples, limit=3, seeds=[seed]):
         for d, row in enumerate(batch.sequences):
             assert set(ranks[torch.cat(row).numpy()]) <= {d}
         numbers = sorted(torch.cat([torch.cat(row) for row in batch.sequences]).tolist())
@@ -254,7 +254,7 @@ def test_whole_groups_are_in_one_minibatch_each_whatever_the_ranks() -> None:
 def test_fewer_groups_than_minibatches_are_one_each_and_without_the_key_groups_are_cut() -> None:
     samples = replace(numbered(12), group_of=GROUPS)
     packer = Packer(dims=ParallelDims(), max_tokens=100, keeps_groups=True, attention_cost=0.0)
-    assert len(list(packer.minibatches(samples, most=12, seeds=[0]))) == 6
+    assert len(list(packer.minibatches(samples, limit=12, seeds=[0]))) == 6
     assert [part.num_sequences for part in parts_of(samples, [0], most=3)] == [4, 4, 4]
 
 
@@ -414,7 +414,7 @@ async def test_answers_with_labels_are_learned_by_trls_kto(
             optimizer_steps=OptimizerSteps(name="policy"),
             parts=[samples],
             reference=FrozenReference(packer=packer, folder=tmp_path, start_folder=tmp_path),
-            most=most,
+            max_length=most,
         )
         await job.begin(fresh=True)
         held_out, made = await job.eval_metrics(), await job.step(samples, RATE, [], Stopwatch())

@@ -329,7 +329,7 @@ def test_what_a_server_reads_may_be_longer_than_a_micro_batch_of_the_learner() -
     long = [replace(one, prompt=replace(one.prompt, read_by={"me": (1,) * 800})) for one in groups()]
     hooks = teachers_of(config, cast(Any, SimpleNamespace(models={})))
     assert hooks is not None
-    (judge,) = hooks.judges(to_samples(groups()), long).asked
+    (judge,) = hooks.judges(to_samples(groups()), long).judges
     assert judge.read is not None
     batch = Packers(config=config, attention_cost=0.0).pack_untrained(judge.read, "teacher_me", judge.longest)
     assert sorted(int(one) for row in batch.sequences for part in row for one in part) == [*range(6)]

@@ -50,7 +50,7 @@ from tests.unit.training.plain_update import PlainUpdate
 from tests.unit.training.test_update_oracle import CRITIC, STEPS, groups
 
 Token = tuple[float, float, float]  # log pi, log pi_old, A
-ENDS = {"most_high": 2.0, "least_low": 0.1}  # algorithm.balance's defaults
+ENDS = {"max_high": 2.0, "min_low": 0.1}  # algorithm.balance's defaults
 
 
 def of_algorithm(
@@ -113,7 +113,7 @@ def test_the_last_step_reaches_the_end() -> None:
     """0.3 / 0.05 is 5.999999999999999 of floats."""
     row = config_of("bapo").algorithm
     columns = torch.tensor(drawn(0, far=1.5), dtype=torch.float64).unbind(1)
-    assert balanced_limits(*columns, row, 0.95, most_high=0.5, least_low=0.1).high == pytest.approx(0.5)
+    assert balanced_limits(*columns, row, 0.95, max_high=0.5, min_low=0.1).high == pytest.approx(0.5)
 
 
 def test_without_advantages_the_limits_stay() -> None:
@@ -378,7 +378,7 @@ def minibatches(row: AlgorithmSection, dp: int, most: int = 3) -> list[dict[int,
     assert choice is not None
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=16, attention_cost=0.0)
     out = []
-    for made in packer.minibatches(samples, most=most, seeds=[1]):
+    for made in packer.minibatches(samples, limit=most, seeds=[1]):
         made, tokens = finish_minibatch(made, choice), {}
         for micro in (micro for row in made.micro_batches for micro in row):
             held = torch.zeros_like(micro.advantages) if micro.old_kl_weights is None else micro.old_kl_weights

@@ -439,15 +439,15 @@ def test_no_weights_are_sent_where_the_counts_give_them() -> None:
 def test_rows_of_a_trajectory_stay_in_one_minibatch_and_on_the_ranks_foreseen() -> None:
     samples = to_samples(apart(groups_of_turns(2)))
     packer = Packer(dims=ParallelDims(dp=2), max_tokens=64, attention_cost=0.0)
-    ranks, seen = packer.ranks(samples, most=3, seed=7), []
-    for batch in packer.minibatches(samples, most=3, seeds=[7]):
+    ranks, seen = packer.ranks(samples, limit=3, seed=7), []
+    for batch in packer.minibatches(samples, limit=3, seeds=[7]):
         for d, row in enumerate(batch.sequences):
             assert ranks[torch.cat(row).numpy()].tolist() == [d] * sum(map(len, row))
         seen.append(torch.cat([torch.cat(row) for row in batch.sequences]))
     owners = [set(samples.trajectory_of[rows].tolist()) for rows in seen]
     assert sum(map(len, owners)) == len(set.union(*owners)) == 9
     assert sorted(torch.cat(seen).tolist()) == list(range(samples.num_sequences))
-    assert len(list(packer.minibatches(samples, most=99, seeds=[7]))) == 9
+    assert len(list(packer.minibatches(samples, limit=99, seeds=[7]))) == 9
 
 
 def test_pairs_of_several_rows_are_refused() -> None:

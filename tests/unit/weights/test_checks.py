@@ -36,8 +36,8 @@ from rl_megatron.weights.checks.reports import (
     sent_checksums,
 )
 from rl_megatron.weights.routes import ends
-from rl_megatron.weights.routes.ends import bytes_of, digest, tensor_digests
-from rl_megatron.weights.routes.mirror import Mirror, read, seal, seal_of
+from rl_megatron.weights.routes.ends import digest, tensor_bytes, tensor_digests
+from rl_megatron.weights.routes.mirror import Mirror, read, read_seal, seal
 
 SHAPE = (24, 40)
 
@@ -87,7 +87,7 @@ def test_of_vectors_and_of_three_dims() -> None:
 
 
 def test_rows_longer_than_any_before_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "_MADE", {})
+    monkeypatch.setattr(sums, "_WEIGHTS", {})
     shape = (1, 5000)
     first, rest = made(shape=shape).split([2000, 3000], 1)
     assert add(checksum(first, shape, (0, 0)), checksum(rest, shape, (0, 2000))) == checksum(made(shape=shape), shape)
@@ -150,13 +150,13 @@ def test_what_was_looked_at_can_be_freed() -> None:
 
 # Digests of boxes, against Python's integers and the xxHash authors' own numbers.
 def test_cpu_digests_are_xxh3() -> None:
-    assert digest(bytes_of(torch.empty(0))) == 0x2D06800538D394C2  # XXH3_64bits of nothing, seed 0
+    assert digest(tensor_bytes(torch.empty(0))) == 0x2D06800538D394C2  # XXH3_64bits of nothing, seed 0
 
 
 def test_strided_boxes_have_the_digest_of_their_elements_in_order() -> None:
     whole = torch.arange(24, dtype=torch.float32).view(4, 6)
     box = whole[1:3, 2:5]
-    assert digest(bytes_of(box)) == digest(bytes_of(box.clone())) != digest(bytes_of(whole[1:3, 1:4]))
+    assert digest(tensor_bytes(box)) == digest(tensor_bytes(box.clone())) != digest(tensor_bytes(whole[1:3, 1:4]))
 
 
 def _by_integers(data: bytes) -> int:
@@ -489,14 +489,14 @@ def test_a_version_that_is_not_there_is_refused(mirror: Mirror) -> None:
 def test_a_version_that_is_not_sealed_is_told_from_one_that_is(mirror: Mirror) -> None:
     mirror.serve(3)
     with pytest.raises(SyncError, match="version 3 is not sealed"):
-        seal_of(mirror.path, 3)
+        read_seal(mirror.path, 3)
     with pytest.raises(SyncError, match="holds version 3, not 4"):
         seal(mirror.path, 4, {})
-    assert seal(mirror.path, 3, {"a.weight": 5}) == seal_of(mirror.path, 3)
-    assert seal_of(mirror.path, 3).checksums == {"a.weight": 5}
+    assert seal(mirror.path, 3, {"a.weight": 5}) == read_seal(mirror.path, 3)
+    assert read_seal(mirror.path, 3).checksums == {"a.weight": 5}
     mirror.serve(4)
     with pytest.raises(SyncError, match="version 4 is not sealed"):
-        seal_of(mirror.path, 4)
+        read_seal(mirror.path, 4)
 
 
 def test_a_flipped_bit_is_in_the_sums(mirror: Mirror) -> None:

@@ -42,7 +42,7 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.formats.hf_folder import is_draft
-from rl_megatron.weights.formats.schemes import scheme_of
+from rl_megatron.weights.formats.schemes import read_scheme
 from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, find_family, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -463,7 +463,7 @@ def test_a_key_that_the_family_does_not_read_may_have_any_value(name: str, saved
     for value in (0, -1, None, 0.5, 1 << 40, "other", [], {"factor": -1}, True):
         (tmp_path / "config.json").write_text(json.dumps(config | dict.fromkeys(others, value)))
         assert read_shape(tmp_path) == wanted
-        assert scheme_of(tmp_path) is None
+        assert read_scheme(tmp_path) is None
         assert describe(tmp_path).parts == describe(saved / name).parts
 
 
@@ -474,7 +474,7 @@ def test_keys_of_other_kinds_of_ropes_and_quantisations_may_have_any_value(saved
     config |= {"rope_parameters": rope, "quantization_config": quantized}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_shape(tmp_path) == read_shape(saved / "llama_linear")
-    scheme = scheme_of(tmp_path)
+    scheme = read_scheme(tmp_path)
     assert scheme is not None
     assert scheme.edges == (16, 16)
 

@@ -345,7 +345,7 @@ def test_peft_loads_those_of_dense_layers_and_shared_experts(
     save_model(name, base)
     lora, shape = LoraSection(rank=4, expert_rank=expert_rank, alpha=16, targets=targets), read_shape(base)
     torch.manual_seed(0)
-    sizes = LoraLayouts(lora).in_files(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
+    sizes = LoraLayouts(lora).file_layout(megatron_layout(shape), hf_layout(shape)).local_shapes(0)
     adapters = {key: torch.randn(size) * 0.2 for key, size in sizes.items()}
     out.mkdir()
     save_file({PREFIX + key: tensor for key, tensor in adapters.items()}, out / "adapter_model.safetensors")

@@ -40,8 +40,8 @@ from rl_megatron.weights.checks.reports import (
     ChecksumReport,
     Kinds,
     checksum,
+    drop_private,
     seal_from_reports,
-    without_private,
 )
 from rl_megatron.weights.formats.hf_folder import stored
 from rl_megatron.weights.formats.quantize import dequantize, divide
@@ -127,7 +127,7 @@ class Both:
         beside = BackgroundChecksums()
         for name, tensor in self.mirror.tensors.items():
             beside.read(name, tensor + 1 if name == self.misread else tensor)
-        beside.checksum_boxes(without_private(held, private.get("it", ())), self.params)
+        beside.checksum_boxes(drop_private(held, private.get("it", ())), self.params)
         return {"it": [beside.report()]}
 
     async def sample_on_all(

@@ -42,7 +42,7 @@ from rl_megatron.weights.routes import rendezvous as words
 from rl_megatron.weights.routes.delivery import DirectDelivery, FileDelivery
 from rl_megatron.weights.routes.ends import PIECE_BYTES, Bucket, Dtypes, PlanEndpoint, _split
 from rl_megatron.weights.routes.group import ProcessGroupTransport, Staging
-from rl_megatron.weights.routes.last_hop import _HELLO, CudaRings, Rings, in_turn
+from rl_megatron.weights.routes.last_hop import _HELLO, CudaRings, Rings, run_rounds
 from rl_megatron.weights.routes.mirror import Mirror
 from rl_megatron.weights.routes.rendezvous import Peers, Rendezvous, RendezvousMember, RendezvousStore
 from tests.distributed.test_transport import hf_tensors, megatron_tensors
@@ -612,13 +612,13 @@ def test_rows_that_fit_together_are_one_part() -> None:
 
 def test_what_goes_through_a_ring_begins_with_the_ranks_own_carrier() -> None:
     bucket = Bucket(dtype=torch.float32, layer_position=0, number=0, parts=[])
-    member: Any = SimpleNamespace(number_of=lambda to: 1, lane_of=lambda to: 0, grouped=range(3))
-    assert [frm for _, frm, _ in in_turn({sender: [bucket] for sender in range(3)}, 9, member)] == [1, 0, 2]
+    member: Any = SimpleNamespace(receiver_number=lambda to: 1, receiver_lane=lambda to: 0, grouped=range(3))
+    assert [frm for _, frm, _ in run_rounds({sender: [bucket] for sender in range(3)}, 9, member)] == [1, 0, 2]
 
 
 def test_a_dtype_that_others_of_its_kind_do_not_have_is_found() -> None:
     held = {"layers.0.a": torch.zeros(1), "layers.1.a": torch.zeros(1, dtype=torch.bfloat16)}
-    dtypes = Dtypes.of_tensors(held)
+    dtypes = Dtypes.from_tensors(held)
     expected = [torch.float32, torch.bfloat16, torch.float32, None]
     assert [dtypes.find(name) for name in (*held, "layers.2.a", "b")] == expected
     assert dtypes.others == {"layers.1.a": torch.bfloat16}

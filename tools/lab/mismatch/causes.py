@@ -116,7 +116,7 @@ class Case:
         return "; ".join(lines)
 
     @property
-    def only_behind_context(self) -> bool:
+    def needs_context(self) -> bool:
         """True if tokens after one token agree while the others do not."""
         return self.differs and size(self.outcomes.single) <= max(self.setting.noise, 0.02 * self.gap)
 
@@ -131,7 +131,7 @@ class Case:
             return "padding or position"
         if self.routing is not None and self.routing.share and size(self.routing.replayed) <= self.good:
             return "routing"
-        if self.only_behind_context:
+        if self.needs_context:
             return "padding or position"
         if self.weights.whole:
             return "dtype or kernels"
@@ -139,7 +139,7 @@ class Case:
         return "" if few and self.routing is None else "weights"
 
 
-def case_of(outcomes: Outcomes, setting: Setting, weights: WeightCheck) -> Case:
+def make_case(outcomes: Outcomes, setting: Setting, weights: WeightCheck) -> Case:
     """Tries every explanation."""
     observation = outcomes.observation
     gap = size(observation.gaps)
@@ -195,7 +195,7 @@ class Finding:
 
 def judge(outcomes: Outcomes, setting: Setting, weights: WeightCheck, tokenizer: TokenizerCheck) -> list[Finding]:
     """Returns a finding for each of `CAUSES`, in their order."""
-    case = case_of(outcomes, setting, weights)
+    case = make_case(outcomes, setting, weights)
     return [
         _weights(case),
         _routing(case),
@@ -365,7 +365,7 @@ def _position(case: Case) -> Finding:
         return Finding(
             cause=cause,
             verdict="guilty",
-            evidence=f"{itself or only}; mean |d| by place: {by_place(o.observation)}",
+            evidence=f"{itself or only}; mean |d| by place: {gap_by_place(o.observation)}",
             fix="look at padding and the attention mask of batches, at positions handed to the decoder, and at "
             "rope_theta and rope_scaling of the config.json that each side reads"
             + ("" if case.weights.whole else "; or the q and k projections, which cannot be read back"),
@@ -379,7 +379,7 @@ def _position(case: Case) -> Finding:
     )
 
 
-def by_place(observation: Observation) -> str:
+def gap_by_place(observation: Observation) -> str:
     """Returns the mean |gap| by the token's place in its sequence, in words."""
     owners = observation.samples.cu_seqlens[observation.owners]
     places = observation.samples.mask.nonzero().squeeze(1) - owners + 1
@@ -393,7 +393,7 @@ def by_place(observation: Observation) -> str:
     return ", ".join(parts)
 
 
-def _of_batches(case: Case) -> str:
+def _batch_modes(case: Case) -> str:
     """Names the modes that make each side's log-probs independent of their batch; empty if they are already."""
     engine, learner = size(case.outcomes.together), size(case.outcomes.packed)
     out = ""
@@ -422,14 +422,14 @@ def _noise(case: Case) -> Finding:
             verdict="guilty",
             evidence=f"{figures}; every tensor is the learner's, and no other cause explains it",
             fix="compare the engine's kernels with its plain ones (SGLang: --attention-backend torch_native), and "
-            f"config.json's rms_norm_eps, hidden_act and norm_topk_prob; {_PRECISION}{_of_batches(case)}",
+            f"config.json's rms_norm_eps, hidden_act and norm_topk_prob; {_PRECISION}{_batch_modes(case)}",
         )
     if case.differs:
         return Finding(cause=cause, verdict="not guilty", evidence=f"{figures}; the gap is larger")
     if s.learner_dtype == s.engine_dtype:
         half = s.learner_dtype != "float32"
         return Finding(
-            cause=cause, verdict="noise", evidence=figures, fix=_PRECISION + _of_batches(case) if half else ""
+            cause=cause, verdict="noise", evidence=figures, fix=_PRECISION + _batch_modes(case) if half else ""
         )
     return Finding(
         cause=cause,

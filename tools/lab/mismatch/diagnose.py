@@ -23,7 +23,7 @@ from launcher.runs.folder import mirror_path
 from launcher.runs.stop import stop_signals
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
+from rl_megatron.config.sections.data import FileKeys, data_sources, source_name
 from rl_megatron.data.problems.pool import PromptStream
 from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.errors import ConfigError, SyncError
@@ -35,11 +35,11 @@ from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.training.checkpoints import files_of, latest
+from rl_megatron.training.checkpoints import file_digests, latest
 from rl_megatron.types import Prompt
 from rl_megatron.weights.checkpoints.megatron import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
-from rl_megatron.weights.routes.mirror import dtypes, seal_of, shapes
+from rl_megatron.weights.routes.mirror import dtypes, read_seal, shapes
 from tools.lab.mismatch.causes import CAUSES, Finding, Setting, TokenizerCheck, WeightCheck, judge
 from tools.lab.mismatch.experiments import Bench, Parameters, run_experiments
 
@@ -56,7 +56,7 @@ class Target:
     checkpoint: Path | None  # None: the model that a run starts from
 
 
-def target_of(name: str, overrides: Sequence[str]) -> Target:
+def find_target(name: str, overrides: Sequence[str]) -> Target:
     """Returns the target of a run's folder or a configuration. Raises ConfigError, also if the job samples nothing."""
     path = Path(name)
     of_run = path.is_dir()
@@ -100,7 +100,7 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
             examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape, kept=kept)
             if target.checkpoint is not None:
                 progress.note(f"weights of {target.checkpoint}")
-                await roles.policy.load(target.checkpoint / "learner", files_of(target.checkpoint / "learner"))
+                await roles.policy.load(target.checkpoint / "learner", file_digests(target.checkpoint / "learner"))
             progress.note(f"sampling {num_prompts} x {num_completions} completions and scoring them")
             found = await examination.findings(num_prompts, num_completions)
     _show(found, str(target.checkpoint or f"{config.model.path or 'the tiny model'}, untrained"))
@@ -140,7 +140,7 @@ class _Examination:
             engine_dtype=dtype,  # a server with another dtype was refused
             configured=Parameters(temperature=rollout.temperature, top_p=rollout.top_p),
             served=rollout.served,
-            replays="routes" in self.config.asked_columns.keys() - wanted(self.config),  # not the learner's own
+            replays="routes" in self.config.required_columns.keys() - wanted(self.config),  # not the learner's own
             head_dtype=self.config.learner.head_dtype,
         )
         outcomes = await run_experiments(self._bench(), prompts, completions=num_completions, worth=setting.noise)
@@ -149,7 +149,7 @@ class _Examination:
 
     def _bench(self) -> Bench:
         rollout, learner = self.config.rollout, self.roles.policy
-        routed = not rollout.served or "routes" in self.config.asked_columns
+        routed = not rollout.served or "routes" in self.config.required_columns
         return Bench(
             learner=learner,
             engine=self.roles.engine,
@@ -197,14 +197,16 @@ class _Examination:
         """Returns the checksums that servers should hold, and a text that names their source."""
         quantized = self.config.rollout.server.quantization != "none"
         if self.kept is None or quantized or is_megatron(self.kept):
-            return dict(seal_of(path, 1).checksums), "the learner's weights"
+            return dict(read_seal(path, 1).checksums), "the learner's weights"
         return checksums(HFFolder(self.kept), shapes(path), dtypes(path)), str(self.kept)
 
     async def _tokenizer(self, prompts: Sequence[Prompt]) -> TokenizerCheck:
         engine, sources = self.roles.engine, data_sources(self.config.data)
         if not isinstance(engine, ServerEngine):
             return TokenizerCheck(compared=0, differing=(), how="the engine sees token ids alone")
-        templated = {name_of(key) for key, one in sources.items() if isinstance(one, FileKeys) and one.chat_template}
+        templated = {
+            source_name(key) for key, one in sources.items() if isinstance(one, FileKeys) and one.chat_template
+        }
         differing, asked = [], prompts[:_TOKENIZED_PROMPTS]
         for prompt in asked:
             ids = await engine.tokenized(prompt.text, add_special_tokens=prompt.source not in templated)

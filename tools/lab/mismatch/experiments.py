@@ -223,7 +223,7 @@ async def run_experiments(bench: Bench, prompts: Sequence[Prompt], *, completion
     observation = await observe(bench, prompts, completions)
     gap = size(observation.gaps)
     together, prefilled = await _greedy(bench, prompts)
-    single, single_routes, stretch = await _behind_one_token(bench)
+    single, single_routes, stretch = await _compare_one_token_prompts(bench)
     return Outcomes(
         observation=observation,
         single=single,
@@ -231,7 +231,7 @@ async def run_experiments(bench: Bench, prompts: Sequence[Prompt], *, completion
         stretch=stretch,
         together=together,
         prefilled=prefilled,
-        packed=await _packed_less_alone(bench, observation),
+        packed=await _compare_packing(bench, observation),
         prompts=await _changed_prompts(bench, observation) if gap > worth else {},
     )
 
@@ -295,7 +295,7 @@ def _compared(one: Completion, other: Completion) -> Tensor:
     return torch.from_numpy(np.subtract(one.logprobs[:stop], other.logprobs[:stop], dtype=np.float64))
 
 
-async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None, float]:
+async def _compare_one_token_prompts(bench: Bench) -> tuple[Tensor, Tensor | None, float]:
     """Compares tokens after one-token prompts: they attend only to one token, so positions and caches do not matter."""
     chosen = random.Random(bench.seed)
     ids = chosen.sample(range(bench.vocab_size), min(_SINGLE_TOKENS, bench.vocab_size))
@@ -309,7 +309,7 @@ async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None, float]
     return said - own, _routes_of(samples), learner / engine if engine else math.nan
 
 
-async def _packed_less_alone(bench: Bench, observation: Observation) -> Tensor:
+async def _compare_packing(bench: Bench, observation: Observation) -> Tensor:
     """Compares the learner with itself: sequences of different lengths in one batch, and each alone."""
     samples = replace(observation.samples, extra={})
     lengths = samples.cu_seqlens.diff()
@@ -329,9 +329,9 @@ async def _changed_prompts(bench: Bench, observation: Observation) -> dict[str, 
     special = bench.special_token_ids.items()
     changes: dict[str, PromptChange] = {
         **{f"{name} ({token}) put before it": partial(_put_before, token) for name, token in special},
-        **{f"{name} ({token}) put behind it": partial(_put_behind, token) for name, token in special},
-        "its first token left out": _without_first,
-        "its last token left out": _without_last,
+        **{f"{name} ({token}) put behind it": partial(_append, token) for name, token in special},
+        "its first token left out": _drop_first,
+        "its last token left out": _drop_last,
     }
     found = _prompts_of(observation.samples)[:_PREFIX_SEQUENCES]
     out = {}
@@ -346,15 +346,15 @@ def _put_before(token: int, ids: tuple[int, ...]) -> tuple[int, ...]:
     return (token, *ids)
 
 
-def _put_behind(token: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+def _append(token: int, ids: tuple[int, ...]) -> tuple[int, ...]:
     return (*ids, token)
 
 
-def _without_first(ids: tuple[int, ...]) -> tuple[int, ...]:
+def _drop_first(ids: tuple[int, ...]) -> tuple[int, ...]:
     return ids[1:] or ids
 
 
-def _without_last(ids: tuple[int, ...]) -> tuple[int, ...]:
+def _drop_last(ids: tuple[int, ...]) -> tuple[int, ...]:
     return ids[:-1] or ids
 
 
@@ -374,9 +374,9 @@ def _prompts_of(samples: Samples) -> list[tuple[tuple[int, ...], Completion]]:
     return out
 
 
-def _first_sampled(samples: Samples, most: int) -> Tensor:
-    """Returns a mask of the first sampled positions of every sequence, ``most`` in total, [N] bool."""
-    each = max(1, most // samples.num_sequences)
+def _first_sampled(samples: Samples, limit: int) -> Tensor:
+    """Returns a mask of the first sampled positions of every sequence, ``limit`` in total, [N] bool."""
+    each = max(1, limit // samples.num_sequences)
     out = torch.zeros_like(samples.mask)
     for start, stop in zip(samples.cu_seqlens[:-1].tolist(), samples.cu_seqlens[1:].tolist(), strict=True):
         places = samples.mask[start:stop].nonzero().squeeze(1)[:each]
@@ -560,7 +560,7 @@ def find_parameters(evidence: Evidence, learner: Parameters, stretch: float, *, 
     """
     found = learner.temperature * stretch
     rounded = [round(found, 2)] if 0.01 <= found < 100 else []  # NaN fails this comparison
-    for candidates in (_without_penalties, _penalties):
+    for candidates in (_implied_limits, _penalties):
         for temperature in dict.fromkeys((learner.temperature, *rounded)):
             tried = [
                 Explanation(parameters=one, residual=size(evidence.engine - predicted(evidence, one)))
@@ -572,7 +572,7 @@ def find_parameters(evidence: Evidence, learner: Parameters, stretch: float, *, 
     return None
 
 
-def _without_penalties(evidence: Evidence, start: Parameters) -> list[Parameters]:
+def _implied_limits(evidence: Evidence, start: Parameters) -> list[Parameters]:
     """Returns the parameters unchanged, and with the top-k or top-p that the mass of remaining tokens implies."""
     z = evidence.logits / start.temperature
     token = z.gather(1, evidence.tokens[:, None])[:, 0] - z.logsumexp(1)

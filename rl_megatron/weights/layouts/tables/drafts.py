@@ -60,18 +60,18 @@ def with_drafts(
     names: DraftNames = NUMBERED,
     *,
     without: Sequence[Callable[[ModelShape], Sequence[int]]] = (),
-    apart: Mapping[str, Sequence[ParamSpec]] | None = None,
+    separate: Mapping[str, Sequence[ParamSpec]] | None = None,
 ) -> dict[str, tuple[ParamSpec, ...]]:
     """The tables of a family whose files may hold draft layers, with rows for shapes that have them; it has experts.
 
-    A draft layer has no rows of the layers ``without``. ``apart`` are the same family's tables with experts one
+    A draft layer has no rows of the layers ``without``. ``separate`` are the same family's tables with experts one
     by one, where those of ``tables`` are one tensor a layer. A draft layer then has either, whatever the decoder has.
     """
     out = {}
     for layout, rows in tables.items():
         drafted = _drafted(rows, names, without)
-        if apart is not None:
-            drafted = _either(drafted, _drafted(apart[layout], names, without))
+        if separate is not None:
+            drafted = _either(drafted, _drafted(separate[layout], names, without))
         out[layout] = (*rows, *drafted, *_own(names, megatron=layout == "megatron"))
     return out
 
@@ -105,12 +105,12 @@ def _moved(row: ParamSpec) -> ParamSpec:
     )
 
 
-def _either(stacked: Sequence[ParamSpec], apart: Sequence[ParamSpec]) -> list[ParamSpec]:
+def _either(stacked: Sequence[ParamSpec], separate: Sequence[ParamSpec]) -> list[ParamSpec]:
     """Rows of both kinds; those that one kind alone has are for shapes of that kind."""
-    in_stacked, in_apart = ({row.name for row in rows} for rows in (stacked, apart))
+    in_stacked, in_apart = ({row.name for row in rows} for rows in (stacked, separate))
     return [
         *(row if row.name in in_apart else _where(row, stacked=True) for row in stacked),
-        *(_where(row, stacked=False) for row in apart if row.name not in in_stacked),
+        *(_where(row, stacked=False) for row in separate if row.name not in in_stacked),
     ]
 
 

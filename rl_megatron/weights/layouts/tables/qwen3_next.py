@@ -97,7 +97,7 @@ def _gated_attention() -> Block:
     )
 
 
-def _of_head(hf: str, head: int, rows: int, first: int = 0) -> Piece:
+def _head_piece(hf: str, head: int, rows: int, first: int = 0) -> Piece:
     return Piece(hf=hf, start=first + head * rows, stop=first + (head + 1) * rows)
 
 
@@ -105,25 +105,25 @@ def _mixed(hf: str, n: DeltaNet, head: int) -> tuple[Piece, ...]:
     """Query, key and values of a key head, where all queries come first, then all keys, then all values."""
     queries = n.key_heads * n.key_dim
     return (
-        _of_head(hf, head, n.key_dim),
-        _of_head(hf, head, n.key_dim, queries),
-        _of_head(hf, head, n.ratio * n.value_dim, 2 * queries),
+        _head_piece(hf, head, n.key_dim),
+        _head_piece(hf, head, n.key_dim, queries),
+        _head_piece(hf, head, n.ratio * n.value_dim, 2 * queries),
     )
 
 
 def _fused(n: DeltaNet, head: int) -> tuple[Piece, ...]:
-    return _of_head(_QKVZ, head, 2 * n.key_dim + 2 * n.ratio * n.value_dim), _of_head(_BA, head, 2 * n.ratio)
+    return _head_piece(_QKVZ, head, 2 * n.key_dim + 2 * n.ratio * n.value_dim), _head_piece(_BA, head, 2 * n.ratio)
 
 
-def _apart(n: DeltaNet, head: int) -> tuple[Piece, ...]:
+def _separate_experts(n: DeltaNet, head: int) -> tuple[Piece, ...]:
     return (
         *_mixed(_APART["qkv"], n, head),
-        _of_head(_APART["z"], head, n.ratio * n.value_dim),
-        *(_of_head(_APART[part], head, n.ratio) for part in "ba"),
+        _head_piece(_APART["z"], head, n.ratio * n.value_dim),
+        *(_head_piece(_APART[part], head, n.ratio) for part in "ba"),
     )
 
 
-def _by_head(places: PiecesOfHead) -> Callable[[ModelShape, int], tuple[Band, ...]]:
+def _head_bands(places: PiecesOfHead) -> Callable[[ModelShape, int], tuple[Band, ...]]:
     return lambda m, _: (tuple(piece for head in range(_delta(m).key_heads) for piece in places(_delta(m), head)),)
 
 
@@ -131,7 +131,7 @@ def _taps(name: str, *, cut: bool) -> ParamSpec:
     """The convolution's weight, [channels, 1, kernel]."""
     return ParamSpec(
         name=name,
-        bands=_by_head(lambda n, head: _mixed(_CONV, n, head)) if cut else whole(_CONV, lambda m: _delta(m).mixed),
+        bands=_head_bands(lambda n, head: _mixed(_CONV, n, head)) if cut else whole(_CONV, lambda m: _delta(m).mixed),
         other_axes=lambda m: (1, _delta(m).kernel),
         axis="tp" if cut else None,
         unit=(lambda m: _delta(m).mixed // _delta(m).key_heads) if cut else (lambda m: 1),
@@ -154,7 +154,7 @@ def _delta_net(inputs: dict[str, Size], places: PiecesOfHead) -> Block:
             vector(_SELF + "in_proj.layer_norm_weight", _NORM_IN, hidden, layers=only),
             matrix(
                 _SELF + "in_proj.weight",
-                _by_head(places),
+                _head_bands(places),
                 axis="tp",
                 unit=lambda m: _delta(m).inputs // _delta(m).key_heads,
                 layers=only,
@@ -222,7 +222,7 @@ def _text(experts_block: Block) -> Tables:
         _APART["b"]: _value_heads,
         _APART["a"]: _value_heads,
     }
-    return decoder(_gated_attention(), _delta_net(inputs, _apart), experts_block, planned=False)
+    return decoder(_gated_attention(), _delta_net(inputs, _separate_experts), experts_block, planned=False)
 
 
 _INSIDE = "model.language_model."  # the prefix of a text model that has a tower for images
@@ -230,7 +230,7 @@ _INSIDE = "model.language_model."  # the prefix of a text model that has a tower
 
 _PLAIN = _text(_EXPERTS)
 _APART_EXPERTS = with_drafts(_PLAIN, ALONE, without=(_delta_layers,))
-_STACKED_EXPERTS = with_drafts(_text(_stacked(_EXPERTS)), ALONE, without=(_delta_layers,), apart=_PLAIN)
+_STACKED_EXPERTS = with_drafts(_text(_stacked(_EXPERTS)), ALONE, without=(_delta_layers,), separate=_PLAIN)
 QWEN3_5_MOE_TEXT = Family(
     model_types=("qwen3_5_moe_text",),
     read=qwen3_next.read,

@@ -332,7 +332,7 @@ def written(tokenizer: PreTrainedTokenizerFast, content: object) -> tuple[str, l
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else "<|user|>")
     talk = TrainingConversation(id="t:1", messages=[{"role": "user", "content": content}, SAYS], tools=())
     maker = ConversationRows(tokenizer, [stop])
-    ((row,),) = maker.rows_of([talk])
+    ((row,),) = maker.make_rows([talk])
     return maker.whole(talk), [str(tokenizer.decode(row.token_ids))]
 
 
@@ -354,11 +354,11 @@ def test_texts_of_a_content_are_one_as_in_the_template(name: str, template: str 
         messages = [{"role": "user", "content": parts}, SAYS]
         assert written(tokenizer, parts)[0] == tokenizer.apply_chat_template(messages, tokenize=False)
     else:
-        for make in ("rows_of", "whole"):
+        for make in ("make_rows", "whole"):
             talk = TrainingConversation(id="t:1", messages=[{"role": "user", "content": parts}, SAYS], tools=())
             maker = ConversationRows(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
             with pytest.raises(DataError, match=r"prompt 't:1': message 1 has a content of several texts, which the"):
-                getattr(maker, make)([talk] if make == "rows_of" else talk)
+                getattr(maker, make)([talk] if make == "make_rows" else talk)
     if template is None:
         assert written(tokenizer, parts[:1]) == written(tokenizer, "one ")
 
@@ -408,7 +408,7 @@ def test_a_turn_that_no_model_should_write_is_refused_and_is_context(turn: dict[
 
     def made(weight: int) -> int:
         messages = [QUESTION, {"role": "assistant", "weight": weight, **turn}, QUESTION, SAYS]
-        ((row,),) = maker.rows_of([TrainingConversation(id="t:1", messages=messages, tools=())])
+        ((row,),) = maker.make_rows([TrainingConversation(id="t:1", messages=messages, tools=())])
         return len(row.turns)
 
     assert made(0) == 1
@@ -432,6 +432,6 @@ def test_a_turn_ends_with_the_first_token_that_ends_sampling() -> None:
     tokenizer = with_template("chatml", last)
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<think>"])
     talk = json.loads(json.dumps([QUESTION, SAYS]))
-    ((row,),) = ConversationRows(tokenizer, stops).rows_of([TrainingConversation(id="t", messages=talk, tools=())])
+    ((row,),) = ConversationRows(tokenizer, stops).make_rows([TrainingConversation(id="t", messages=talk, tools=())])
     assert [tokenizer.decode(row.token_ids[start:stop]) for start, stop in row.turns] == ["17<|im_end|>"]
     assert len(row.token_ids) == row.turns[-1][1]
