@@ -276,7 +276,7 @@ def test_terms_by_hand() -> None:
         (
             QWEN_235B,
             ("rollout=vllm", "rollout.server.memory_fraction=0.98"),
-            r"vllm takes 0\.98 of slurm\.gpu_memory_gb=80 .* layers in 2\.2 GB .* in place \(rollout=sglang\)",
+            r"vllm takes 0\.98 of slurm\.gpu_memory_gb=80 .* needs 2\.2 GB more to receive layers; lower the fraction",
         ),
         (QWEN_235B, ("learner.recompute.uniform=null",), r"Largest: activations; set learner\.recompute\.uniform"),
     ],

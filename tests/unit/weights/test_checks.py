@@ -473,7 +473,7 @@ def test_a_file_that_somebody_removed_is_told_with_what_to_do(mirror: Mirror) ->
     mirror.serve(1)
     shutil.rmtree(mirror.path.parent)
     for act in (mirror.withdraw, lambda: mirror.serve(2)):
-        with pytest.raises(SyncError, match=rf"{mirror.path} is gone.* RemoveIPC=no .*weights\.folder"):
+        with pytest.raises(SyncError, match=rf"{mirror.path}, .* was removed .* RemoveIPC=no .*weights\.folder"):
             act()
 
 
