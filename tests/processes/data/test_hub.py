@@ -32,7 +32,7 @@ from rl_megatron.data.problems.rendering import RowForm
 from rl_megatron.errors import RLMegatronError
 from tests.unit.data.test_prompts import byte_tokenizer
 
-form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long="fail")
+form = RowForm(tokenizer=byte_tokenizer(), max_tokens=99, on_long_prompt="fail")
 
 def read(config):
     sets = config.eval.data_of_sets
