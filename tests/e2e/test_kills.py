@@ -24,7 +24,7 @@ POINTS = (
     Point(name="a checkpoint has its name, the next lines are not written", call=f"{SAVES}:publish_folder", after=True),
     Point(name="a resume has cut the ledger", call=f"{LEDGER}.restore", after=True),
     Point(name="lines are on disk, one torn, the row is not", call=f"{LEDGER}.write", nth=2, after=True, torn=True),
-    Point(name="servers were interrupted for a checkpoint", call=f"{STREAM}.interrupt", nth=2, after=True),
+    Point(name="servers were interrupted for a checkpoint", call=f"{STREAM}.collect_partials", nth=2, after=True),
 )
 
 
