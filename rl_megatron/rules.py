@@ -57,7 +57,7 @@ SET: Final = Not(None)
 UNSET: Final = None
 """A test of a value: it is null."""
 TEXT: Final = "="
-"""For `On.shown`: the value is the text to show, as of ``required_columns.routes``."""
+"""A mark for `On.shown`: it shows the value itself, for example that of ``required_columns.routes``."""
 
 
 @dataclass(frozen=True, slots=True)

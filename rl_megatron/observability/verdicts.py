@@ -30,12 +30,12 @@ OVERFITTED = 0.1
 NO_GRADIENT, FEW_GRADIENTS = 0.05, 0.1
 """Shares of groups with a gradient: bad, and worth a look."""
 SOLVED = 0.5
-"""From this share of groups with all completions correct on, low entropy and equal rewards are success; in the first
-part already, the data are too easy."""
+"""If this share of groups has all completions correct, low entropy and equal rewards are success. If it has already in
+the first part, the data are too easy."""
 LOW_ENTROPY, FALLING_ENTROPY, RISING_ENTROPY = 0.05, 0.2, 2.0
 """Last over first entropy: bad and worth a look where it falls, bad where it rises while reward falls."""
 MISMATCH = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 1.0)}
-"""By the learner's data type: the largest healthy mean and maximum difference of log-probs, in nats."""
+"""The largest healthy mean and maximum difference of log-probs, in nats, by the learner's data type."""
 OLD_KL, CLIPPED = 0.2, 0.5
 """KL to the old policy in nats, and share of clipped tokens, from which on updates are too large."""
 ERRORS, TRUNCATED, LONGER = 0.01, 0.5, 2.0

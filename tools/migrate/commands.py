@@ -49,7 +49,7 @@ def import_command(
 
 
 def page(imported: Imported, file: Path, write: Path | None) -> str:
-    """The file to write: the configuration between comments that say what to set and what is not carried over."""
+    """Returns the file to write. Comments before the configuration say what to set, and after it what is left out."""
     name = write or "FILE.yaml"
     head = [
         f"From {file} ({imported.framework}), by rl-megatron import.",

@@ -128,7 +128,7 @@ class _Conversion:
         )
 
     def _choose(self) -> tuple[str | None, list[Line]]:
-        """The row of the algorithm, and the keys that belong to it."""
+        """Chooses the row of the algorithm, and returns the keys that belong to it."""
         for row in self.table.rows:
             if row.when is not None and self._holds(row.when):
                 self.read |= row.when.keys()
@@ -153,14 +153,14 @@ class _Conversion:
         return self.values[key].value if key in self.values else self.defaults.get(key)
 
     def _shown(self, key: str) -> str:
-        """A key of theirs with its value, and the line or that it is their default."""
+        """Returns a key of theirs with its value, and its line or a note that it is their default."""
         if key in self.values:
             one = self.values[key]
             return f"{self.names[key]}={_as_text(one.value)} (line {one.line})"
         return f"{key}={_as_text(self.defaults.get(key))} (their default)"
 
     def _lines(self, row: str | None, chosen: Sequence[Line]) -> Iterator[Line]:
-        """The lines whose value differs from that of the row."""
+        """Yields the lines with a value that differs from the row's."""
         by_key = {line.key: line for line in chosen}
         base = _base(row, chosen)
         kind = JOBS[find_value(base, "job")]  # type: ignore[index]
@@ -196,7 +196,7 @@ class _Conversion:
         return None if value is SKIP else Line(ours.name, value, source, is_default=not named and bool(cell.sources))
 
     def _source(self, cell: Cell, named: Sequence[str], value: object) -> str:
-        """The comment of a line: its keys of theirs, and a default of theirs that is the value."""
+        """Returns the comment of a line: its keys of theirs, and a default of theirs that is the value."""
         from_default = [
             key for key in cell.sources if key not in self.values and is_same(self.defaults.get(key), value)
         ]
@@ -238,7 +238,7 @@ class _Conversion:
             raise NoCounterpart("the value is not a number, where one is needed") from error
 
     def _not_carried(self) -> Iterator[str]:
-        """A line for each key of theirs that no line of ours follows from."""
+        """Yields a line for each key of theirs that gives none of our lines."""
         for key, value in self.values.items():
             if key in self.read or key in READ_BY_READERS:
                 continue
@@ -272,7 +272,7 @@ class _Conversion:
 
 
 def render(row: str | None, lines: Iterable[Line]) -> str:
-    """The YAML of a configuration: the row, then each key with its source as a comment."""
+    """Returns the YAML of a configuration: the row, then each key with its source as a comment."""
     tree: dict[str, Any] = {}
     for line in lines:
         *sections, leaf = line.key.split(".")
@@ -304,20 +304,20 @@ def _rendered(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _scalar(value: object) -> str:
-    """A value as YAML on one line."""
+    """Returns a value as YAML on one line."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(_scalar(one) for one in value)}]"
     return yaml_text.write(value).removesuffix("...\n").strip()
 
 
 def _base(row: str | None, chosen: Sequence[Line]) -> Mapping[str, Any]:
-    """The values that a configuration with the row has by itself."""
+    """Returns the values of a configuration that has the row alone."""
     job = [line for line in chosen if line.key == "job"]
     return load_text(render(row, job)).model_dump(mode="json")
 
 
 def find_value(tree: Mapping[str, Any], key: str) -> object:
-    """The value at a dotted key; SKIP, which equals nothing, if it is not there."""
+    """Returns the value at a dotted key; SKIP, which equals nothing, if it is not there."""
     place: Any = tree
     for part in key.split("."):
         if not isinstance(place, Mapping) or part not in place:
@@ -345,13 +345,13 @@ def is_same(one: object, other: object) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """A value as it is written in a configuration."""
+    """Returns a value in the spelling of a configuration."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     return str(quote_start(value)) if isinstance(value, Mapping) else str(value)
 
 
 def _with_source(problem: str, sources: Mapping[str, str]) -> str:
-    """A problem of the configuration with the keys of theirs that led to it."""
+    """Returns a problem of the configuration with the keys of theirs that led to it."""
     named = [f"{key} is from {source}" for key, source in sources.items() if f"{key}=" in problem]
     return f"{problem} ({'; '.join(named)})" if named else problem

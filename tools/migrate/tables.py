@@ -37,7 +37,7 @@ class OurKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """How one of our keys follows from keys of a framework."""
+    """A rule that computes one of our keys from keys of a framework."""
 
     sources: tuple[str, ...] = ()
     defaults: tuple[object, ...] = ()

@@ -182,7 +182,7 @@ class LogSection(Section):
     samples_per_step: NonNegative = 4
     """Number of groups per step with completions in samples.jsonl, the first four of each."""
     sinks: Annotated[tuple[SinkName, ...], LISTED, AfterValidator(_check_sinks)] = ("tensorboard",)
-    """Where metrics go besides metrics.jsonl (docs/cluster.md), as a list or text such as tensorboard,wandb. The sink
+    """The sinks that get metrics, too (docs/cluster.md), as a list or text such as tensorboard,wandb. The sink
     wandb:offline stores metrics to send later. A sink that fails or hangs does not end the run."""
     project: str = "rl_megatron"
     """Project at Weights & Biases, and experiment at MLflow."""

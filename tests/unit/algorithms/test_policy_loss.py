@@ -119,7 +119,7 @@ def test_a_loss_survives_pickling(loss: PolicyLoss) -> None:
         ({"objective": "cispo", "cap_low": 2.0, "cap_high": 1.0}, "cap_low=2 with algorithm.cap_high=1: the least is"),
         ({"correction": {"low": 3.0}}, "low=3 with algorithm.correction.high=2: the least is above the greatest"),
         ({"correction": {"high": NAN}}, "correction.high"),
-        ({"correction": {"mode": "band", "level": "worst"}}, "worst with algorithm.correction.mode=band: weights are per token"),
+        ({"correction": {"mode": "band", "level": "worst"}}, "worst with algorithm.correction.mode=band: weights"),
         ({"dual_clip": 1.0}, "dual_clip"),
         ({"parameters": {"tau_negative": 0.0}}, "tau_negative=0: must be from 1e-06 to 1e"),
         ({"parameters": {"second_moment": 0.0}}, "second_moment=0: must be above 0"),
