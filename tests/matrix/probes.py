@@ -200,7 +200,7 @@ def pretend_gpu() -> None:
     build.refuse, offload.LEAST = Mock(), 1
     for module in (offload, parked):
         module.torch = cpu._make_torch_proxy()
-    for owner, name in ((offload.Activations, "_pack"), (parked.OffloadedTensors, "leave")):
+    for owner, name in ((offload.Activations, "_pack"), (parked.OffloadedTensors, "offload")):
         setattr(owner, name, partialmethod(partial(there, getattr(owner, name))))
 
 
