@@ -158,7 +158,7 @@ async def test_a_turn_that_is_given_up_while_its_template_waits_leaves_its_conve
     begun, go = threading.Event(), threading.Event()
 
     class Waits(ChatTemplate):
-        def start(self, messages: Any, tools: Any) -> Any:
+        def begin(self, messages: Any, tools: Any) -> Any:
             begun.set()
             assert go.wait(20), "the event loop waits for the template"
             return super().begin(messages, tools)
@@ -166,8 +166,7 @@ async def test_a_turn_that_is_given_up_while_its_template_waits_leaves_its_conve
     engine = Saying("One.")
     conversation = episode(engine, template=Waits(TOKENIZER, options=FAMILIES["qwen3"].options))
     given_up = asyncio.create_task(conversation.reply([{"role": "user", "content": "2?"}], ()))
-    while not begun.is_set():
-        await asyncio.sleep(0)
+    assert await asyncio.to_thread(begun.wait, 20)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
