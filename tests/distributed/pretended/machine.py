@@ -187,22 +187,22 @@ def _install_cuda() -> None:
     torch.accelerator.current_accelerator = lambda check_available=False: None  # a torch for GPUs would ask its driver
     cuda.random.get_rng_state, cuda.random.set_rng_state = _no_state, _nothing
     for name, dtype in _TENSOR_TYPES.items():
-        setattr(cuda, name, _TensorType(name, (), {"of": dtype}))
+        setattr(cuda, name, _TensorType(name, (), {"tensor_dtype": dtype}))
 
 
 class _TensorType(type):
     """torch.cuda.FloatTensor and others: `isinstance` asks them, and they make tensors."""
 
-    from_results: torch.dtype
+    tensor_dtype: torch.dtype
 
     def __instancecheck__(cls, x: object) -> bool:
-        return isinstance(x, OnGpu) and x.dtype == cls.from_results
+        return isinstance(x, OnGpu) and x.dtype == cls.tensor_dtype
 
     def __call__(cls, data: Any = ()) -> OnGpu:
         return OnGpu(
-            torch.empty(data, dtype=cls.from_results)
+            torch.empty(data, dtype=cls.tensor_dtype)
             if isinstance(data, int)
-            else torch.tensor(data, dtype=cls.from_results)
+            else torch.tensor(data, dtype=cls.tensor_dtype)
         )
 
 
