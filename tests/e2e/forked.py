@@ -5,6 +5,7 @@ of the tests that use ``Place.start``."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import json
@@ -120,8 +121,7 @@ class ForkedNode:
         self._others, self._begun = others, False
         self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.returncode: int | None = None
-        parent = os.getpid()
-        self.pid = os.fork()
+        parent, self.pid = os.getpid(), os.fork()
         if self.pid == 0:
             self._asked.close()
             code = 1
@@ -145,7 +145,8 @@ class ForkedNode:
 
     def kill(self) -> None:
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the thread in `wait` has just reaped it
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         if self.returncode is None:
