@@ -57,7 +57,10 @@ def convert(
     family: OwnFamily = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, float16, or to HF float8_e4m3fn in blocks; as stored when not given"),
+        typer.Option(
+            help="float32, bfloat16, float16 (or fp32, bf16, fp16), or to HF float8_e4m3fn in blocks; as stored when "
+            "not given"
+        ),
     ] = None,
     shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 2 to HF]")] = None,
     upcycle: _Upcycle = None,

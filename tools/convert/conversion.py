@@ -28,6 +28,7 @@ from tools.convert.inspection import describe, dropped_tensors, found
 _NAMED_PARTS = 20
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
 DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
+_SHORT = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
 
 
 def run(
@@ -48,12 +49,10 @@ def run(
     """
     share = read_share(part)
     source = found(source)
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
+    kind = None if dtype is None else read_dtype(dtype)
     if shard_gb is not None and not shard_gb > 0:
         raise ConfigError(f"shard size {shard_gb} GB must be above 0")
     options = {} if shard_gb is None else {"shard_bytes": int(shard_gb * 1e9)}
-    kind = None if dtype is None else DType(dtype)
     if share.count == 1:
         must_be_new(out)
     backwards = is_megatron(source)
@@ -138,6 +137,13 @@ def _upcycling(text: str, config: Path | None, family: str | None) -> Callable[.
     if given:
         raise ConfigError(f"--upcycle makes a Qwen3-MoE folder of a Qwen3 one, without {' and '.join(given)}")
     return partial(upcycle, given=read_upcycling(text))
+
+
+def read_dtype(text: str) -> DType:
+    """Parses a dtype by its name or its short name, for example ``bf16``. Raises ConfigError for any other text."""
+    if text not in _SHORT and text not in DTYPES:
+        raise ConfigError(f"dtype={text!r} is unknown; one of: {', '.join((*DTYPES, *_SHORT))}")
+    return _SHORT.get(text) or DType(text)
 
 
 def read_share(part: str | None) -> Share:

@@ -104,6 +104,9 @@ def test_a_dtype_is_converted_on_the_way_and_told_in_the_config(hf: Path, tmp_pa
     convert.megatron_to_hf(tmp_path / "half", tmp_path / "back")
     assert_equal(tensors(tmp_path / "back"), {name: t.bfloat16() for name, t in tensors(hf).items()})
     assert "bfloat16" in (tmp_path / "back/config.json").read_text()
+    assert command(hf, tmp_path / "short", "--dtype", "bf16").returncode == 0
+    assert read_index(tmp_path / "short") == read_index(tmp_path / "half")
+    assert "'bf8' is unknown; one of: float32, " in command(hf, tmp_path / "other", "--dtype", "bf8").stderr
 
 
 def test_a_text_models_part_of_the_config_has_the_dtype_that_was_written(tmp_path: Path) -> None:
