@@ -45,7 +45,8 @@ def report(
         raise ConfigError(f"--trace writes the timeline of one run, but {len(runs)} folders are given; give one")
     costs = costs_of_run(runs[0]) if len(runs) == 1 else None
     page = runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
-    print(write_report(runs, out or page, costs=costs, note=costs.note if costs else ""))
+    note, differ = (costs.note, costs.needs_differences) if costs else ("", True)
+    print(write_report(runs, out or page, costs=costs, note=note, needs_differences=differ))
     if trace is not None:
         print(write_trace(runs[0], trace))
 
@@ -65,6 +66,7 @@ class RunCosts:
         self.hours, self.warm_start = dict[str, float](), dict[str, float]()
         self.steps, self.trained, self.sampled = 0, 0.0, 0.0
         self.note = sample_note(config.data) if isinstance(config, RunConfig) else ""
+        self.needs_differences = not isinstance(config, RunConfig) or config.algorithm.needs_differences
         self._why = str(config) if isinstance(config, RLMegatronError) else ""  # the hours are not counted
 
     def add(self, row: Mapping[str, Any]) -> None:

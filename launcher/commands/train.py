@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -208,7 +208,7 @@ async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Sto
     is written by now, so no fault in it makes the run one that failed."""
     costs, left_out = _LoggedCosts(config, progress), partial(_left_out, progress)
     later = f"rl-megatron report {shlex.quote(str(folder))} writes it"
-    writing = asyncio.to_thread(write_report, [folder], folder / "report.html", left_out, costs=costs, note=costs.note)
+    writing = asyncio.to_thread(_write_page, folder, costs, left_out)
     try:
         with stop.reporting() as asked:
             progress.note(f"report: {await wait_or_stop(asked, writing)}")
@@ -237,9 +237,8 @@ async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> Non
     pause = seconds
     while True:
         await asyncio.sleep(pause)
-        costs, began, out = _EndingCosts(config), time.monotonic(), folder / "report.html"
-        thread = asyncio.to_thread(write_report, [folder], out, logger.debug, costs=costs, note=costs.note, again=pause)
-        writing = asyncio.ensure_future(thread)
+        costs, began = _EndingCosts(config), time.monotonic()
+        writing = asyncio.ensure_future(asyncio.to_thread(_write_page, folder, costs, logger.debug, again=pause))
         try:
             await asyncio.wait([writing])
         finally:
@@ -248,6 +247,11 @@ async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> Non
             if error := writing.exception():  # raised before the first row, for example
                 logger.debug("the report is not written now: %s", error)
         pause = max(seconds, _REPORT_SHARE * (time.monotonic() - began))
+
+
+def _write_page(folder: Path, costs: RunCosts, left_out: Callable[[str], None], *, again: float | None = None) -> Path:
+    out, differ = folder / "report.html", costs.needs_differences
+    return write_report([folder], out, left_out, costs=costs, note=costs.note, needs_differences=differ, again=again)
 
 
 class _EndingCosts(RunCosts):

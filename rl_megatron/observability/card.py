@@ -13,7 +13,6 @@ from rl_megatron.observability.verdicts import READS, Verdict, read_run
 _WIDTH, _HEIGHT = 120, 28  # px
 _MAX_POINTS = 60
 _PAGE_CHARTS = {"groups": (WITH_GRADIENT,)}  # charts of figures that rows lack, by topic
-_OTHER_BASELINES = ("none", "greedy", "batch", "moving", "tracked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +25,13 @@ class CardLine:
     points: str  # the curve, as points of SVG
 
 
-def make_card(run: Run, charts: Mapping[str, str]) -> list[CardLine]:
-    """Returns the verdicts on a run with their curves. ``charts``: metric -> title, of the charts on the page."""
+def make_card(run: Run, charts: Mapping[str, str], *, needs_differences: bool) -> list[CardLine]:
+    """Returns the verdicts on a run with their curves. ``charts``: metric -> title, of the charts on the page.
+    ``needs_differences`` as in `read_run`."""
     verdicts = read_run(
         run.rl.rows(*READS),
         plan=run.plan,
-        needs_differences=_needs_differences(run),
+        needs_differences=needs_differences,
         dtype=run.config.get("learner.dtype", "float32"),
     )
     return [_make_line(run, verdict, charts) for verdict in verdicts]
@@ -57,14 +57,3 @@ def _curve(values: list[float]) -> str:
     y = _HEIGHT - 2 - (means - low) / (high - low or 1.0) * (_HEIGHT - 4)
     x = np.linspace(0, _WIDTH, len(means))
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
-
-
-def _needs_differences(run: Run) -> bool:
-    """False if groups of equal rewards have a gradient, too: by another baseline, a teacher or right answers."""
-    config = run.config
-    has_kl = config.get("algorithm.kl.coefficient", "0.0") != "0.0"
-    is_taught = has_kl and (
-        config.get("algorithm.kl.placement") != "loss" or config.get("algorithm.kl.estimator") == "top_k"
-    )
-    has_others = config.get("algorithm.nll_coefficient", "0.0") != "0.0"
-    return not (is_taught or has_others) and config.get("algorithm.advantage_mean", "group") not in _OTHER_BASELINES

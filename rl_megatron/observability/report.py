@@ -252,11 +252,12 @@ def write_report(
     *,
     costs: CostCounter | None = None,
     note: str = "",
+    needs_differences: bool = True,
     again: float | None = None,
 ) -> Path:
     """Writes the page to ``out`` atomically and returns it. The run may still be running. ``costs`` are of one run, and
-    get its rows as they are read, once. ``note`` is a sentence about samples. ``again``: seconds until the page of a
-    running run is written again; an open page then loads itself.
+    get its rows as they are read, once. ``note`` is a sentence about samples, ``needs_differences`` as in `read_run`.
+    ``again``: seconds until the page of a running run is written again; an open page then loads itself.
 
     Raises DataError that names a missing or invalid folder, file or line. Errors of a plan, which a run's figures do
     not need, go to ``left_out`` if it is given, and the page lacks the plan.
@@ -270,6 +271,7 @@ def write_report(
         spent=costs.lines() if costs else (),
         searched=_searched(run_folders[0], runs[0], left_out) if len(runs) == 1 else None,
         note=note,
+        needs_differences=needs_differences,
         again=again,
     )
 
@@ -283,13 +285,16 @@ def write_page(
     spent: Sequence[str] = (),
     searched: str | None = None,
     note: str = "",
+    needs_differences: bool = True,
     again: float | None = None,
 ) -> Path:
     """Writes the page about these arms, in their colors: ``panels``, the curves and a run's cost. ``searched`` has the
-    samples of a run that the page's script searches, as JSON without markup. ``note`` is a sentence about samples."""
+    samples of a run that the page's script searches, as JSON without markup. ``note`` is a sentence about samples.
+    ``needs_differences`` as in `read_run`, of one run."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)
     opened, sections, unchanged = _sections(arms)
+    titles = {c.metric: c.title for c in (*opened, *(c for _, charts in sections for c in charts))}
     rows = _rows(arms, differences)
     page = template().render(
         title=title,
@@ -302,9 +307,7 @@ def write_page(
         idle=_idle(runs[0]) if len(runs) == 1 else "",
         spent=spent,
         plan_card=make_plan_card(runs[0]) if len(runs) == 1 else None,
-        card=make_card(runs[0], {c.metric: c.title for c in (*opened, *(c for _, charts in sections for c in charts))})
-        if len(runs) == 1
-        else (),
+        card=make_card(runs[0], titles, needs_differences=needs_differences) if len(runs) == 1 else (),
         warnings=runs[0].warnings if len(runs) == 1 else (),
         opened=opened,
         sections=sections,

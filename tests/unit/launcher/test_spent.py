@@ -271,7 +271,7 @@ async def test_it_is_written_with_the_steps_of_now_and_says_when_it_is_again(tmp
 async def test_the_loop_runs_and_nothing_writes_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), list[str]()
 
-    def slow(folders: list[Path], out: Path, left_out: Any, *, costs: Any, note: str, again: float) -> None:
+    def slow(*given: object, costs: Any, **options: object) -> None:
         begun.set()
         try:
             while True:
@@ -291,3 +291,16 @@ async def test_the_loop_runs_and_nothing_writes_after_the_end(tmp_path: Path, mo
 def test_a_report_explains_how_sums_are_written() -> None:
     assert RunCosts(load_config("tiny_cpu", [])).note == "Sums are written lowest digit first: 37+08=540 is right."
     assert RunCosts(load_config("tiny_cpu", ["data.operation=product"])).note == ""
+
+
+@pytest.mark.parametrize(("algorithm", "judged"), [("grpo", True), ("ppo", False), ("otb", True)])
+def test_equal_rewards_are_a_verdict_only_where_they_give_no_gradient(
+    algorithm: str, judged: bool, tmp_path: Path
+) -> None:
+    row = {"phase": "rl", "groups/zero_advantage_fraction": 1.0, "groups/trained": 8, "reward/mean": 0.5}
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(20):
+            print(json.dumps({**row, "step": step + 1, "seconds/step": 1.0}), file=file)
+    save_resolved(load_config("tiny_cpu", [f"algorithm={algorithm}"]), tmp_path / "config.yaml")
+    assert status_of("report", str(tmp_path)) == 0
+    assert ("of the groups have a gradient" in (tmp_path / "report.html").read_text()) == judged
