@@ -274,11 +274,13 @@ class Feature:
     before they get gradient buffers, and adds parameters. Every rank calls it."""
     export: str | None = None
     """``package.module:function`` like `exported`, for its own checkpoints."""
+    logits: str | None = None
+    """``package.module:function`` that gets a packed micro-batch and the first row of a TP rank's vocabulary, and
+    returns the `learner.heads.Limit` of its logits, or None. Policies, references and teachers on ranks call it."""
     learner: str | None = None
     """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None leaves a model alone."""
     step: str | None = None
-    """``package.module:function`` that makes the `StepHooks` of a run's configuration and `RunComponents`; None:
-    none."""
+    """``package.module:function`` that makes the `StepHooks` of a configuration and `RunComponents`; None: none."""
     served: str | None = None
     """``package.module:function`` that makes its models in servers, by role. It gets a run's configuration, the
     policy's `ModelShape`, the maker of an engine's adapter, and a callback for progress. It raises EngineError for a

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Protocol
+from functools import cache, partial
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from rl_megatron.feature import features, load_side
 from rl_megatron.learner.keywords import WEIGHT_ROWS
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.types import Want
 
 CPU_CHUNK_BYTES = 4 << 20  # float32 values of this size fit the processor's cache
+Limit: TypeAlias = Callable[[Tensor, slice], None]
+"""Fills, in place, the logits [c, V] of the positions of a slice with `LEFT_OUT` where a token is left out. Backward
+passes call it again."""
+LEFT_OUT = -1e30
+"""A logit of probability 0. It stays finite when it is multiplied by that probability, which -inf does not."""
 
 
 def token_logprobs(
@@ -46,18 +52,19 @@ def token_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
+    limit: Limit | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs [T] of ``targets`` [T] and entropy [T] of the whole vocabulary, with gradients; float32 nats.
 
     ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
     probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` limits the positions computed
-    together; on CPU a chunk is also small enough for the cache.
+    together; on CPU a chunk is also small enough for the cache. ``limit`` may leave tokens out.
     """
     if logits.is_cpu:
         chunk = _that_fit(chunk, logits.shape[1])
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, targets, 1.0 / temperature, valid, vocab_start, group, chunk
+        logits, targets, 1.0 / temperature, valid, vocab_start, group, chunk, limit
     )
     return logprobs, entropy
 
@@ -73,6 +80,7 @@ def head_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
     announce: bool = False,
+    limit: Limit | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `token_logprobs` of the logits ``hidden`` [T, H] times ``weight`` [V, H], multiplied in float32.
 
@@ -82,7 +90,7 @@ def head_logprobs(
     """
     valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, valid, vocab_start, group, chunk, announce
+        hidden, weight, targets, 1.0 / temperature, valid, vocab_start, group, chunk, announce, limit
     )
     return logprobs, entropy
 
@@ -99,6 +107,7 @@ def logit_norms(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
+    limit: Limit | None = None,
 ) -> Tensor:
     """Returns squared norms [T] float32 of the gradient, (target or not) - p, of the log-prob of ``targets`` [T] in
     scaled logits. They are (1 - p of the target)² + the sum of the others' p² (arXiv:2602.07078's logit-gradient
@@ -115,7 +124,7 @@ def logit_norms(
     sums = torch.zeros(3, len(output), device=output.device)  # e^x of the target, sums of others' e^x and e^2x
     for a in range(0, len(output) if valid else 0, chunk):
         cut = slice(a, a + chunk)
-        x = logits(output[cut])[:, :valid] * (1.0 / temperature)
+        x = _limited(logits(output[cut])[:, :valid] * (1.0 / temperature), cut, limit)
         peak[cut] = x.amax(1)
         x.sub_(peak[cut, None]).exp_()
         at, mine = local[cut, None].clamp(0, valid - 1), here[cut, None]
@@ -151,6 +160,13 @@ def _blocks(count: int) -> Iterator[slice]:
 def _that_fit(chunk: int, rows: int) -> int:
     """Returns how many positions, ``chunk`` at most, have logits that fit a processor's cache."""
     return max(1, min(chunk, CPU_CHUNK_BYTES // (4 * rows)))
+
+
+def _limited(x: Tensor, cut: slice, limit: Limit | None) -> Tensor:
+    """Returns ``x`` [c, V], the positions ``cut``, after ``limit``."""
+    if limit is not None:
+        limit(x, cut)
+    return x
 
 
 def _sums(x: Tensor, local: Tensor, here: Tensor) -> Tensor:
@@ -211,24 +227,30 @@ class _TokenLogprobs(torch.autograd.Function):
         vocab_start: int,
         group: dist.ProcessGroup | None,
         chunk: int,
+        limit: Limit | None,
     ) -> tuple[Tensor, Tensor]:
-        real = logits[:, :valid]
-        peak = real.amax(1).float() if valid else logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
-        peak = peak * scale
+        real, starts = logits[:, :valid], range(0, len(logits) if valid else 0, chunk)
+        peak = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
+        if valid and limit is None:
+            peak = real.amax(1).float() * scale
+        for a in starts if limit is not None else ():
+            cut = slice(a, a + chunk)
+            peak[cut] = _limited(_shifted(real[cut], scale, torch.zeros_like(peak[cut])), cut, limit).amax(1)
         if group is not None:
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         local = targets - vocab_start
         here = (local >= 0) & (local < valid)
         sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)  # sum e^x, sum x e^x, x[target]
-        for a in range(0, len(logits) if valid else 0, chunk):
-            x = _shifted(real[a : a + chunk], scale, peak[a : a + chunk])
-            sums[:, a : a + chunk] = _sums(x, local[a : a + chunk], here[a : a + chunk])
+        for a in starts:
+            cut = slice(a, a + chunk)
+            x = _limited(_shifted(real[cut], scale, peak[cut]), cut, limit)
+            sums[:, cut] = _sums(x, local[cut], here[cut])
         if group is not None:
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
         logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
         ctx.save_for_backward(logits, local, here, peak + log_z, entropy)
-        ctx.scale, ctx.valid, ctx.chunk = scale, valid, chunk
+        ctx.scale, ctx.valid, ctx.chunk, ctx.limit = scale, valid, chunk, limit
         ctx.set_materialize_grads(False)  # most losses do not use the entropy
         return logprobs, entropy
 
@@ -244,14 +266,14 @@ class _TokenLogprobs(torch.autograd.Function):
             cut = slice(a, a + chunk)
             _write_gradient(
                 out[cut, :valid],
-                _shifted(logits[cut, :valid], ctx.scale, log_norm[cut]),
+                _limited(_shifted(logits[cut, :valid], ctx.scale, log_norm[cut]), cut, ctx.limit),
                 local=local[cut],
                 here=here[cut],
                 grad=grad[cut],
                 entropy=entropy[cut],
                 entropy_grad=None if entropy_grad is None else entropy_grad[cut],
             )
-        return out, None, None, None, None, None, None
+        return out, None, None, None, None, None, None, None
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -267,6 +289,7 @@ class _HeadLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk: int,
         announce: bool,
+        limit: Limit | None,
     ) -> tuple[Tensor, Tensor]:
         local = targets - vocab_start
         here = (local >= 0) & (local < valid)
@@ -274,7 +297,7 @@ class _HeadLogprobs(torch.autograd.Function):
         sums = torch.zeros(3, len(hidden), device=hidden.device)  # sum e^x, sum x e^x, x[target], of x = logit - own
         for a in range(0, len(hidden) if valid else 0, chunk):
             cut = slice(a, a + chunk)
-            x = float32_logits(hidden[cut], weight[:valid]).mul_(scale)
+            x = _limited(float32_logits(hidden[cut], weight[:valid]).mul_(scale), cut, limit)
             own[cut] = x.amax(1)
             sums[:, cut] = _sums(x.sub_(own[cut, None]), local[cut], here[cut])
             del x  # frees it before the next chunk's
@@ -291,6 +314,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
         ctx.save_for_backward(hidden, local, here, peak + log_z, entropy)
         ctx.weight, ctx.scale, ctx.valid, ctx.chunk, ctx.announce = weight, scale, valid, chunk, announce
+        ctx.limit = limit
         ctx.set_materialize_grads(False)  # most losses do not use the entropy
         return logprobs, entropy
 
@@ -310,6 +334,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for a in range(0, len(hidden) if ctx.valid else 0, ctx.chunk):
             cut = slice(a, a + ctx.chunk)
             x = float32_logits(hidden[cut], weight).mul_(ctx.scale).sub_(log_norm[cut, None])
+            x = _limited(x, cut, ctx.limit)
             _write_gradient(
                 x,
                 x,
@@ -330,7 +355,7 @@ class _HeadLogprobs(torch.autograd.Function):
             of_weight = torch.zeros_like(whole) if ctx.announce else None
         if of_weight is not None:
             of_weight = of_weight.to(whole.dtype)
-        return of_hidden, of_weight, None, None, None, None, None, None, None
+        return of_hidden, of_weight, None, None, None, None, None, None, None, None
 
 
 def gather_logits(logits: Tensor, tokens: Tensor, *, vocab_start: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -374,6 +399,12 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+@cache
+def logit_sides() -> tuple[Callable[[PackedMicroBatch, int], Limit | None], ...]:
+    """Returns the functions of `Feature.logits`. Raises as `features`."""
+    return tuple(load_side(one.logits) for one in features().values() if one.logits is not None)
 
 
 EXACT = 2**24
@@ -483,7 +514,7 @@ class VocabHead(Head):
 
     @override
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        logprobs, entropy = self._logprobs(output.squeeze(0), micro_batch.targets)
+        logprobs, entropy = self._logprobs(output.squeeze(0), micro_batch)
         found = {"logprobs": logprobs, "entropy": entropy}
         if (named := micro_batch.columns.get("ref_top")) is not None:
             found["top_logprobs"] = self._logprobs_of(output.squeeze(0), micro_batch.targets, logprobs, named[:, 0])
@@ -496,8 +527,20 @@ class VocabHead(Head):
         x = gather_logits(logits, every, vocab_start=cut["vocab_start"], group=cut["group"]) / self.temperature
         return x[:, :-1] - x[:, -1:] + logprobs[:, None]
 
-    def _logprobs(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(logits, targets, **self.cut(self._rows(logits)))
+    def _logprobs(self, logits: Tensor, micro_batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+        return token_logprobs(logits, micro_batch.targets, **self._limited_cut(self._rows(logits), micro_batch))
+
+    def _limited_cut(self, rows: int, micro_batch: PackedMicroBatch) -> dict[str, Any]:
+        """Returns `cut` with the limit that features set on the micro-batch's logits, if any."""
+        cut = self.cut(rows)
+        made = (side(micro_batch, cut["vocab_start"]) for side in logit_sides())
+        limits = [one for one in made if one is not None]
+
+        def limit(x: Tensor, positions: slice) -> None:
+            for one in limits:
+                one(x, positions)
+
+        return {**cut, "limit": limit if limits else None}
 
     def _rows(self, output: Tensor) -> int:
         """Returns how many rows of the vocabulary this TP rank has."""
@@ -530,7 +573,8 @@ class VocabHead(Head):
             found["logits"] = self._masked_logits(output, micro_batch)
         if "logit_norms" in want:
             mine, rows = output.squeeze(0), self._rows(output)
-            found["logit_norms"] = logit_norms(mine, micro_batch.targets, self._logits, rows=rows, **self.cut(rows))
+            cut = self._limited_cut(rows, micro_batch)
+            found["logit_norms"] = logit_norms(mine, micro_batch.targets, self._logits, rows=rows, **cut)
         return found
 
     def _top(self, logits: Tensor, micro_batch: PackedMicroBatch, logprobs: Tensor) -> Tensor:
@@ -572,8 +616,9 @@ class Float32Head(VocabHead):
         return weight
 
     @override
-    def _logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return head_logprobs(hidden, self._weight, targets, announce=self.announces, **self.cut(self._rows(hidden)))
+    def _logprobs(self, hidden: Tensor, micro_batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+        cut = self._limited_cut(self._rows(hidden), micro_batch)
+        return head_logprobs(hidden, self._weight, micro_batch.targets, announce=self.announces, **cut)
 
     @override
     def _rows(self, output: Tensor) -> int:

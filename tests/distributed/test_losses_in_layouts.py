@@ -19,6 +19,7 @@ from rl_megatron.algorithms.auxiliary import KtoLoss
 from rl_megatron.algorithms.losses import policy_loss as loss_of
 from rl_megatron.algorithms.losses import token_weight
 from rl_megatron.algorithms.segments import sequence_ids
+from rl_megatron.columns import Ragged
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
@@ -35,7 +36,7 @@ OfLayout = Callable[[str], list[dict[str, Any]]]
 OF_BELOW = (
     *("cispo", "dr_grpo", "luffy", "gspo", "topr", "sapo", "gmpo", "decoupled_ppo"),
     *("kl and entropy", "kl_cov", "gkd", "interpolated"),
-    *("dpo", "rejected, worst", "rejected, sequence", "turns", "prompts"),
+    *("dpo", "rejected, worst", "rejected, sequence", "turns", "prompts", "kept"),
 )
 """Losses of every aggregation, ratio level and term."""
 STAGED = ("alone, two layers", "pp2")
@@ -97,9 +98,20 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     for level, high in (("worst", 0.8), ("sequence", 0.1)):
         rejected = {"mode": "reject", "level": level, "high": high}
         out[f"rejected, {level}"] = policy_loss(objective="cispo", correction=rejected, max_new_tokens=1), 1, plain
+    out["kept"] = of(config, 0.3), 1, replace(plain, extra={"kept": kept_tokens(plain)})
     out["kto"] = KtoLoss(beta=0.1, reference_point=0.5), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
     return out | turns(plain)
+
+
+def kept_tokens(samples: Samples) -> Ragged:
+    """1 to 40 tokens of each masked-in position, with its target: on some positions, of one TP rank alone."""
+    g = torch.Generator().manual_seed(6)
+    counts = (torch.randint(1, 41, samples.mask.shape, generator=g) * samples.mask).int()
+    drawn = torch.rand(len(samples.mask), 256, generator=g)
+    drawn.scatter_(1, samples.targets[:, None], 2.0)
+    order = drawn.argsort(1, descending=True)
+    return Ragged(torch.cat([row[:count] for row, count in zip(order, counts.tolist(), strict=True)]).int(), counts)
 
 
 def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
