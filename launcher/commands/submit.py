@@ -24,6 +24,7 @@ from launcher.completion import Overrides, complete_config
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
+from launcher.preflight.own_code import find_missing_code
 from launcher.runs.folder import choose, lock
 from rl_megatron.config.beside import separate
 from rl_megatron.config.errors import explain_errors
@@ -67,7 +68,7 @@ def submit(
         raise ConfigError("--smoke submits a job and waits for it, but --dry-run submits none; leave one out")
     if off_cluster and not dry_run:
         raise ConfigError("--elsewhere: only --dry-run works away from the cluster; add it")
-    loaded, stem = load_config(config, overrides or []), Path(config).stem
+    loaded, stem = load_config(config, overrides or [], missing=find_missing_code), Path(config).stem
     if smoke:
         loaded, stem = make_smoke_run(for_slurm(loaded)), f"{stem}{SUFFIX}"
     with prepare(loaded, stem, off_cluster=off_cluster) as job:

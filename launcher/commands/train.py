@@ -23,6 +23,7 @@ from launcher.build.model import starting_shape
 from launcher.commands.report import RunCosts, recorded
 from launcher.completion import Overrides, complete_config
 from launcher.preflight.checks import preflight
+from launcher.preflight.own_code import find_missing_code
 from launcher.processes.environment import gc_disabled
 from launcher.processes.stacks import LoopWatch
 from launcher.runs.folder import NameTaken, choose, claim, refuse_copied
@@ -69,7 +70,7 @@ def train(
     Ctrl-C (or SIGTERM) finishes the current step, saves and exits with status 0. A second Ctrl-C exits immediately,
     with status 130.
     """
-    loaded = load_config(config, overrides or [])
+    loaded = load_config(config, overrides or [], missing=find_missing_code)
     if resume:
         refuse_copied(loaded, Path(config), overrides or [])
     named = choose(loaded, Path(config).stem, resume=resume)

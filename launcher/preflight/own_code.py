@@ -8,19 +8,21 @@ import asyncio
 import difflib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from launcher.preflight.subject import Finding, PreflightContext, fact, note, problem, run_check, unchecked
 from rl_megatron.config.reads import READS
+from rl_megatron.config.resume import flat
 from rl_megatron.config.sections.algorithm import PAIR_LOSS_NAMES
 from rl_megatron.config.sections.data import data_sources, source_name
 from rl_megatron.config.sections.eval import RunData
@@ -233,6 +235,8 @@ _BIND_UNSEEN = frozenset(
 
 
 _TRIAL_SECONDS = 60.0
+_FUNCTIONS = ("function", "objective", "advantage_mean", "loss", "layers")  # the last parts of their keys
+_NAMED = re.compile(rf"(?!hf:|{RANKS})[^\W\d][\w.]*(?<!\.):[^\W\d]\w*")
 
 
 def _tried(subject: PreflightContext, what: str, name: str) -> Iterator[Finding]:
@@ -270,6 +274,15 @@ def check_modules(subject: PreflightContext) -> Iterator[Finding]:
         yield from _tried(subject, "losses", ", ".join(losses))
         own_keys = {key: own for key, own in own_keys.items() if key == "learner.layers"}
     yield from (unchecked(f"{key}={own}, which ranks import") for key, own in own_keys.items() if not problems)
+
+
+def find_missing_code(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each custom function that is missing, of values of a configuration that break rules: a rule
+    about missing code does not help. Imports no code."""
+    if dict(flat(values)).get("slurm.python") is None:
+        named = [(key, str(value)) for key, value in flat(values) if key.rpartition(".")[2] in _FUNCTIONS]
+        found = [(f"{key}={name}", _not_there(name)) for key, name in named if _NAMED.fullmatch(name)]
+        yield from (f"{given}: {said}" for given, said in found if said)
 
 
 def _own(name: str, known: Collection[str]) -> str | None:

@@ -10,7 +10,7 @@ Only the sections define defaults of keys; errors.py words the schema's errors; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,16 @@ _MAX_LINE = 1000  # characters of a line
 
 
 def load_config(
-    name: str, overrides: Sequence[str], root: Path | None = None, *, otherwise: Mapping[str, object] | None = None
+    name: str,
+    overrides: Sequence[str],
+    root: Path | None = None,
+    *,
+    otherwise: Mapping[str, object] | None = None,
+    missing: Callable[[Mapping[str, Any]], Iterable[str]] = lambda values: (),
 ) -> RunConfig:
     """Returns the config ``<root>/<name>.yaml``, or the YAML file ``name``, changed by ``key=value`` overrides;
-    ``otherwise`` has values of keys that are then null.
+    ``otherwise`` has values of keys that are then null. If values are not valid, ``missing`` gets them, and its lines
+    come before the errors.
 
     ``root`` (default: the shipped conf/) also holds the groups. Raises one ConfigError for all problems of files, YAML,
     overrides, keys and values. Rules between keys are checked once each value is valid.
@@ -74,6 +80,7 @@ def load_config(
     try:
         config = RunConfig.model_validate(drop_removed(tree))
     except ValidationError as error:
+        composer.problems += missing(tree)
         composer.problems += explain_errors([e for e in error.errors() if not composer.is_consequence(e)])
     if composer.problems:
         raise ConfigError(_bounded(composer.problems))

@@ -136,4 +136,4 @@ def flat(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
         if isinstance(value, dict) and value:
             yield from flat(value, f"{above}{key}.")
         else:
-            yield above + key, value
+            yield f"{above}{key}", value

@@ -112,14 +112,26 @@ def _check(given: str, function: Callable[..., Any], options: Mapping[str, Any],
     try:
         inspect.signature(function).bind(*((None, None) if leads else ()), **options)
     except TypeError as error:
-        hint = "" if leads or inspect.isclass(function) else "; a function that leads trajectories must be async"
-        raise ConfigError(f"{given} with {', '.join(named) or 'no options'}: {error}{hint}") from error
+        if not leads and not inspect.isclass(function) and _leads_if_async(function, options):
+            raise ConfigError(
+                f"{given} takes a task and a model, so it leads trajectories, but it is a plain function; define it by "
+                "`async def`"
+            ) from error
+        raise ConfigError(f"{given} with {', '.join(named) or 'no options'}: {error}") from error
     lacking = [method for method in METHODS if not callable(getattr(function, method, None))]
     if inspect.isclass(function) and lacking:
         raise ConfigError(
             f"{given} is a class without {', '.join(lacking)}; give it the four async "
             "methods of an environment, or name an async function (docs/environments.md)"
         )
+
+
+def _leads_if_async(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None, **options)
+    except TypeError:
+        return False
+    return True
 
 
 def demonstrate(

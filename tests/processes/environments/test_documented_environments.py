@@ -29,7 +29,7 @@ TASK = Prompt(id="p", text="6*7=", token_ids=(1,), answer="42")
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_env.py").write_text("\n".join(BLOCKS))
+    (tmp_path / "my_env.py").write_text("\n".join((*BLOCKS, "def plain(task, model): ...")))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_env", raising=False)
 
@@ -100,6 +100,7 @@ def test_the_function(name: str) -> None:
         ({"function": "my_env:EnvironmentStep"}, "is a class without start, step, score, close; give it"),
         ({"function": "my_env:solve", "max_observation_tokens": 9}, "environment.max_observation_tokens=9: .* and has"),
         ({"function": "my_env:Calculator", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
+        ({"function": "my_env:plain"}, "it is a plain function; define it by `async def`"),
         ({"function": "my_env:solve", "options": {"lots": 3}}, "environment.options.lots: got an unexpected"),
     ],
 )

@@ -29,6 +29,7 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.training.jobs.written import DatasetJob, make_units
+from tests.unit.launcher.commands import Said
 from tests.unit.launcher.sites import data_file, model_folder
 from tests.unit.launcher.test_memory import QWEN3
 
@@ -534,3 +535,23 @@ def test_a_name_that_is_not_in_its_module_is_found_without_an_import(
     wanted = ("problem", f"learner.layers={own}: {said}") if said else None
     expected = [wanted or ("unchecked", f"learner.layers={own}, which ranks import")]
     assert [(one.kind, one.text) for one in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["environment.function=its_code:Gues"], "'Gues' of its_code is not there; did you mean 'Guess'?"),
+        (["algorithm.objective=its_cod:loss", "rollout.group_size=0"], "no module 'its_cod'; install it"),
+        (["environment.function=its_code:Guess"], "an environment's demonstrations are plain text"),
+        (["environment.function=its_code:Gues", "slurm.python=/other"], "an environment's demonstrations are plain"),
+        (["rollout.group_size=0", "reward.function=hf:here"], "must be greater"),
+    ],
+)
+def test_code_that_does_not_exist_is_named_before_rules_that_it_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: list[str], said: str
+) -> None:
+    (tmp_path / "its_code.py").write_text("class Guess: ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first = Said("train", capsys)(*keys, status=1).splitlines()[0]
+    assert first.startswith(f"error: {keys[0]}")
+    assert said in first
