@@ -46,6 +46,8 @@ def import_command(
         print(f"set: {line}")
     print(f"not carried over: {len(imported.not_carried)} of the keys of {file}, listed at the end of {write}")
     print(f"check it: rl-megatron train --config {write} --check")
+    for line in _layout(imported, write):
+        print(f"plan it: {line}")
 
 
 def page(imported: Imported, file: Path, write: Path | None) -> str:
@@ -55,12 +57,20 @@ def page(imported: Imported, file: Path, write: Path | None) -> str:
         f"From {file} ({imported.framework}), by rl-megatron import.",
         *(f"Set: {line}" for line in imported.to_set),
     ]
-    head += [
-        f"Then: rl-megatron train --config {name} --check",
-        "rl-megatron scale MODEL gpus=N gpu=h100 --write LAYOUT.yaml finds a layout for your GPUs.",
-    ]
+    head += [f"Then: rl-megatron train --config {name} --check"]
+    head += [f"For a layout that fits: {line}" for line in _layout(imported, name)]
     tail = [f"Keys of {imported.framework} that are not carried over:", *(f"- {line}" for line in imported.not_carried)]
     return _comments(head) + render(imported.row, imported.lines) + (_comments(tail) if imported.not_carried else "")
+
+
+def _layout(imported: Imported, name: Path | str) -> list[str]:
+    """Returns the command that finds a layout, if the job samples with servers."""
+    slurm, gpus = imported.config.slurm, "N"
+    if imported.config.job != "rl" or imported.config.rollout.engine == "local":
+        return []
+    if slurm.gpus_per_node:
+        gpus = str(slurm.nodes * slurm.gpus_per_node)
+    return [f"rl-megatron scale {name} gpus={gpus} gpu=h100 --write LAYOUT.yaml"]
 
 
 def _comments(lines: list[str]) -> str:

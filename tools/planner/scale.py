@@ -61,6 +61,25 @@ _USUAL: Mapping[str, object] = {
     "slurm.signal_seconds": 1800,
 }
 """Keys that a run on GPUs has if the user gives none: those of the recipes."""
+_FOR_GPUS = (
+    "rollout.server.start_seconds",
+    "learner.device",
+    "learner.timeout_seconds",
+    "weights.bucket_mb",
+    "slurm.cpus_per_task",
+    "slurm.memory_per_node",
+    "slurm.signal_seconds",
+)
+"""Keys of `_USUAL` that a user's configuration gets, too, where it has the default."""
+_SEARCHED = (
+    *(f"learner.{key}" for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "stage_layers", "dispatcher")),
+    *(f"learner.{key}" for key in ("max_tokens_per_micro_batch", "recompute.uniform", "recompute.parts")),
+    *(f"learner.offload.{key}" for key in ("optimizer", "while_sampling")),
+    *(f"rollout.server.{key}" for key in ("colocated", "memory_fraction", "replicas", "tp", "dp", "ep")),
+    *("rollout.server.max_concurrent_groups", "rollout.slots", "weights.transport"),
+    *(f"slurm.{key}" for key in ("nodes", "ntasks_per_node", "gpus_per_node", "gpu_memory_gb", "engines.nodes")),
+)
+"""Keys that the search chooses. Their values in a user's configuration are replaced."""
 
 
 def scale(
@@ -68,7 +87,7 @@ def scale(
         list[str] | None,
         typer.Argument(
             metavar="MODEL KEYS",
-            help="a folder with a config.json or a name as kimi-k2, gpus=N, gpu= one of "
+            help="a folder with a config.json, a name as kimi-k2, or your configuration FILE.yaml; gpus=N, gpu= one of "
             f"{', '.join(GPUS)} or a YAML file, then if wanted goal=tokens, memory or step, "
             "mean_tokens=N of a completion, and keys of the run as rollout.group_size=16",
         ),
@@ -98,7 +117,7 @@ def scale(
         for line in explain_term(explain, found.plans[0]):
             console.print(line, soft_wrap=True, markup=False)
     if write is not None:
-        name = "" if asked.wanted.base.model.name is None else " model.path=FOLDER"
+        name = " model.path=FOLDER" if asked.model in NAMED else ""
         console.print(
             f"written: {write}; rl-megatron submit {shlex.quote(str(write))}{name} --dry-run checks it", soft_wrap=True
         )
@@ -234,13 +253,15 @@ def parse_request(arguments: Sequence[str]) -> ScaleRequest:
     goal = next((known for known in get_args(Goal) if known == wish), None)
     if goal is None:
         raise ConfigError(f"goal={wish}: must be one of {', '.join(get_args(Goal))}")
-    gpu, tree = gpu_named(own["gpu"]), _tree(model, overrides)
+    is_file = Path(model).suffix == ".yaml"
+    gpu, tree = gpu_named(own["gpu"]), _tree_of_file(Path(model), overrides) if is_file else _tree(model, overrides)
     _put(tree, "slurm.speeds.gpu", own["gpu"])
     if "mean_tokens" in own:
         _put(tree, "slurm.speeds.mean_tokens", _whole("mean_tokens", own["mean_tokens"]))
     base = _loaded(tree, ["learner.max_tokens_per_micro_batch=16777216", *overrides])
     _refuse_unplanned(base, goal)
-    shape = shape_with_features(base, model_shape(model, base.learner.model))
+    of_model = base.model.name or str(base.model.path) if is_file else model
+    shape = shape_with_features(base, model_shape(of_model, base.learner.model))
     if too_long := length_problem(shape, base.named_longest, base.longest_sequence):
         raise ConfigError(too_long)
     most = base.rollout.max_new_tokens
@@ -249,7 +270,8 @@ def parse_request(arguments: Sequence[str]) -> ScaleRequest:
         raise ConfigError(f"mean_tokens={mean} is more than rollout.max_new_tokens={most}; lower the first")
     names = (item.partition("=")[0] for item in overrides)
     keys = ((new_name(name, None, {}) or (name,))[0] for name in names)
-    given = {key: config_value(base, key) for key in keys if key not in _GROUPS}
+    synchronous = ["train.max_staleness"] if is_file else []
+    given = {key: config_value(base, key) for key in (*synchronous, *keys) if key not in _GROUPS}
     wanted = SearchRequest(
         base=base,
         shape=shape,
@@ -302,7 +324,7 @@ def configuration_file(request: ScaleRequest, plan: PlannedRun) -> str:
     for key, value in request.changed(plan).items():
         _put(tree, key, value)
     _loaded(tree, [])
-    path = "" if request.wanted.base.model.name is None else "model.path=FOLDER "
+    path = "model.path=FOLDER " if request.model in NAMED else ""
     return (
         f"# Predicted, not measured: {plan.step.seconds:,.1f} s a step on {request.wanted.gpus} "
         f"{request.gpu}, found by\n"
@@ -332,9 +354,29 @@ def _tree(model: str, overrides: Sequence[str]) -> dict[str, object]:
     return tree
 
 
+def _tree_of_file(path: Path, overrides: Sequence[str]) -> dict[str, object]:
+    """Returns a configuration that starts from the user's, with defaults of the keys that the search chooses.
+
+    Raises ConfigError if the file is not valid, or samples without servers.
+    """
+    file = load_config(str(path), overrides)
+    if file.rollout.engine == "local":
+        raise ConfigError(f"{path}: rollout.engine=local has no servers to plan; add rollout=vllm or rollout=sglang")
+    groups = [dict([item.split("=", 1)]) for item in overrides if item.partition("=")[0] in _GROUPS]
+    tree: dict[str, object] = {"defaults": [str(path.absolute().with_suffix("")), *groups]}
+    usual = RunConfig()
+    for key in _SEARCHED:
+        if config_value(file, key) != (default := config_value(usual, key)):
+            _put(tree, key, default)
+    for key in _FOR_GPUS:
+        if config_value(file, key) == config_value(usual, key):
+            _put(tree, key, _USUAL[key])
+    return tree
+
+
 def _loaded(tree: Mapping[str, object], overrides: Sequence[str]) -> RunConfig:
     """Loads a tree like any configuration; a model by name needs no folder here."""
-    named = isinstance(section := tree["model"], Mapping) and "name" in section
+    named = isinstance(section := tree.get("model"), Mapping) and "name" in section
     path = ["model.path=."] if named and not any(item.startswith("model.path=") for item in overrides) else []
     values = [item for item in overrides if item.partition("=")[0] not in _GROUPS]
     with tempfile.TemporaryDirectory() as folder:

@@ -375,6 +375,32 @@ def test_a_written_configuration_has_the_plans_keys_and_no_others() -> None:
         configuration_file(given, worse)
 
 
+def test_a_users_configuration_keeps_its_keys_and_gets_another_layout(tmp_path: Path) -> None:
+    """What `import` writes: the layout of another framework, which does not fit, in turns and synchronous."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "defaults: [{algorithm: dapo}, {data: dapo_math}]\n"
+        "model: {path: FOLDER, name: qwen3-30b-a3b}\n"
+        "rollout: {engine: vllm, prompts_per_step: 64, group_size: 8,\n"
+        "  server: {colocated: true, memory_fraction: 0.5, tp: 2, replicas: 8}}\n"
+        "learner: {device: cuda, dtype: bfloat16, cp: 8, dp: 2, recompute: {uniform: 1}}\n"
+        "slurm: {nodes: 2, gpus_per_node: 8, signal_seconds: 900}\n"
+    )
+    given = asked(str(mine), "gpus=16", "gpu=h100", "train.minibatches=8")
+    best = search(given.wanted).plans[0]
+    (tmp_path / "written").mkdir()
+    (written := tmp_path / "written" / "best.yaml").write_text(configuration_file(given, best))
+    config = load_config(str(written), ["run.launcher=slurm"])
+    assert best.keys.items() <= {key: config_value(config, key) for key in best.keys}.items()
+    assert (config.learner.cp, config.train.max_staleness, config.train.minibatches) == (1, 0, 8)
+    assert (config.rollout.prompts_per_step, config.algorithm.clip_high, config.slurm.signal_seconds) == (64, 0.28, 900)
+    assert config.learner.timeout_seconds == 1800
+    assert "rl-megatron submit FILE.yaml slurm" in written.read_text()
+    mine.write_text("defaults: [tiny_cpu]\n")
+    with pytest.raises(ConfigError, match=r"rollout.engine=local has no servers to plan; add rollout=vllm"):
+        asked(str(mine), "gpus=16", "gpu=h100")
+
+
 def test_every_term_of_a_step_is_explained() -> None:
     """Of a learner with each axis, option and role that adds a term, and of a teacher by the user's name."""
     plan = search(asked(*SMALL, "algorithm=ppo", "algorithm.kl.coefficient=0.1").wanted).plans[0]
