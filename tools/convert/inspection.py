@@ -17,6 +17,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.errors import CheckpointError, ConfigError, download_hint
 from rl_megatron.files import parse
 from rl_megatron.models.json_files import JsonFields, read_json, tensor_names
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.convert import converted_shape, not_the_decoders
@@ -33,7 +34,7 @@ from rl_megatron.weights.checkpoints.megatron import (
 from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, is_cache_scale, weight_files
 from rl_megatron.weights.layouts.layout import Layout, coordinates
-from tools.convert.layouts import model_shape, parse_layout
+from tools.convert.layouts import closest_name, model_shape, parse_layout
 
 _BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # suffixes of tensors that belong to a quantized weight
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
@@ -90,8 +91,13 @@ def found(folder: Path) -> Path:
 def show(folder: Path) -> None:
     """Prints the contents of a checkpoint of either kind, of one of a run's, or of the newest in a run's folder.
 
-    Raises RLMegatronError.
+    Raises RLMegatronError; for the name of a model too, which needs ``--layout``.
     """
+    if not folder.is_dir() and (near := " (a known model)" if str(folder) in NAMED else closest_name(str(folder))):
+        raise ConfigError(
+            f"{folder}{near}: no such folder; give a Hugging Face folder, a megatron checkpoint or a run's folder, or "
+            f"add --layout megatron,tp=2, which also takes the name of a known model{download_hint(folder)}"
+        )
     place, step = _checkpoint(found(folder))
     contents = describe(place)
     console = Console(markup=False)

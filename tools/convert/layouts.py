@@ -52,15 +52,20 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
     return Layout(table=tables[table], shape=shape, dims=dims, stages=stages, vocab_multiple=multiple)
 
 
+def closest_name(model: str) -> str:
+    """Returns ``" (did you mean 'x'?)"`` for the known model with the nearest name; empty if no name is near. A name
+    of the hub counts without its owner."""
+    return closest_key(model.rpartition("/")[2].lower(), NAMED)
+
+
 def model_shape(model: str, family: str | None = None) -> ModelShape:
     """Returns sizes of a public model by name, or of a folder with a config.json, read by the custom ``family`` if that
     is given. Raises ConfigError."""
     if model in NAMED:
         return replace(NAMED[model], family_at=family)
     if not Path(model).is_dir():
-        near = closest_key(model, NAMED)
         raise ConfigError(
-            f"{model} is neither a folder nor a known model{near}; known: {', '.join(NAMED)}; of others give a folder "
-            f"with their config.json{download_hint(Path(model))}"
+            f"{model} is neither a folder nor a known model{closest_name(model)}; known: {', '.join(NAMED)}; for "
+            f"another model give a folder with its config.json{download_hint(Path(model))}"
         )
     return read_shape(Path(model), family)

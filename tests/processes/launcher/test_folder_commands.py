@@ -156,6 +156,20 @@ def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.C
     assert "--rank 2: the layout megatron,tp=2,ep=2 has 2 ranks" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3-30b", "qwen3-30b (did you mean 'qwen3-30b-a3b'?): no such folder; give a Hugging Face folder, a meg"),
+        ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B (did you mean 'qwen3-30b-a3b'?): no such folder"),
+        ("kimi-k2", "kimi-k2 (a known model): no such folder"),
+        ("away/x", "away/x: no such folder; give a Hugging Face or a megatron torch_dist checkpoint"),
+    ],
+)
+def test_a_name_to_inspect(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("convert", "--inspect", name) == 1
+    assert f"error: {said}" in capsys.readouterr().err
+
+
 def test_an_option_without_effect_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in {
         "x --inspect --rank 2": "--rank goes with --inspect --layout, and --inspect does not read it",
