@@ -257,18 +257,18 @@ class _ByName(_Numbers):
     @override
     def encoded(self, columns: Any, info: SerializationInfo) -> object:
         put = super().encoded
-        return {name: written_column(column, lambda its: put(its, info)) for name, column in columns.items()}
+        return {name: written_column(column, lambda array: put(array, info)) for name, column in columns.items()}
 
     @override
     def decoded(self, given: object, info: ValidationInfo) -> Any:
         get = super().decoded
 
-        def decode_bytes(said: object) -> Any:  # base64 of older checkpoints has two letters of its own
-            return get(said.translate({ord("-"): "+", ord("_"): "/"}) if isinstance(said, str) else said, info)
+        def decode_bytes(text: object) -> Any:  # base64 of older checkpoints has two letters of its own
+            return get(text.translate({ord("-"): "+", ord("_"): "/"}) if isinstance(text, str) else text, info)
 
         if not isinstance(given, dict):
             raise ValueError(f"columns must be given by name, not as a {type(given).__name__}")
-        return {name: read_column(said, decode_bytes) for name, said in given.items()}
+        return {name: read_column(column, decode_bytes) for name, column in given.items()}
 
 
 class HasColumns:

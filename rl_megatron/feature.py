@@ -792,9 +792,9 @@ def with_features(path: str) -> Callable[[type[S]], type[S]]:
         if not kinds:
             return section
         named = {"__module__": section.__module__, "__qualname__": section.__qualname__, "__doc__": section.__doc__}
-        made: type[S] = new_class(
+        extended: type[S] = new_class(
             section.__name__, (*reversed([*kinds.values()]), section), exec_body=lambda names: names.update(named)
         )
-        return made
+        return extended
 
     return extend

@@ -24,7 +24,7 @@ from rl_megatron.agents.parsers import PARSERS, WRITTEN
 from rl_megatron.agents.source import EnvironmentSampler, RequestBatcher
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, source_name
-from rl_megatron.data.problems.rendering import demonstration_in
+from rl_megatron.data.problems.rendering import read_demonstration
 from rl_megatron.data.samples import EndTokens, check_ends, check_tokens, supervised_rows
 from rl_megatron.environments.registry import Agent, EnvironmentFactory, demonstrate, resolve_environment
 from rl_megatron.errors import DataError
@@ -110,7 +110,7 @@ class Demonstrations:
         """Returns it without spans, with log-probs of 0: its author was certain. Raises DataError if it has
         more tokens than are sampled, a token that the model lacks, or one that ends sampling before its end."""
         name, place = self.fields[prompt.source], f"prompt {prompt.id!r}"
-        text = prompt.answer if name is None else demonstration_in(prompt.meta, place, name)
+        text = prompt.answer if name is None else read_demonstration(prompt.meta, place, name)
         rows = supervised_rows([prompt], [(text,)], self.tokenizer, self.end_token_ids)
         check_tokens(rows, self.vocab_size)
         check_ends(rows, self.stop_token_ids)

@@ -49,7 +49,7 @@ def quote_beginning(body: bytes) -> str:
 
 
 async def post_json(
-    url: str, body: bytes, headers: Mapping[str, str], *, most: int, seconds: float, limit: str
+    url: str, body: bytes, headers: Mapping[str, str], *, max_bytes: int, seconds: float, limit: str
 ) -> tuple[int, bytes]:
     """Sends one request on its own connection, which a cancellation closes. Returns status and `read_bounded` body.
 
@@ -62,7 +62,7 @@ async def post_json(
             new_client() as client,
             client.stream("POST", url, content=body, headers={**always, **headers}) as response,
         ):
-            return response.status_code, await read_bounded(response, most)
+            return response.status_code, await read_bounded(response, max_bytes)
     except TimeoutError as error:
         raise TryAgain(f"no answer within {limit}") from error
     except httpx2.TransportError as error:

@@ -41,10 +41,10 @@ _MOST_OF_STEP = 256  # rows that `samples_between` takes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTurn:
-    """The text that the model ``read`` since its last turn, such as a tool's answer, and the text that it ``said``."""
+    """The text that the model ``read`` since its last turn, such as a tool's answer, and its ``sampled`` text."""
 
     read: str
-    said: str
+    sampled: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +107,9 @@ def latest_samples(path: Path) -> Iterator[SampleRow]:
 
 
 def _written(row: SampleRow) -> dict[str, object]:
-    fields = asdict(row)
-    if not row.turns:
-        del fields["turns"]
-    return fields
+    fields, turns = asdict(row), [{"read": turn.read, "said": turn.sampled} for turn in row.turns]
+    del fields["turns"]
+    return {**fields, "turns": turns} if turns else fields
 
 
 def _sample(path: Path, row: JsonRow) -> SampleRow:
@@ -134,7 +133,7 @@ def _sample(path: Path, row: JsonRow) -> SampleRow:
 def _turn(given: object) -> SampleTurn | None:
     match given:
         case {"read": str(read), "said": str(said)}:
-            return SampleTurn(read=read, said=said)
+            return SampleTurn(read=read, sampled=said)
     return None
 
 

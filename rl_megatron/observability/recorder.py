@@ -180,7 +180,7 @@ class Recorder:
         for number, chain in enumerate(trajectory.chains):
             place = 0 if number else chain.turns[0].start  # the prompt is in the first row
             for turn in chain.turns:
-                yield SampleTurn(read=self._decode(chain.token_ids[place : turn.start].tolist()), said=turn.text)
+                yield SampleTurn(read=self._decode(chain.token_ids[place : turn.start].tolist()), sampled=turn.text)
                 place = turn.stop
 
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:

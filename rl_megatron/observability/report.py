@@ -651,7 +651,7 @@ def _searched(folder: Path, run: Run, left_out: Callable[[str], None] | None) ->
 def _row_to_search(sample: SampleRow, prompt: int, *, right: bool) -> list[object]:
     """Returns the row in the order in which page.js reads it; a turn is the text that was read and the sampled text."""
     most = min(_MOST_TEXT, _MOST_TURNS // max(1, len(sample.turns)))
-    turns = [[_shorten(turn.read, most), _shorten(turn.said, most)] for turn in sample.turns]
+    turns = [[_shorten(turn.read, most), _shorten(turn.sampled, most)] for turn in sample.turns]
     turns = turns or [["", _shorten(sample.completion)]]
     return [sample.step, prompt, _shorten(sample.answer), sample.reward, right, len(sample.completion), turns]
 

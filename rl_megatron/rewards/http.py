@@ -48,7 +48,7 @@ class HttpReward:
         async with queued_slot(self._slots):
             headers, limit = {"Accept": "application/json"}, f"reward.http.timeout_seconds={seconds}"
             status, answer = await post_json(
-                self._url, body, headers, most=MAX_ANSWER_BYTES, seconds=seconds, limit=limit
+                self._url, body, headers, max_bytes=MAX_ANSWER_BYTES, seconds=seconds, limit=limit
             )
         check_status(status, answer)
         return answer

@@ -113,9 +113,9 @@ class RolloutSampler(PolicySampler):
         section = self.rollout
         params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
         named = [(one.prompt, one.name()) for one in drawn]
-        begun = {f"{name}: {one.prompt.id}": one.begun for one, (_, name) in zip(drawn, named, strict=True)}
+        partials = {f"{name}: {one.prompt.id}": one.partials for one, (_, name) in zip(drawn, named, strict=True)}
         limit = section.completion_timeout_seconds
-        answered = await self._run(named, section.group_size, params, begun, columns=self.columns, max_seconds=limit)
+        answered = await self._run(named, section.group_size, params, partials, columns=self.columns, max_seconds=limit)
         if self.greedy_baseline:
             asked = [i for i, one in enumerate(answered) if one.reason != "poison"]
             named = [(drawn[i].prompt, drawn[i].name(", greedy")) for i in asked]
@@ -156,7 +156,7 @@ class RolloutSampler(PolicySampler):
     def partial_completion(self, drawn: Draw) -> tuple[Completion | None, ...]:
         """Returns the partial completions, or an empty tuple, for example if a group is one request."""
         names = [_part(f"{drawn.name()}: {drawn.prompt.id}", i) for i in range(self.rollout.group_size)]
-        before = drawn.begun or (None,) * len(names)
+        before = drawn.partials or (None,) * len(names)
         known = [
             self.sampled.get(name) or self.engine.partial_completion(name) or one
             for name, one in zip(names, before, strict=True)

@@ -32,7 +32,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
+
+from pydantic import ConfigDict, Field
 
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.pool import PromptStream
@@ -76,11 +78,12 @@ def drop_reason(parts: Iterable[tuple[Reason | None, ForeignText]]) -> tuple[Rea
 class Draw:
     """A prompt to sample a group of. Its seeds are functions of ``batch``, ``time`` and the prompt's id."""
 
+    __pydantic_config__: ClassVar = ConfigDict(serialize_by_alias=True)
     ordinal: int  # number of prompts that the run drew before it
     prompt: Prompt
     batch: int  # 1 + ordinal // rollout.prompts_per_step
     time: int = 1  # 1 + how often its ``batch`` drew the prompt before (epoch ends)
-    begun: tuple[Completion | None, ...] = ()  # partial completions from before a resume
+    partials: Annotated[tuple[Completion | None, ...], Field(alias="begun")] = ()  # sampled before a resume
 
     def name(self, kind: str = "") -> str:
         """Returns the name in requests. ``kind`` separates several. Seeds depend on it and on the prompt's id."""
@@ -174,7 +177,7 @@ class GroupSource(Protocol):
     """Samples and scores the completions that a job trains on."""
 
     async def groups(self, drawn: Sequence[Draw]) -> Sequence[GroupResult]:
-        """Returns a group of each prompt, in order. All are requested together and continue the tokens ``begun``."""
+        """Returns a group of each prompt, in order. All are requested together and continue its ``partials``."""
         ...
 
     async def collect_partials(self) -> None:
@@ -312,8 +315,7 @@ class RolloutStream:
             await self._source.collect_partials()
 
     def state(self) -> StreamState:
-        """Returns the state for ``restore``, with the tokens that `collect_partials` found. Must be called between
-        steps."""
+        """Returns the state between two steps, with the tokens that `collect_partials` found, for ``restore``."""
         return StreamState(
             version=self.version,
             drawn=self._drawn,
@@ -333,10 +335,8 @@ class RolloutStream:
         self._ledger.restore(LedgerState(), -1, ())
 
     def restore(self, state: StreamState) -> None:
-        """Continues from ``state``. Groups keep their due steps, even if ``train.max_staleness`` has changed.
-
-        Raises CheckpointError if the ledger's file does not match.
-        """
+        """Continues from ``state``. Groups keep their due steps, even if ``train.max_staleness`` has changed. Raises
+        CheckpointError if the ledger's file does not match."""
         self._ledger.restore(state.ledger, state.version, (*state.places, *state.left_out))
         self.version, self._drawn, self._opened = state.version, state.drawn, state.opened
         self._credit, self._calm, self._batch = state.credit, state.calm, Counter(state.batch)
@@ -358,8 +358,7 @@ class RolloutStream:
     def _with_partial_tokens(self, place: PendingPrompt) -> PendingPrompt:
         if place.answered is not None:
             return place
-        begun = self._source.partial_completion(place.drawn)
-        return replace(place, drawn=replace(place.drawn, begun=begun))
+        return replace(place, drawn=replace(place.drawn, partials=self._source.partial_completion(place.drawn)))
 
     def _sendable(self, limit: int) -> list[PendingPrompt]:
         """Takes up to ``limit`` places to sample: those that a checkpoint left, and newly drawn ones."""

@@ -260,7 +260,7 @@ class RemoteExecutor(Executor):
 
         async def ask(token: str) -> StatusAndBody:
             headers = {"Authorization": f"Bearer {token}"} if token else {}
-            return await post_json(self._url, body, headers, most=most, seconds=seconds, limit=f"{seconds:g} s")
+            return await post_json(self._url, body, headers, max_bytes=most, seconds=seconds, limit=f"{seconds:g} s")
 
         status, answer = await (self._token.answer(ask) if self._token else ask(""))
         if len(answer) > most:

@@ -30,8 +30,8 @@ from rl_megatron.weights.checks.places import ParameterBox, record
 from rl_megatron.weights.checks.reports import (
     BackgroundChecksums,
     ChecksumReport,
-    box_checksums_in,
     checksum,
+    make_checksum_report,
     seal_from_reports,
     sender_boxes,
 )
@@ -483,7 +483,7 @@ def pushes(rank: int, root: Path, rendezvous: Rendezvous, lora: Sequence[str]) -
         receiver.receive(1, whole)
         came = [ChecksumReport(rows=[("", *row) for row in beside.report().read], seconds=0.0)]
         said = {
-            "held": seal_from_reports([box_checksums_in(held, params)], shapes),
+            "held": seal_from_reports([make_checksum_report(held, params)], shapes),
             "came": seal_from_reports(came, shapes),
         }
         torch.save(said, root / "engine.pt")

@@ -33,7 +33,7 @@ from rl_megatron.weights.checks.places import ParameterBox, record
 from rl_megatron.weights.checks.reports import (
     BackgroundChecksums,
     ChecksumReport,
-    box_checksums_in,
+    make_checksum_report,
     seal_from_reports,
     sender_boxes,
 )
@@ -252,7 +252,7 @@ def engine(rank: int, job: Job) -> list[Any]:
         for name, tensor in expected.params.items():
             torch.testing.assert_close(mine.params[name].cpu(), tensor, rtol=0, atol=0)
         report = beside.report()
-        assert set(report.rows) == set(box_checksums_in(held, mine.params).rows)
+        assert set(report.rows) == set(make_checksum_report(held, mine.params).rows)
         out.append((update.num_bytes, report))
     if (
         rank == 0 and job.apart

@@ -108,7 +108,7 @@ class Browser:
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium")
 WIDTHS = [pytest.param(1440, 900, id="desk"), pytest.param(390, 844, id="phone")]
-TURNS = (SampleTurn(read="", said="first"), SampleTurn(read=f"tool {EVIL}", said="second"))
+TURNS = (SampleTurn(read="", sampled="first"), SampleTurn(read=f"tool {EVIL}", sampled="second"))
 CARDS = "[...document.querySelectorAll('#found article')].map((card) => card.querySelector('pre').textContent)"
 STEPS = "[...document.querySelectorAll('.tile')].find((e) => e.textContent.includes('Steps'))?.textContent ?? ''"
 

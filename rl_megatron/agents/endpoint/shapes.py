@@ -89,8 +89,8 @@ class ChatRequest(msgspec.Struct):
     response_format: dict[str, Any] | None = None
 
     @property
-    def most(self) -> int | None:
-        """Most tokens of the answer; None: as many as the run allows."""
+    def limit(self) -> int | None:
+        """The maximum number of tokens of the answer; None: as many as the run allows."""
         given = [count for count in (self.max_tokens, self.max_completion_tokens) if count is not None]
         return min(given, default=None)
 

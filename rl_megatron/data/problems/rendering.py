@@ -57,12 +57,12 @@ _ROLES = (*_OF_SYSTEM, "user", "assistant", "tool", "function", "ipython", "obse
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
-    """Raises DataError for a pair of equals, for one with an answer that is not text, and as `read_margin`, `system_of`
-    and `demonstration_in` do. Also for a lone answer that is a message, or a list of them."""
+    """Raises DataError for equal answers, for one that is not text, and as `read_margin`, `read_system_text` and
+    `read_demonstration` do. Also for a lone answer that is a message, or a list of them."""
     read_margin(record, place, data)
-    system_of(record, place, data)
+    read_system_text(record, place, data)
     if data.fields["demonstration"] is not None:
-        demonstration_in(record.others, place, data.fields["demonstration"])
+        read_demonstration(record.others, place, data.fields["demonstration"])
     if data.fields["messages"] is not None:
         return
     for name in (data.answer_field, *filter(None, (data.fields["rejected"],))):
@@ -125,7 +125,7 @@ def read_margin(record: Record, place: str, data: FileKeys) -> float:
     return float(value)
 
 
-def demonstration_in(row: Mapping[str, Any], place: str, name: str) -> str:
+def read_demonstration(row: Mapping[str, Any], place: str, name: str) -> str:
     """Returns the text of a demonstration in a row. Raises DataError for anything else there."""
     value = _field_at(row, place, name)
     if not (isinstance(value, str) and value.strip()):
@@ -135,7 +135,7 @@ def demonstration_in(row: Mapping[str, Any], place: str, name: str) -> str:
     return value
 
 
-def system_of(record: Record, place: str, data: FileKeys) -> str:
+def read_system_text(record: Record, place: str, data: FileKeys) -> str:
     """Returns the text of the system's message in a row, empty without one. Raises DataError for another value."""
     if data.fields["system"] is None:
         return ""
@@ -153,7 +153,7 @@ def read_messages(record: Record, place: str, data: FileKeys, *, in_structs: boo
 
     Raises DataError for a list that is not of messages with texts, and for a last one of the assistant or the system.
     """
-    system = system_of(record, place, data)
+    system = read_system_text(record, place, data)
     first = [{"role": "system", "content": system}] if system else []
     given = messages = record.others.get(data.prompt_field)
     if isinstance(given, list):
@@ -190,7 +190,7 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
     of_lists = (data.fields["messages"], data.fields["rejected"], data.fields["tools"], data.fields["context"])
     found = {name: _list_at(record, name, place, in_structs=in_structs) for name in of_lists if name is not None}
     before = list(found.get(data.fields["context"] or "", ()))
-    if system := system_of(record, place, data):
+    if system := read_system_text(record, place, data):
         before.insert(0, {"role": "system", "content": system})
     where = f"{place}: field {data.fields['tools']!r}"
     whole = dict[str, Any](tools=[_with_parameters(one, where) for one in found.get(data.fields["tools"] or "", ())])

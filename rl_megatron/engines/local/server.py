@@ -362,8 +362,8 @@ class Service:
         running, waiting = self._sampler.running.counts
         return JSONResponse({"running": running, "waiting": waiting, "tokens": self._sampler.running.tokens})
 
-    async def _generate(self, asked: Request) -> Response:
-        name, request = adapter.decode_request(await asked.json())
+    async def _generate(self, http_request: Request) -> Response:
+        name, request = adapter.decode_request(await http_request.json())
         return JSONResponse(adapter.encode_completions(await self._sampler.sampled(name, request)))
 
     async def _abort(self, request: Request) -> Response:

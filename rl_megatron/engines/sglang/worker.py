@@ -24,8 +24,8 @@ from rl_megatron.weights.checks.places import ParameterBox, record
 from rl_megatron.weights.checks.reports import (
     BackgroundChecksums,
     ChecksumReport,
-    box_checksums_in,
     drop_private,
+    make_checksum_report,
     packed_report,
 )
 from rl_megatron.weights.routes import mirror
@@ -65,7 +65,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             report = _receive(model, order["version"], order["private"])
         elif order["do"] == "held":
             places = [one for ones in find_sglang_boxes(model, path, partial=True).values() for one in ones]
-            report = box_checksums_in(drop_private(places, order["private"]), dict(model.named_parameters()))
+            report = make_checksum_report(drop_private(places, order["private"]), dict(model.named_parameters()))
         else:
             report = _load(model, path, order["version"], order["private"], reads=order["runner"] == "target")
         if report is not None:

@@ -38,8 +38,8 @@ from rl_megatron.weights.checks.reports import (
     REPORT_FORM,
     BackgroundChecksums,
     ChecksumReport,
-    box_checksums_in,
     drop_private,
+    make_checksum_report,
     merge_rank_reports,
     packed_report,
 )
@@ -192,7 +192,7 @@ class WorkerExtension:
         own = []
         for model in runner_models(self.model_runner):
             places = drop_private(find_vllm_boxes(model, path, partial=True), private)
-            own.append(box_checksums_in(places, dict(model.named_parameters())))
+            own.append(make_checksum_report(places, dict(model.named_parameters())))
             own.append(READ.pop(model, ChecksumReport(rows=(), seconds=0.0)))
         return self._gathered(packed_report(merge_rank_reports(own), known))
 

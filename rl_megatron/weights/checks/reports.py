@@ -6,11 +6,11 @@ sum of each word times an odd number of its row times an odd number of its colum
 changes it; several, or words that changed places, change it except in about one case in 2**63. It reads memory as fast
 as XXH3, and cached bytes half as fast.
 
-A worker reports a checksum of every box that its loader filled (`box_checksums_in`); the controller adds them up over
-the ranks (`compare`). Some kernels convert a parameter to a private layout after the load, where no box is what was
-loaded. A server's first load tells such parameters apart from corrupted ones: a private one differs in all layers and
-experts, and the probe verifies it. From then on the list is fixed. A rank has the same boxes at every push, so it names
-them by a digest to a controller that knows it. Engines import this module: it needs numpy and torch alone."""
+A worker reports a checksum of every box that its loader filled (`make_checksum_report`). The controller adds them up
+over the ranks (`compare`). Some kernels convert a parameter to a private layout after the load, where boxes differ from
+what was loaded. A server's first load tells such parameters apart from corrupted ones: a private one differs in all
+layers and experts, and the probe verifies it. From then on the list is fixed. A rank has the same boxes at every push,
+so it names them by a digest to a controller that knows it. Engines import this module: it needs numpy and torch."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class BackgroundChecksums:
 
         def look() -> Sequence[BoxSum]:
             _wait_for(ready)
-            return box_checksums_in(held, params).rows
+            return make_checksum_report(held, params).rows
 
         self._held.append(self._thread.submit(look))
 
@@ -270,7 +270,7 @@ def drop_private(held: Sequence[ParameterBox], private: Collection[str]) -> list
     return [one for one in held if parameter_kind(one.param) not in private]
 
 
-def box_checksums_in(held: Sequence[ParameterBox], params: Mapping[str, Tensor]) -> ChecksumReport:
+def make_checksum_report(held: Sequence[ParameterBox], params: Mapping[str, Tensor]) -> ChecksumReport:
     """Checksums of every box whose parameter is in ``params`` and large enough to hold it."""
     started = time.perf_counter()
     there = [(one, tensor) for one in held if (tensor := params.get(one.param)) is not None]

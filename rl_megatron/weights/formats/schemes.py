@@ -87,7 +87,7 @@ class Scheme:
     scales: tuple[str, ...]  # may end the name of the scales
     bits: int = 8  # the size of a number
     edges: tuple[int, int] | None = None  # rows and columns that share a scale; None: a row's, or all
-    beside: tuple[str, ...] = ()  # end the names of tensors that are not needed
+    unused: tuple[str, ...] = ()  # may end the names of tensors that are not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ def _fp8(given: Fields, path: Path, dtype: DType) -> Scheme:
         stored=DType.F8_E4M3,
         scales=(".weight" + SCALES,) if edges else (".weight" + SCALES, ".weight_scale"),
         edges=(edges[0], edges[1]) if edges else None,
-        beside=(".activation_scale", ".input_scale"),
+        unused=(".activation_scale", ".input_scale"),
     )
 
 
@@ -182,7 +182,7 @@ def _compressed(given: Fields, path: Path, dtype: DType) -> Scheme:
         scales=(".weight_scale",),
         bits=weights.num_bits or 8,
         edges=(int(edges[0] or 1), int(edges[1] or 1)) if isinstance(edges, list) else None,
-        beside=(".weight_shape",) if packed else (".input_scale",),
+        unused=(".weight_shape",) if packed else (".input_scale",),
     )
 
 
@@ -221,7 +221,7 @@ def find_quantized(
             continue
         base = name.removesuffix(scheme.numbers)
         scales = next((base + end for end in scheme.scales if base + end in held), None)
-        parts |= {name} | {base + end for end in scheme.beside if base + end in held}
+        parts |= {name} | {base + end for end in scheme.unused if base + end in held}
         if scales is None:
             near = next((base + end for end in _OTHER_SCALES if base + end in held), None)
             other = "" if near is None else f"; {near} is there, which the format does not read"

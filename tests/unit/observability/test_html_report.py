@@ -588,7 +588,7 @@ def test_a_long_sample_is_shown_by_its_ends_and_prompts_differ_where_they_can(tm
 
 
 def test_turns_are_apart_and_what_was_read_is_told_from_what_was_said(tmp_path: Path) -> None:
-    turns = (SampleTurn(read="", said="call 7"), SampleTurn(read="<b>49", said="it is 49"))
+    turns = (SampleTurn(read="", sampled="call 7"), SampleTurn(read="<b>49", sampled="it is 49"))
     row = SampleRow(step=7, prompt="7*7=", completion="call 7it is 49", answer="49", reward=1, turns=turns)
     SamplesWriter(folder := a_run(tmp_path / "a")).write([row])
     page = write_report([folder], tmp_path / "r.html").read_text()
@@ -598,7 +598,7 @@ def test_turns_are_apart_and_what_was_read_is_told_from_what_was_said(tmp_path: 
 
 def test_the_latest_samples_can_be_searched_and_a_prompt_is_there_once(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", steps=3)
-    turns = (SampleTurn(read="", said="x"), SampleTurn(read=EVIL, said="y"))
+    turns = (SampleTurn(read="", sampled="x"), SampleTurn(read=EVIL, sampled="y"))
     row = SampleRow(step=4, prompt=EVIL, completion="xy", answer="7", reward=0.5, turns=turns)
     SamplesWriter(folder).write([row, row])
     answers = ((3, True), (2, False), (1, True))
@@ -630,7 +630,7 @@ def test_samples_take_their_bytes_of_the_page(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_sample_of_many_long_turns_is_cut(tmp_path: Path) -> None:
-    folder, turn = a_run(tmp_path / "a"), SampleTurn(read="r" * 100_000, said="s" * 100_000)
+    folder, turn = a_run(tmp_path / "a"), SampleTurn(read="r" * 100_000, sampled="s" * 100_000)
     row = SampleRow(step=7, prompt="", completion="s" * 10_000_000, answer="", reward=0, turns=(turn,) * 100)
     SamplesWriter(folder).write([row])
     first = searched(write_report([folder], tmp_path / "r.html"))["rows"][0]

@@ -106,7 +106,7 @@ def test_samples_are_read_back_and_truncated_for_a_resume(tmp_path: Path) -> Non
 
 
 def test_turns_are_read_back_and_a_sample_of_one_has_none(tmp_path: Path) -> None:
-    talk = replace(_sample(1), turns=(SampleTurn(read="", said="<2"), SampleTurn(read="Tool: 7", said=">")))
+    talk = replace(_sample(1), turns=(SampleTurn(read="", sampled="<2"), SampleTurn(read="Tool: 7", sampled=">")))
     SamplesWriter(tmp_path).write([_sample(1), talk])
     path = tmp_path / "samples.jsonl"
     assert read_samples(path) == [_sample(1), talk]

@@ -200,7 +200,7 @@ def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(
 
 def test_the_engine_in_the_learners_processes_samples_anew_what_servers_had_begun(make_engine: MakeEngine) -> None:
     places = drawn(PROMPTS, 3)
-    begun = [replace(one, begun=(completion([1, 2]),) * 4) for one in places]
+    begun = [replace(one, partials=(completion([1, 2]),) * 4) for one in places]
     new, again = (asyncio.run(sampler(make_engine, length_reward).groups(one)) for one in (places, begun))
     for one, other in zip(new, again, strict=True):
         assert one.group is not None
@@ -541,7 +541,7 @@ def test_a_resume_goes_on_behind_the_text_from_what_a_checkpoint_has(make_engine
         known = [one if len(one.token_ids) in (5, 14) else None for one in known]  # that this engine can go on from
         assert any(known)
         (place,) = drawn(PROMPTS[:1], 3)
-        (answered,) = asyncio.run(ours.groups([replace(place, begun=tuple(known))]))
+        (answered,) = asyncio.run(ours.groups([replace(place, partials=tuple(known))]))
         for one, other in zip(answered.group.trajectories, whole[0].trajectories, strict=True):
             assert one.chains[0].token_ids.tolist() == other.chains[0].token_ids.tolist()
             assert [turn.start for turn in one.turns] == [turn.start for turn in other.turns]

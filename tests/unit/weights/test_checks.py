@@ -27,8 +27,8 @@ from rl_megatron.weights.checks.reports import (
     ChecksumReport,
     add,
     box_checksums,
-    box_checksums_in,
     checksum,
+    make_checksum_report,
     narrowed,
     packed_report,
     parameter_kind,
@@ -242,7 +242,7 @@ def reports(ranks: list[Rank]) -> list[ChecksumReport]:
     for rank, right in zip(ranks, (Rank(0), Rank(1)), strict=True):
         held = record(right.load, SHAPES, right.params, DTYPES)
         assert not any(param.any() for param in right.params.values())
-        out.append(ReportReader().read(json.dumps(packed_report(box_checksums_in(held, rank.params), ())).encode()))
+        out.append(ReportReader().read(json.dumps(packed_report(make_checksum_report(held, rank.params), ())).encode()))
     return out
 
 
@@ -300,7 +300,7 @@ def test_a_layout_of_the_kernels_own_is_told_from_corruption(ranks: list[Rank]) 
 def test_a_parameter_too_small_for_its_box_is_not_compared(ranks: list[Rank]) -> None:
     held = record(ranks[0].load, SHAPES, ranks[0].params, DTYPES)
     smaller = ranks[0].params | {"norm": torch.zeros(HIDDEN - 1)}
-    assert {hf for _, hf, _, _ in box_checksums_in(held, smaller).rows} == {*SHAPES} - {"norm"}
+    assert {hf for _, hf, _, _ in make_checksum_report(held, smaller).rows} == {*SHAPES} - {"norm"}
 
 
 def test_a_tensor_of_no_elements_is_as_sealed_though_no_rank_holds_it() -> None:

@@ -108,7 +108,7 @@ class Case:
         limit = self.good + self.setting.noise
         o = self.outcomes
         found = {
-            "the engine's greedy tokens in a batch of unlike lengths and alone": o.together,
+            "the engine's greedy tokens in a batch of unlike lengths and alone": o.batched,
             "the engine's greedy tokens as decoded and as continued from a longer prompt": o.prefilled,
             "the learner's log-probs packed and alone": o.packed,
         }
@@ -370,7 +370,7 @@ def _position(case: Case) -> Finding:
             "rope_theta and rope_scaling of the config.json that each side reads"
             + ("" if case.weights.whole else "; or the q and k projections, which cannot be read back"),
         )
-    same = max(size(o.together), size(o.prefilled), size(o.packed))
+    same = max(size(o.batched), size(o.prefilled), size(o.packed))
     rest = f"; {_otherwise(case)}" if case.differs else ""
     return Finding(
         cause=cause,
@@ -395,7 +395,7 @@ def gap_by_place(observation: Observation) -> str:
 
 def _batch_modes(case: Case) -> str:
     """Names the modes that make each side's log-probs independent of their batch; empty if they are already."""
-    engine, learner = size(case.outcomes.together), size(case.outcomes.packed)
+    engine, learner = size(case.outcomes.batched), size(case.outcomes.packed)
     out = ""
     if engine and case.setting.served:
         out += (

@@ -212,7 +212,7 @@ class Outcomes:
     single: Tensor  # engine minus learner, at the token sampled after one-token prompts
     single_routes: Tensor | None  # [n, L, k] of these
     stretch: float  # difference of two such tokens after the same one for the learner, divided by the engine's
-    together: Tensor  # engine's greedy tokens in a batch minus alone
+    batched: Tensor  # engine's greedy tokens in a batch minus alone
     prefilled: Tensor  # engine's greedy tokens when decoded minus the same after a longer prompt
     packed: Tensor  # learner's log-probs in a batch minus alone
     prompts: Mapping[str, float]  # change of the prompts -> size of the gap if the learner sees them changed
@@ -222,14 +222,14 @@ async def run_experiments(bench: Bench, prompts: Sequence[Prompt], *, completion
     """Runs all experiments. Changed prompts are tried if the gap's size is above ``worth``."""
     observation = await observe(bench, prompts, completions)
     gap = size(observation.gaps)
-    together, prefilled = await _greedy(bench, prompts)
+    batched, prefilled = await _greedy(bench, prompts)
     single, single_routes, stretch = await _compare_one_token_prompts(bench)
     return Outcomes(
         observation=observation,
         single=single,
         single_routes=single_routes,
         stretch=stretch,
-        together=together,
+        batched=batched,
         prefilled=prefilled,
         packed=await _compare_packing(bench, observation),
         prompts=await _changed_prompts(bench, observation) if gap > worth else {},
