@@ -75,7 +75,7 @@ async def _play(config: RunConfig, key: str) -> tuple[str, str]:
         thread=cast(Any, _SameLoop()),
         endpoint=cast(Any, None),
     )
-    tried = f"environment {section.function!r}, tried with {task.text!r:.60} and made-up replies"
+    tried = f"environment {section.function!r}, tried with {task.text!r:.60}, its answer and made-up replies"
     try:
         end = await runner.run(made)
     except EnvironmentCallError as error:

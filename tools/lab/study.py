@@ -202,6 +202,19 @@ _RESERVED: Mapping[str, str] = {
 }
 
 
+_OVERRIDES = "a list of overrides, for example [train.steps=60]"
+_WANTED: Mapping[str, str] = {
+    "too_short": "at least one",
+    "tuple_type": "a list, for example [0, 1]",
+    "list_type": "a list of levels, for example [algorithm=grpo, label: algorithm=gspo]",
+    "sequence_str": _OVERRIDES,
+    "is_instance_of": _OVERRIDES,
+    "dict_type": "a mapping, `name: value` a line",
+    "model_type": "a mapping, `key: value` a line",
+    "path_type": "a path, as text",
+}
+
+
 def _line(path: Path, error: ErrorDetails) -> str:
     """Returns one line: file, key, value, and the allowed values."""
     parts = [str(part) for part in error["loc"] if part not in {"str", "list[str]", "dict[str,union[str,list[str]]]"}]
@@ -216,8 +229,7 @@ def _line(path: Path, error: ErrorDetails) -> str:
     if parts[:1] == ["axes"] and len(parts) > 2:
         wanted = "an override as text, a list of them, or one label with its override(s)"
         return f"{path}: {'.'.join(parts[:3])}: {quote_start(error['input'])}: must be {wanted}"
-    known = {"too_short": "at least one", "tuple_type": "a list, for example [0, 1]"}
-    text = known.get(error["type"]) or error["msg"].removeprefix("Input should ").removeprefix("be ")
+    text = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should ").removeprefix("be ")
     return f"{path}: {key}={quote_start(error['input'])}: must be {text}"
 
 

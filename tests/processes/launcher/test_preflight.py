@@ -360,7 +360,7 @@ def fails(log_ratio, inputs, lengths, row):
             ("environment.function=tried_for_test:Right",),
             False,
             "fact",
-            "tried with '.*' and made-up replies: reward 1",
+            "tried with '.*', its answer and made-up replies: reward 1",
         ),
         (("environment.function=tried_for_test:Number",), False, "problem", "turn 1: step returned a float"),
         (

@@ -134,6 +134,11 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
         ({"overrides": ["seed=3"]}, r"overrides: seed=3: the study gives each cell its seed; name them in `seeds`"),
         ({"axes": {"a": ["run.name=x"]}}, r"axes\.a: run\.name=x: a cell's folder is named by its configuration"),
         ({"seeds": 2}, r"seeds=2: must be a list, for example \[0, 1\]$"),
+        ({"axes": {"a": {"x": "seed=1"}}}, r"axes\.a=.*: must be a list of levels, for example \[algorithm=grpo, l"),
+        ({"axes": ["algorithm=grpo"]}, r"axes=\['algorithm=grpo'\]: must be a mapping, `name: value` a line$"),
+        ({"overrides": "seed=1"}, r"overrides='seed=1': must be a list of overrides, for example \[train\.steps=60\]$"),
+        ({"overrides": {"seed": 1}}, r"overrides=\{'seed': 1\}: must be a list of overrides, for example "),
+        ({"evaluation": "eval/loss"}, r"evaluation='eval/loss': must be a mapping, `key: value` a line$"),
         (
             {"evaluation": {"metric": "accuracy"}, "axes": {"a": ["trian.steps=3"]}},
             r"trian=.*no such key .*\n.*metric=",
