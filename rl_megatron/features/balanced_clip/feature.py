@@ -63,13 +63,12 @@ FEATURE = Feature(
     ),
     step="rl_megatron.features.balanced_clip.step:make_hooks",
     metrics=(
-        ("balance/clip_low", "", "lower limit of the clip, 1 minus the ratio, mean over optimizer steps; with "
-         "algorithm.balance", Curve("Policy", "Clip of a minibatch: lower limit")),
-        ("balance/clip_high", "", "upper limit of the clip, the ratio minus 1, mean over optimizer steps; with "
-         "algorithm.balance", Curve("Policy", "Clip of a minibatch: upper limit")),
-        ("balance/positive_share", "", "share that tokens of positive advantage have in the sum over |A| times the "
-         "ratio, clipped and weighed by the old policy's probability; below algorithm.balance.share where no limit "
-         "reaches it",
+        ("balance/clip_low", "", "distance of the clip's lower limit from ratio 1, mean over optimizer steps; only "
+         "with algorithm.balance", Curve("Policy", "Clip of a minibatch: lower limit")),
+        ("balance/clip_high", "", "distance of the clip's upper limit from ratio 1, mean over optimizer steps; only "
+         "with algorithm.balance", Curve("Policy", "Clip of a minibatch: upper limit")),
+        ("balance/positive_share", "", "share of positive advantages in the sum over |A| times the ratio, clipped and "
+         "weighted by the old policy's probability; below algorithm.balance.share if no limit reaches it",
          Curve("Policy", "Share of tokens of positive advantage in what the clip leaves", limits=(0.0, 1.0))),
     ),
 )  # fmt: skip

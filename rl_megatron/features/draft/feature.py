@@ -180,12 +180,12 @@ FEATURE = Feature(
     ),
     learner="rl_megatron.features.draft.learner:make_hooks",
     metrics=(
-        ("draft/loss", "nats", "mean cross-entropy of the draft layer per trained token (learner.draft.train)",
+        ("draft/loss", "nats", "mean cross-entropy of the draft layer per trained token; only with learner.draft.train",
          Curve("Health", "Draft layer's loss")),
-        ("draft/acceptance", "", "share of the tokens that servers' draft layers proposed since the push before which "
-         "were accepted (rollout.server.draft_tokens); the model's probability of them in the mean",
+        ("draft/acceptance", "", "share of accepted tokens among those that the servers' draft layers proposed since "
+         "the previous push; only with rollout.server.draft_tokens",
          Curve("Health", "Draft layer's proposals that are accepted")),
-        ("draft/grad_norm", "", "L2 norm of the draft layer's gradient before clipping, mean over the minibatches",
+        ("draft/grad_norm", "", "L2 norm of the draft layer's gradient before clipping, mean over minibatches",
          Curve("Health", "Draft layer's gradient norm")),
     ),
 )  # fmt: skip

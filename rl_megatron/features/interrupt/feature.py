@@ -82,7 +82,7 @@ FEATURE = Feature(
     sampler="rl_megatron.features.interrupt.interruption:make_sampler_hooks",
     step="rl_megatron.features.interrupt.interruption:make_step_hooks",
     metrics=(
-        ("response/interrupted_fraction", "", "share of completions whose thinking rollout.interrupt ended by a text",
+        ("response/interrupted_fraction", "", "share of completions with thinking that rollout.interrupt ended",
          Curve("Policy", "Responses whose thinking was interrupted")),
     ),
 )  # fmt: skip

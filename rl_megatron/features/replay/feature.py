@@ -115,8 +115,8 @@ FEATURE = Feature(
     learner="rl_megatron.features.replay.learner:Routing",
     step="rl_megatron.features.replay.feature:make_hooks",
     metrics=(
-        ("moe/rerouted_fraction", "", "share of (token, layer) whose router would choose other experts than the "
-         "replayed ones", Curve("Health", "Tokens rerouted by replay")),
+        ("moe/rerouted_fraction", "", "share of (token, layer) pairs with a router that would choose other experts "
+         "than the replayed ones", Curve("Health", "Tokens rerouted by replay")),
     ),
     recorded={"moe/rerouted_fraction": (_REPLAYS, "set r2 or r3")},
 )  # fmt: skip

@@ -69,13 +69,13 @@ FEATURE = Feature(
     learner_rules=_RULES,
     learner="rl_megatron.features.router_balance.learner:Balance",
     metrics=(
-        ("moe/aux_loss", "", "load-balancing loss of a micro-batch, without its coefficient, mean over layers; 1 is "
+        ("moe/aux_loss", "", "load-balancing loss of a micro-batch without its coefficient, mean over layers; 1 is "
          "balanced", Curve("Health", "Expert load: loss of a micro-batch")),
-        ("moe/seq_aux_loss", "", "the same of a sequence; these four only with a coefficient in learner.router",
+        ("moe/seq_aux_loss", "", "the same loss of a sequence; these four only with a coefficient in learner.router",
          Curve("Health", "Expert load: loss of a sequence")),
-        ("moe/global_aux_loss", "", "the same with the load of all ranks and of the optimizer step's micro-batches so "
-         "far", Curve("Health", "Expert load: loss of all ranks")),
-        ("moe/z_loss", "", "mean squared logsumexp of routers' logits, mean over layers",
+        ("moe/global_aux_loss", "", "the same loss with the load of all ranks and of the optimizer step's "
+         "micro-batches so far", Curve("Health", "Expert load: loss of all ranks")),
+        ("moe/z_loss", "", "squared logsumexp of the routers' logits, mean over tokens and layers",
          Curve("Health", "Routers' z-loss")),
     ),
     recorded={f"moe/{key}": (On(f"learner.router.{key}", Above(0)), "set a coefficient") for key in _LOSSES},

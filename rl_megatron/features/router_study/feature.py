@@ -56,16 +56,16 @@ FEATURE = Feature(
     wants=_wants,
     step="rl_megatron.features.router_study.step:make_hooks",
     metrics=(
-        ("ratio/outside", "", "share of sampled tokens whose ratio left 1 +- 0.2 in the update (train.route_flips)",
-         Curve("Health", "Ratios outside 1 ± 0.2")),
-        ("ratio/outside/<name>", "", "the same of tokens whose first flip (moe/first_flip) is in that layer, or `none`",
-         Curve("Health", "Ratios outside 1 ± 0.2, first flip in <name>")),
-        ("moe/flips_engine", "", "share of (sampled token, layer) with other experts in the engine than in the old "
-         "policy; not with r3", Curve("Health", "Routes unlike the engine's")),
-        ("moe/flips_update", "", "share of (sampled token, layer) with other experts after the update; 0 with replay",
-         Curve("Health", "Routes that the update changes")),
-        ("moe/first_flip/<name>", "", "share of sampled tokens whose lowest layer with such a flip is this, or `none`",
-         Curve("Health", "Tokens by first such layer: <name>")),
+        ("ratio/outside", "", "share of sampled tokens with a ratio that left 1 +- 0.2 in the update; only with "
+         "train.route_flips", Curve("Health", "Ratios outside 1 ± 0.2")),
+        ("ratio/outside/<name>", "", "the same share among tokens with their first flip (moe/first_flip) in this "
+         "layer, or in `none`", Curve("Health", "Ratios outside 1 ± 0.2, first flip in <name>")),
+        ("moe/flips_engine", "", "share of (sampled token, layer) pairs with other experts in the engine than in the "
+         "old policy; not with r3", Curve("Health", "Routes unlike the engine's")),
+        ("moe/flips_update", "", "share of (sampled token, layer) pairs with other experts after the update; 0 with "
+         "replay", Curve("Health", "Routes that the update changes")),
+        ("moe/first_flip/<name>", "", "share of sampled tokens with this as their lowest layer with such a flip, or "
+         "`none`", Curve("Health", "Tokens by first such layer: <name>")),
     ),
     recorded=dict.fromkeys(("moe/flips_update", "moe/first_flip/<name>"), (_FLIPS, "set it to true")),
 )  # fmt: skip
