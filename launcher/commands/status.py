@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import islice
@@ -19,7 +19,7 @@ from rich.console import Console
 from launcher.hosts.slurm.calls import call_slurm
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.observability.files import STEPS, JsonValue, from_the_end, text_at_end
-from rl_megatron.observability.log import last_line
+from rl_megatron.observability.log import last_line, read_outcome
 from rl_megatron.observability.progress import Progress
 
 _ROWS = 1000  # rows at the end that may have an accuracy
@@ -34,21 +34,22 @@ def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_def
 def describe(run: Path) -> str:
     """Returns a run's state from Slurm and its own files, the last line of its job's log, and commands for that job.
 
-    For a run without a job: whether it runs, its last step, and what it logged last. Raises ConfigError if the folder
-    holds no run.
+    For a run without a job: whether it runs or why it ended, its last step, and what it logged last. Raises ConfigError
+    if the folder holds no run.
     """
     found = _current(run)
     if found is None and not (run / "config.yaml").is_file():  # its log may have been rotated
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
-    steps, done, total = _steps(run)
-    if found is None:
-        from launcher.runs.folder import is_running
+    try:
+        from rl_megatron.config.io import load_config  # takes most of a second
 
-        how = "running" if is_running(run) else "done" if 0 < total <= done else "not running"
-        resume = [f"rl-megatron train --config {shlex.quote(str(run))}/config.yaml --resume"]
-        last = [last_line(run)] if how != "done" else []
-        lines = [f"{run}: a run without a job, {how}", *steps, *last, *(resume if how == "not running" else ())]
-        return "\n".join(filter(None, lines))
+        config = load_config(str(run / "config.yaml"), [])
+    except ConfigError:  # another version wrote it
+        config = None
+    total = config.train.steps if config else 0
+    steps, done = _steps(run, total)
+    if found is None:
+        return "\n".join(_describe_local(run, steps, done if 0 < total <= done else None))
     lines = [f"{run}: job {found[0]}, {found[1].text}", *steps]
     log = run / "jobs" / f"{found[0]}.txt"
     if log.is_file() and (said := text_at_end(log).splitlines()):
@@ -56,14 +57,32 @@ def describe(run: Path) -> str:
     return "\n".join([*lines, *job_commands(run, found[0], over=found[1].over)])
 
 
-def _steps(run: Path) -> tuple[list[str], int, int]:
-    """Returns the run's lines of its last accuracy and last step, the number of that step, and how many it makes."""
-    from rl_megatron.config.io import load_config  # takes most of a second
+def _describe_local(run: Path, steps: Sequence[str], last_step: int | None) -> list[str]:
+    """Returns lines about a run here: whether it is alive, how it ended and why, and the command that continues it.
+    ``last_step`` is given if all steps are made."""
+    from launcher.runs.folder import is_running
 
-    try:
-        total = load_config(str(run / "config.yaml"), []).train.steps
-    except ConfigError:  # another version wrote it
-        total = 0
+    outcome, why = read_outcome(run) or ("", "")
+    resume = f"rl-megatron train --config {shlex.quote(str(run))}/config.yaml --resume"
+    last = last_line(run) or ""
+    is_exported = last_step is not None and (run / f"hf_step_{last_step:06d}").is_dir()
+    if (runs := is_running(run)) is None:
+        how, end = "not known to run, as its file system has no locks", [last]
+    elif runs:
+        how, end = "running", [last]
+    elif outcome in ("failed", "interrupted", "stopped"):
+        how, end = outcome, [f"error: {why}" if why else "", resume]
+    elif outcome == "finished" or is_exported or (last_step is not None and not outcome):
+        how, end = "done", []
+    elif outcome == "began":
+        how, end = "killed: its process is gone, and log.txt has no end", [last, resume]
+    else:
+        how, end = "not running", [resume]
+    return [f"{run}: a run without a job, {how}", *steps, *filter(None, end)]
+
+
+def _steps(run: Path, total: int) -> tuple[list[str], int]:
+    """Returns the run's lines of its last accuracy and last step of ``total``, and the number of that step."""
     metrics, rows, text = run / "metrics.jsonl", list[dict[str, JsonValue]](), StringIO()
     try:
         for row in islice(from_the_end(metrics) if metrics.is_file() else (), _ROWS):
@@ -79,7 +98,7 @@ def _steps(run: Path) -> tuple[list[str], int, int]:
     printed = text.getvalue().splitlines()
     last = [line for line in printed if not _EVALUATED.match(line)][-1:] or ["no step yet"]
     best = [line for line in printed if " accuracy=" in line and line not in last]
-    return [*best, *last], max((int(str(row["step"])) for row in rows if row.get("phase") in STEPS), default=0), total
+    return [*best, *last], max((int(str(row["step"])) for row in rows if row.get("phase") in STEPS), default=0)
 
 
 def job_commands(run: Path, job: str, *, over: bool = False) -> list[str]:

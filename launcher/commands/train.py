@@ -35,7 +35,7 @@ from rl_megatron.entries import PLANNER, load_own
 from rl_megatron.errors import RLMegatronError, StopRequested, wait_or_stop
 from rl_megatron.files import write_atomically
 from rl_megatron.interfaces import RewardFunction
-from rl_megatron.observability.log import run_log
+from rl_megatron.observability.log import log_failures, log_outcome, run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
@@ -137,7 +137,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
             run_folder=folder,
             needs_differences=config.algorithm.needs_differences,
         )
-        with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
+        with run_log(folder, role="controller"), log_failures(), progress, stop_signals(progress) as stop:
             engine = config.rollout.python if other_container(config) is None else None
             at = start.state.step if start else 0
             for line in await asyncio.to_thread(record_start, folder, step=at, engine=engine):  # git may be slow
@@ -157,7 +157,6 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
                 if (first := _hidden(error)) is not None:
                     logger.error("after %s: %s", type(first).__name__, error)
                     raise first from error
-                logger.info("the run ends: %s", error, exc_info=isinstance(error, OSError))  # main shows it
                 if isinstance(error, OSError):
                     claimed()  # tells why the named file cannot be written, if the folder is gone
                 raise
@@ -169,6 +168,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
                 await _report(config, folder, progress, stop)
             if finished is False:
                 progress.stopped(f"stopped and saved; {goes_on}")
+            log_outcome("finished" if finished else "stopped")
     return folder
 
 
@@ -250,9 +250,9 @@ async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> Non
         pause = max(seconds, _REPORT_SHARE * (time.monotonic() - began))
 
 
-def _write_page(folder: Path, costs: RunCosts, left_out: Callable[[str], None], *, again: float | None = None) -> Path:
-    out, differ = folder / "report.html", costs.needs_differences
-    return write_report([folder], out, left_out, costs=costs, note=costs.note, needs_differences=differ, again=again)
+def _write_page(folder: Path, costs: RunCosts, left_out: Callable[[str], None], **options: Any) -> Path:
+    given = {"costs": costs, "note": costs.note, "needs_differences": costs.needs_differences, **options}
+    return write_report([folder], folder / "report.html", left_out, **given)
 
 
 class _EndingCosts(RunCosts):

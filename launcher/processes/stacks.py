@@ -259,4 +259,4 @@ class LoopWatch:
         print(f"error: {text}", file=sys.stderr, flush=True)
         self._stacks.write(written)
         self._stacks.flush()
-        logger.error("the run ends: %s", text)
+        logger.error("the run failed: %s", text)

@@ -69,15 +69,15 @@ def lock(file: BinaryIO) -> bool:
     return True
 
 
-def is_running(folder: Path) -> bool:
-    """True if a process holds the lock of a run's folder; False also on a file system without locks."""
+def is_running(folder: Path) -> bool | None:
+    """True if a process holds the lock of a run's folder; None on a file system without locks."""
     try:
         with (folder / "lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
-        return False
+    except OSError as error:
+        return None if error.errno in _NO_LOCKS else False
     return False
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, cast, get_args
 
+from rl_megatron.errors import RLMegatronError
 from rl_megatron.files import add_path_to_errors
 from rl_megatron.observability.files import text_at_end
 
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["began", "finished", "stopped", "interrupted", "failed"]
 OURS = ("rl_megatron", "launcher")
 _OURS = re.compile(rf"\S+ ([\d:]{{8}}),\d+ ([A-Z]+) *\[([^\]]+)\] (?:{'|'.join(OURS)})[\w.]*: (.*)")
 _WARNINGS = ("WARNING", "ERROR", "CRITICAL")
 _LINE = 300
+_RECORD = re.compile(r"^[\d-]{10} [\d:]{8},\d+ [A-Z]+ *", re.MULTILINE)  # the start of a record, of one line or more
+_OUTCOME = re.compile(rf"\[controller\] \S+: the run (?:was )?({'|'.join(get_args(Outcome))})(?:: (.*))?\n", re.DOTALL)
 
 
 @contextmanager
@@ -49,6 +57,41 @@ def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[Non
         file.close()
 
 
+def log_outcome(outcome: Outcome, why: str = "") -> None:
+    """Logs that a run began or ended, for `read_outcome`. The controller calls it within `run_log`."""
+    verb = "was interrupted" if outcome == "interrupted" else outcome
+    logger.info("the run %s%s", verb, f": {why}" if why else "")
+
+
+@contextmanager
+def log_failures() -> Iterator[None]:
+    """Logs that a run began, and the error that ends it, which is raised again."""
+    log_outcome("began")
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        log_outcome("interrupted")
+        raise
+    except RLMegatronError as error:
+        log_outcome("failed", str(error))
+        raise
+    except BaseException as error:
+        logger.info("the error that ends the run", exc_info=True)
+        log_outcome("failed", f"{type(error).__name__}: {error}")
+        raise
+
+
+def read_outcome(folder: Path) -> tuple[Outcome, str] | None:
+    """Returns the last outcome in the last 256 KiB of ``folder``/log.txt, and its reason. It is ``began`` while the run
+    is alive or if it was killed, also if it began before these lines. None if there is no such file."""
+    try:
+        records = _RECORD.split(text_at_end(folder / "log.txt"))
+    except OSError:
+        return None
+    found = [match for record in records if (match := _OUTCOME.fullmatch(record))]
+    return (cast(Outcome, found[-1][1]), found[-1][2] or "") if found else ("began", "")
+
+
 def last_warnings(folder: Path) -> list[str]:
     """Returns the last three warnings and errors of this package in the last 256 KiB of ``folder``/log.txt, one a line.
 
@@ -58,8 +101,8 @@ def last_warnings(folder: Path) -> list[str]:
 
 
 def last_line(folder: Path) -> str | None:
-    """Returns the last line there of this package, of any level, or None."""
-    return next((text for _, text in reversed(_ours(folder))), None)
+    """Returns the last line there of this package, of any level, or None; not that the run began."""
+    return next((text for _, text in reversed(_ours(folder)) if not text.endswith(": the run began")), None)
 
 
 def _ours(folder: Path) -> list[tuple[str, str]]:

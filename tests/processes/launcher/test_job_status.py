@@ -16,6 +16,7 @@ from launcher.hosts.slurm.script import job_script
 from launcher.runs.folder import lock
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.observability.log import Outcome, log_outcome, run_log
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.slurm_jobs import config_of
 
@@ -80,6 +81,31 @@ def test_status_of_a_run_here_has_its_figures_and_whether_it_runs(tmp_path: Path
         assert told[1:] == ["step 1/4 reward=0.1 accuracy=0.5", "step 2/4 reward=0.25 seconds=30 eta=1m00s"]
         print(json.dumps({"phase": "rl", "step": 4}), file=file, flush=True)
     assert describe(tmp_path).splitlines()[::2] == [f"{tmp_path}: a run without a job, done", "step 4/4"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "steps", "how", "also"),
+    [
+        ("failed", 3, "failed", ["error: no disk\n  is left", "RESUME"]),
+        ("interrupted", 3, "interrupted", ["RESUME"]),
+        ("stopped", 3, "stopped", ["RESUME"]),
+        ("began", 3, "killed: its process is gone, and log.txt has no end", ["RESUME"]),
+        ("began", 4, "killed: its process is gone, and log.txt has no end", ["RESUME"]),  # while it exported
+        ("finished", 3, "done", []),  # of a number of epochs
+        ("finished", 4, "done", []),
+    ],
+)
+def test_status_says_how_a_run_here_ended(
+    tmp_path: Path, outcome: Outcome, steps: int, how: str, also: list[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: 4}\n")
+    (tmp_path / "metrics.jsonl").write_text(f'{{"phase": "rl", "step": {steps}}}\n')
+    with run_log(tmp_path, role="controller"):
+        log_outcome("began")
+        log_outcome(outcome, "no disk\n  is left" if outcome == "failed" else "")
+    resume = f"rl-megatron train --config {tmp_path}/config.yaml --resume"
+    wanted = [f"{tmp_path}: a run without a job, {how}", f"step {steps}/4", *also]
+    assert describe(tmp_path) == "\n".join(wanted).replace("RESUME", resume)
 
 
 def test_slurm_that_does_not_answer_is_waited_for_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

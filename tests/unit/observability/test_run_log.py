@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -39,7 +40,7 @@ from rl_megatron.observability.history import (
     read_samples,
     samples_between,
 )
-from rl_megatron.observability.log import run_log
+from rl_megatron.observability.log import log_failures, log_outcome, read_outcome, run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
@@ -63,6 +64,34 @@ def test_who_waits_for_the_logs_thread_waits_for_its_file(tmp_path: Path, monkey
             handler.release()
         waits.join()
         assert waits.ident not in current_operations()
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (DataError("no answer\n  2026: see log\n"), ("failed", "no answer\n  2026: see log\n")),
+        (OSError(28, "No space left"), ("failed", "OSError: [Errno 28] No space left")),
+        (KeyboardInterrupt(), ("interrupted", "")),
+        (asyncio.CancelledError(), ("interrupted", "")),
+        (None, ("stopped", "")),
+    ],
+)
+def test_the_log_tells_how_the_last_start_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, outcome: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert read_outcome(tmp_path) is None
+    with run_log(tmp_path, role="controller"), contextlib.suppress(BaseException):
+        with log_failures():
+            assert read_outcome(tmp_path) == ("began", "")
+            if error is not None:
+                raise error
+        log_outcome("stopped")
+    with run_log(tmp_path, role="learner", rank=1):
+        logging.getLogger("rl_megatron.x").info("the run failed: said by a rank, and later")
+    assert read_outcome(tmp_path) == outcome
+    with run_log(tmp_path, role="controller"), log_failures():
+        assert read_outcome(tmp_path) == ("began", "")
 
 
 def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
