@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from tools.migrate.given import SKIP, NoCounterpart, ToSet
 
@@ -55,6 +56,24 @@ def data_file(value: object) -> object:
         f"FOLDER_OF_{len(files)}_FILES",
         f"data: one file or one folder of .parquet files is read; put {together} in one",
     )
+
+
+def count_rows(files: object) -> int | None:
+    """Returns the number of rows of .parquet and .jsonl files; None if one of them cannot be read here."""
+    total = 0
+    try:
+        for file in map(Path, map(str, files if isinstance(files, list) else [files])):
+            if file.suffix == ".parquet":
+                import pyarrow.parquet as pq  # heavy, and only parquet needs it
+
+                total += pq.read_metadata(file).num_rows
+            elif file.suffix == ".jsonl":
+                total += sum(1 for line in file.open("rb") if line.strip())
+            else:
+                return None
+    except (OSError, ValueError):  # pyarrow's errors of files are ValueErrors
+        return None
+    return total
 
 
 def log_sinks(value: object) -> object:

@@ -209,7 +209,8 @@ class _Conversion:
         if not cell.sources:
             return cell.constant
         for key in cell.sources:
-            if key in self.values and self.values[key].unresolved and not _is_text(ours.name):
+            is_text = _is_text(ours.name) or key.endswith("_files")  # the rows of files that are here are counted
+            if key in self.values and self.values[key].unresolved and not is_text:
                 parts = ", ".join(dict.fromkeys(self.values[key].unresolved))
                 if not ours.changes_loss:
                     return ToSet(SKIP, f"{ours.name}: only {self.teller} knows {parts}; set it")

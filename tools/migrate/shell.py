@@ -1,6 +1,7 @@
 """Reads the commands of a shell script without running them: variables, defaults, arrays, arithmetic and continuations.
 
-It follows the script from top to bottom. A value that only a shell could know stays as text and is named.
+It follows the script from top to bottom. HOME is that of the user. Another value that only a shell could know stays as
+text and is named.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rl_megatron.errors import ConfigError
 
@@ -55,7 +57,7 @@ class _Script:
     def __init__(self, text: str) -> None:
         self.text, self.at, self.line = text, 0, 1
         self.depth = 0  # open ifs, loops, cases and functions
-        self.variables: dict[str, list[Word]] = {}
+        self.variables: dict[str, list[Word]] = {"HOME": [Word(str(Path.home()), 0)]}
         self.left = [_MAX_GROWTH]
 
     def commands(self) -> Iterator[list[Word]]:

@@ -393,6 +393,16 @@ def engine(uses_vllm: object) -> object:
     return ToSet("vllm", "rollout.engine=vllm: TRL samples with transformers here; rollout=local does so on a laptop")
 
 
+def colocated(uses_vllm: object, mode: object) -> object:
+    """True if TRL's vLLM shares the GPUs of training; without it nothing is written."""
+    return mode == "colocate" if uses_vllm is True else SKIP
+
+
+def if_colocated(uses_vllm: object, mode: object, value: object) -> object:
+    """A key of vLLM that TRL reads only if vLLM shares the GPUs of training."""
+    return value if colocated(uses_vllm, mode) is True else SKIP
+
+
 def prompts_per_step(
     rows: object, group: object, accumulation: object, steps_of_batch: object, whole: object
 ) -> object:
@@ -451,7 +461,8 @@ def micro_batch_tokens(completion: object, prompt: object, row: object, trainer:
 def steps(total: object, epochs_there: object, accumulation: object, steps_of_batch: object) -> object:
     """The rollout batches; TRL counts optimizer steps."""
     if total is None or int(str(total)) <= 0:
-        advice = f"train.steps: {epochs_there} epochs there; set {epochs_there} x the rows / rollout.prompts_per_step"
+        named = f"num_train_epochs={epochs_there}"
+        advice = f"train.steps: {named} there; set {epochs_there} x the rows / rollout.prompts_per_step"
         return ToSet(SKIP, advice)
     return -(-int(str(total)) // max(1, int(str(steps_of_batch or accumulation)) // int(str(accumulation))))
 

@@ -12,7 +12,7 @@ import yaml
 
 from rl_megatron.config import yaml_text
 from rl_megatron.errors import ConfigError
-from tools.migrate.conversions import data_file
+from tools.migrate.conversions import count_rows, data_file
 from tools.migrate.given import SKIP, Given, NoCounterpart, ToSet, Value
 from tools.migrate.shell import Word, commands
 
@@ -216,27 +216,53 @@ def kl_estimator(in_reward: object, of_reward: object, of_loss: object, type_of_
     return _ESTIMATORS[chosen]
 
 
-def correction_mode(weight: object, rejection: object, threshold: object, normalized: object) -> object:
+def _rejection(chosen: object, limits: object) -> tuple[str, str, object, float]:
+    """The mode, level and limits of a rejection (note 14 of docs/migrating.md). Raises NoCounterpart."""
+    match = re.fullmatch(r"(?P<level>token|seq_mean|seq_sum|seq_max)_k(?P<kind>[13])", str(chosen))
+    if match is None or match[0] == "seq_max_k1":
+        raise NoCounterpart("one rejection by k1 or k3 is here, and none by k2, by binary_kl, or by several")
+    level = {"token": "token", "seq_mean": "sequence", "seq_sum": "product", "seq_max": "worst"}[match["level"]]
+    numbers = [float(part) for part in str(limits).split("_")]
+    if match["kind"] == "3":
+        return "reject", level, SKIP, numbers[0]
+    low, high = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
+    return "band", level, round(1 / high, 12), round(1 / low, 12)
+
+
+def correction_mode(
+    weight: object, rejection: object, threshold: object, normalized: object, limits: object, bypass: object
+) -> object:
     """The correction's mode."""
+    if rejection is None:
+        if normalized is True:
+            raise NoCounterpart("weights that are divided by their mean over the batch have no key here")
+        return "none" if weight is None else "mask" if "_" in str(threshold) else "truncate"
+    if weight is not None or bypass is True:
+        raise NoCounterpart(
+            "a rejection is here without weights and with old_logprobs=learner; leave out rollout_is and bypass_mode"
+        )
+    advice = "algorithm.correction: verl's mean is over the tokens that are kept; here the others count as 0 (note 14)"
+    return ToSet(_rejection(rejection, limits)[0], advice)
+
+
+def correction_level(weight: object, rejection: object, limits: object) -> object:
+    """The level of the weights, or of the rejection."""
     if rejection is not None:
-        raise NoCounterpart("note 14 of docs/migrating.md says which rejections are here; set those by hand")
-    if normalized is True:
-        raise NoCounterpart("weights that are divided by their mean over the batch have no key here")
-    return "none" if weight is None else "mask" if "_" in str(threshold) else "truncate"
-
-
-def correction_level(weight: object) -> object:
-    """The level of the weights."""
+        return _rejection(rejection, limits)[1]
     return {"sequence": "product", "token": "token"}.get(str(weight), SKIP)
 
 
-def correction_low(threshold: object) -> object:
+def correction_low(threshold: object, rejection: object, limits: object) -> object:
     """The least weight."""
+    if rejection is not None:
+        return _rejection(rejection, limits)[2]
     return float(str(threshold).split("_")[0]) if "_" in str(threshold) else SKIP
 
 
-def correction_high(threshold: object) -> object:
-    """The greatest weight."""
+def correction_high(threshold: object, rejection: object, limits: object) -> object:
+    """The greatest weight, or divergence."""
+    if rejection is not None:
+        return _rejection(rejection, limits)[3]
     return float(str(threshold).split("_")[-1])
 
 
@@ -272,11 +298,17 @@ def minibatches(prompts: object, of_minibatch: object) -> object:
     return whole // part
 
 
-def steps(total: object, epochs: object, prompts: object) -> object:
-    """The number of steps; epochs need the number of rows, which the file does not give."""
+def steps(total: object, epochs: object, prompts: object, files: object) -> object:
+    """The number of steps; epochs need the number of rows, which is read if the files are on this machine."""
     if total is not None:
         return total
-    return ToSet(SKIP, f"train.steps: {epochs} epochs there; set {epochs} x the rows of data.train / {prompts}")
+    rows, batch = count_rows(files), int(str(prompts))
+    if rows is None or rows < batch:
+        return ToSet(SKIP, f"train.steps: total_epochs={epochs} there; set {epochs} x the rows of data.train / {batch}")
+    number = int(str(epochs)) * (rows // batch)
+    return ToSet(
+        number, f"train.steps={number}: total_epochs={epochs} of {rows} rows; fewer if long prompts are dropped"
+    )
 
 
 def warmup_steps(number: object, ratio: object, total: object) -> object:

@@ -449,6 +449,16 @@ VARIANTS: list[tuple[str, str, dict[str, object]]] = [
         {"algorithm.correction.mode": "truncate", "algorithm.correction.level": "token"},
     ),
     (
+        "a.py",
+        "GRPOConfig(use_vllm=True, vllm_tensor_parallel_size=2)",
+        {"rollout.server.colocated": True, "rollout.server.memory_fraction": 0.3, "rollout.server.tp": 2},
+    ),
+    (
+        "a.py",
+        "GRPOConfig(use_vllm=True, vllm_mode='server', vllm_tensor_parallel_size=2)",
+        {"rollout.server.colocated": False, "rollout.server.memory_fraction": None, "rollout.server.tp": 1},
+    ),
+    (
         "a.sh",
         SLIME + "ppo --kl-coef 0.1 --value-clip 0.3",
         {

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rl_megatron.config.io import load_config
@@ -162,6 +164,7 @@ def test_defaults_that_change_the_loss_are_written_as_theirs(tmp_path: Path) -> 
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
+REJECTION = "algorithm.rollout_correction.rollout_rs"
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,27 @@ ESTIMATOR = "algorithm.adv_estimator"
                 "algorithm.correction.high": 4.0,
             },
         ),
+        (
+            (f"{REJECTION}=seq_mean_k1", f"{REJECTION}_threshold=0.8_1.6"),  # log 0.8 <= -d <= log 1.6
+            {
+                "algorithm.correction.mode": "band",
+                "algorithm.correction.level": "sequence",
+                "algorithm.correction.low": 0.625,
+                "algorithm.correction.high": 1.25,
+            },
+        ),
+        (
+            (f"{REJECTION}=token_k1", f"{REJECTION}_threshold=4"),
+            {"algorithm.correction.level": "token", "algorithm.correction.low": 0.25, "algorithm.correction.high": 4.0},
+        ),
+        (
+            (f"{REJECTION}=seq_max_k3", f"{REJECTION}_threshold=0.1"),
+            {
+                "algorithm.correction.mode": "reject",
+                "algorithm.correction.level": "worst",
+                "algorithm.correction.high": 0.1,
+            },
+        ),
     ],
 )
 def test_losses_without_an_example(tmp_path: Path, arguments: tuple[str, ...], expected: dict[str, Any]) -> None:
@@ -220,6 +244,11 @@ def test_losses_without_an_example(tmp_path: Path, arguments: tuple[str, ...], e
         ("algorithm.adv_estimator=gdpo", "algorithm=gdpo compares reward.parts"),
         ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "no aggregation here divides so"),
         ("actor_rollout_ref.rollout.repetition_penalty=1.1", "a penalty changes the distribution"),
+        (f"{REJECTION}=token_k2 {REJECTION}_threshold=2", "one rejection by k1 or k3 is here"),
+        (
+            f"{REJECTION}=token_k1 {REJECTION}_threshold=2 {REJECTION[:-2]}is=token",
+            "a rejection is here without weights",
+        ),
         ("actor_rollout_ref.rollout.top_k=20", "sampling from the k most probable tokens"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=100", "1024 prompts of a step are not whole minibatches of 100"),
     ],
@@ -242,6 +271,23 @@ def test_a_value_that_only_the_shell_knows_is_left_to_the_user(tmp_path: Path) -
     imported = import_script(tmp_path, "trainer.nnodes=$SLURM_NNODES")
     assert "slurm.nodes: only the shell knows $SLURM_NNODES; set it" in imported.to_set
     assert imported.config.slurm.nodes == 1
+
+
+def test_epochs_are_steps_if_the_rows_are_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl leaves out an epoch's last rows that do not fill a batch. HOME is the user's."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = ("data.train_files=$HOME/t.jsonl", "data.train_batch_size=4", "trainer.total_epochs=3")
+    keys += ("actor_rollout_ref.actor.ppo_mini_batch_size=2",)
+    imported = import_script(tmp_path, *keys)
+    assert "train.steps: total_epochs=3 there; set 3 x the rows of data.train / 4" in imported.to_set
+    assert not [line for line in imported.to_set if "HOME" in line]
+    (tmp_path / "t.jsonl").write_text("{}\n" * 11)
+    imported = import_script(tmp_path, *keys)
+    assert (imported.config.train.steps, imported.config.data.train) == (6, tmp_path / "t.jsonl")
+    pq.write_table(pa.table({"prompt": range(8)}), tmp_path / "t.parquet")
+    assert import_script(tmp_path, *keys, "data.train_files=$HOME/t.parquet").config.train.steps == 6
+    (tmp_path / "t.parquet").write_bytes(b"torn")
+    assert any("set 3 x" in line for line in import_script(tmp_path, *keys, "data.train_files=$HOME/t.parquet").to_set)
 
 
 def test_an_unknown_file_is_refused(tmp_path: Path) -> None:
@@ -276,12 +322,12 @@ def test_a_script_is_followed_as_bash_does() -> None:
     n=2; name='a b'   # a comment
     A=(--x 1 --name "$name"); A+=(--y)
     if true; then hidden=1; fi
-    run "${A[@]}" k=$((n * 8)) p=${P:-${Q:-"$HOME/q"}} $hidden "c=$(date)" 'lit $n' >log 2>&1 | tee x
+    run "${A[@]}" k=$((n * 8)) p=${P:-${Q:-"$DATA/q"}} $hidden "c=$(date)" 'lit $n' >log 2>&1 | tee x
     """
     run, tee = list(commands(text))[-2:]
     texts = [word.text for word in run]
-    assert texts[:8] == ["run", "--x", "1", "--name", "a b", "--y", "k=16", "p=$HOME/q"]
-    assert run[7].unresolved == ("$HOME",)
+    assert texts[:8] == ["run", "--x", "1", "--name", "a b", "--y", "k=16", "p=$DATA/q"]
+    assert run[7].unresolved == ("$DATA",)
     assert run[8].unresolved == ("$hidden, which line 4 sets under a condition",)
     assert (run[9].text, run[9].unresolved, run[10].text) == ("c=$(date)", ("$(date)",), "lit $n")
     assert [word.text for word in tee] == ["tee", "x"]
