@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from rl_megatron.observability.files import STEPS, JsonValue, from_the_end, text
 from rl_megatron.observability.log import last_line, read_outcome
 from rl_megatron.observability.progress import Progress
 
+_READ_BYTES = 1 << 26  # a longer metrics.jsonl is not read for verdicts: this one takes a second
 _ROWS = 1000  # rows at the end that may have an accuracy
 _EVALUATED = re.compile(r"step \d+ evaluated")
 
@@ -34,8 +36,8 @@ def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_def
 def describe(run: Path) -> str:
     """Returns a run's state from Slurm and its own files, the last line of its job's log, and commands for that job.
 
-    For a run without a job: whether it runs or why it ended, its last step, and what it logged last. Raises ConfigError
-    if the folder holds no run.
+    For a run without a job: whether it runs or why it ended, its last step, and what it logged last; for both the
+    verdicts of the report. Raises ConfigError if the folder holds no run.
     """
     found = _current(run)
     if found is None and not (run / "config.yaml").is_file():  # its log may have been rotated
@@ -48,6 +50,7 @@ def describe(run: Path) -> str:
         config = None
     total = config.train.steps if config else 0
     steps, done = _steps(run, total)
+    steps += _verdicts(run, config is None or config.algorithm.needs_differences)
     if found is None:
         return "\n".join(_describe_local(run, steps, done if 0 < total <= done else None))
     lines = [f"{run}: job {found[0]}, {found[1].text}", *steps]
@@ -79,6 +82,21 @@ def _describe_local(run: Path, steps: Sequence[str], last_step: int | None) -> l
     else:
         how, end = "not running", [resume]
     return [f"{run}: a run without a job, {how}", *steps, *filter(None, end)]
+
+
+def _verdicts(run: Path, needs_differences: bool) -> list[str]:
+    """Returns the lines of the report's verdicts, and its path; no verdicts of metrics that take long to read."""
+    metrics, page = run / "metrics.jsonl", run / "report.html"
+    found = list[str]()
+    if metrics.is_file() and metrics.stat().st_size < _READ_BYTES:
+        from rl_megatron.observability.card import find_verdicts  # takes a tenth of a second
+        from rl_megatron.observability.history import load_runs
+        from rl_megatron.observability.verdicts import describe_verdicts
+
+        with contextlib.suppress(DataError, OSError):
+            (loaded,) = load_runs([run], lambda message: None)
+            found = describe_verdicts(find_verdicts(loaded, needs_differences=needs_differences))
+    return [*found, *([f"report: {page}"] if page.is_file() else [])]
 
 
 def _steps(run: Path, total: int) -> tuple[list[str], int]:

@@ -40,6 +40,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
 from rl_megatron.observability.sinks.sink import RunEnd, Sinks, SinkSettings
+from rl_megatron.observability.verdicts import Verdict, describe_verdicts
 from rl_megatron.rewards.classifiers.on_ranks import RewardModels
 from rl_megatron.rewards.registry import resolve_rewards
 
@@ -209,10 +210,13 @@ async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Sto
     is written by now, so no fault in it makes the run one that failed."""
     costs, left_out = _LoggedCosts(config, progress), partial(_left_out, progress)
     later = f"rl-megatron report {shlex.quote(str(folder))} writes it"
-    writing = asyncio.to_thread(_write_page, folder, costs, left_out)
+    verdicts = list[Verdict]()
+    writing = asyncio.to_thread(_write_page, folder, costs, left_out, on_verdicts=verdicts.extend)
     try:
         with stop.reporting() as asked:
-            progress.note(f"report: {await wait_or_stop(asked, writing)}")
+            page = await wait_or_stop(asked, writing)
+        for line in (*describe_verdicts(verdicts), f"report: {page}"):
+            progress.note(line)
     except StopRequested:
         progress.note(f"the report is left out; {later}")
     except Exception as error:

@@ -28,13 +28,13 @@ class CardLine:
 def make_card(run: Run, charts: Mapping[str, str], *, needs_differences: bool) -> list[CardLine]:
     """Returns the verdicts on a run with their curves. ``charts``: metric -> title, of the charts on the page.
     ``needs_differences`` as in `read_run`."""
-    verdicts = read_run(
-        run.rl.rows(*READS),
-        plan=run.plan,
-        needs_differences=needs_differences,
-        dtype=run.config.get("learner.dtype", "float32"),
-    )
-    return [_make_line(run, verdict, charts) for verdict in verdicts]
+    return [_make_line(run, verdict, charts) for verdict in find_verdicts(run, needs_differences=needs_differences)]
+
+
+def find_verdicts(run: Run, *, needs_differences: bool) -> list[Verdict]:
+    """Returns the verdicts on a run. ``needs_differences`` as in `read_run`."""
+    dtype = run.config.get("learner.dtype", "float32")
+    return read_run(run.rl.rows(*READS), plan=run.plan, needs_differences=needs_differences, dtype=dtype)
 
 
 def _make_line(run: Run, verdict: Verdict, charts: Mapping[str, str]) -> CardLine:

@@ -55,6 +55,7 @@ from rl_megatron.observability.history import (
 )
 from rl_megatron.observability.intervals import mean_interval, t_quantile
 from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS, documented
+from rl_megatron.observability.verdicts import Verdict
 
 LEAST_FOR_INTERVAL = 4
 """Seeds from which on a band is the interval of the mean; with fewer it goes from the least to the greatest."""
@@ -253,11 +254,13 @@ def write_report(
     costs: CostCounter | None = None,
     note: str = "",
     needs_differences: bool = True,
+    on_verdicts: Callable[[Sequence[Verdict]], None] = lambda verdicts: None,
     again: float | None = None,
 ) -> Path:
     """Writes the page to ``out`` atomically and returns it. The run may still be running. ``costs`` are of one run, and
     get its rows as they are read, once. ``note`` is a sentence about samples, ``needs_differences`` as in `read_run`.
-    ``again``: seconds until the page of a running run is written again; an open page then loads itself.
+    ``on_verdicts`` gets the verdicts on a single run. ``again``: seconds until the page of a running run is written
+    again; an open page then loads itself.
 
     Raises DataError that names a missing or invalid folder, file or line. Errors of a plan, which a run's figures do
     not need, go to ``left_out`` if it is given, and the page lacks the plan.
@@ -272,6 +275,7 @@ def write_report(
         searched=_searched(run_folders[0], runs[0], left_out) if len(runs) == 1 else None,
         note=note,
         needs_differences=needs_differences,
+        on_verdicts=on_verdicts,
         again=again,
     )
 
@@ -286,15 +290,18 @@ def write_page(
     searched: str | None = None,
     note: str = "",
     needs_differences: bool = True,
+    on_verdicts: Callable[[Sequence[Verdict]], None] = lambda verdicts: None,
     again: float | None = None,
 ) -> Path:
     """Writes the page about these arms, in their colors: ``panels``, the curves and a run's cost. ``searched`` has the
     samples of a run that the page's script searches, as JSON without markup. ``note`` is a sentence about samples.
-    ``needs_differences`` as in `read_run`, of one run."""
+    ``needs_differences`` as in `read_run`, of one run, and ``on_verdicts`` gets its verdicts."""
     runs = [run for arm in arms for run in arm.runs]
     differences = {} if len(runs) == 1 else differing(runs)
     opened, sections, unchanged = _sections(arms)
     titles = {c.metric: c.title for c in (*opened, *(c for _, charts in sections for c in charts))}
+    card = make_card(runs[0], titles, needs_differences=needs_differences) if len(runs) == 1 else []
+    on_verdicts([line.verdict for line in card])
     rows = _rows(arms, differences)
     page = template().render(
         title=title,
@@ -307,7 +314,7 @@ def write_page(
         idle=_idle(runs[0]) if len(runs) == 1 else "",
         spent=spent,
         plan_card=make_plan_card(runs[0]) if len(runs) == 1 else None,
-        card=make_card(runs[0], titles, needs_differences=needs_differences) if len(runs) == 1 else (),
+        card=card,
         warnings=runs[0].warnings if len(runs) == 1 else (),
         opened=opened,
         sections=sections,

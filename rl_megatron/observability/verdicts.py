@@ -94,6 +94,13 @@ def read_run(
     return [verdict for verdict in found if verdict is not None]
 
 
+def describe_verdicts(verdicts: Sequence[Verdict]) -> list[str]:
+    """Returns a line for each verdict that is not good, or one line if all are good; none without verdicts."""
+    lines = [f"{verdict.state}: {verdict.sentence}" for verdict in verdicts if verdict.state != "good"]
+    good = ", ".join(verdict.topic for verdict in verdicts)
+    return lines or ([f"healthy: {good}"] if good else [])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
     """Means over the first, the best and the last part of a metric, and the standard error of a difference."""

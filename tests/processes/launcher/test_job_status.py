@@ -19,6 +19,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.observability.log import Outcome, log_outcome, run_log
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.slurm_jobs import config_of
+from tests.unit.observability.report_pages import a_run
 
 REPO = Path(__file__).resolve().parents[3]
 RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
@@ -106,6 +107,17 @@ def test_status_says_how_a_run_here_ended(
     resume = f"rl-megatron train --config {tmp_path}/config.yaml --resume"
     wanted = [f"{tmp_path}: a run without a job, {how}", f"step {steps}/4", *also]
     assert describe(tmp_path) == "\n".join(wanted).replace("RESUME", resume)
+
+
+def test_status_has_the_verdicts_that_are_not_good(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", steps=20)
+    (folder / "report.html").touch()
+    assert describe(folder).splitlines()[-2:] == ["healthy: learning, time", f"report: {folder}/report.html"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in range(21, 41):
+            print(json.dumps({"phase": "rl", "step": step, "reward/mean": 0.0, "seconds/step": 1.0}), file=file)
+    verdict, page = describe(folder).splitlines()[-2:]
+    assert (verdict[:21], page) == ("bad: Reward fell from", f"report: {folder}/report.html")
 
 
 def test_slurm_that_does_not_answer_is_waited_for_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,12 @@ def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
     assert "spent in 2 steps: " in (tmp_path / "report.html").read_text()
 
 
+def test_the_end_of_a_run_has_the_verdicts_of_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, progress, folder = load_config("tiny_cpu", []), Progress(2, "plain"), a_run(tmp_path / "a", steps=20)
+    asyncio.run(train._report(config, folder, progress, StopSignal(progress)))
+    assert capsys.readouterr().out.splitlines()[-2:] == ["healthy: learning, time", f"report: {folder}/report.html"]
+
+
 def test_a_report_that_fails_is_warned_of_and_fails_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = load_config("tiny_cpu", [])
     save_resolved(config, tmp_path / "config.yaml")
