@@ -66,6 +66,8 @@ def test_a_run_that_learns() -> None:
         ("entropy", "good", "healthy", lambda k: {"entropy": 0.8**k, "groups/all_correct": 0.9}),
         ("mismatch", "bad", "doctor mismatch", lambda k: {"mismatch/logprob_abs_mean": 0.06}),
         ("mismatch", "watch", "Updates are large", lambda k: {"kl/old_policy": 0.5}),
+        ("completions", "watch", "Completions grew from 19 to 99 tokens", lambda k: {"response/length_mean": 10 + 2 * k}
+         | {"reward/mean": 0.5 + 0.01 * (k % 2)}),
         ("completions", "watch", "are cut", lambda k: {"response/truncated_fraction": 0.9}),
         ("time", "watch", "0.5 s planned, 1 s measured", lambda k: {}),
     ],
@@ -87,6 +89,7 @@ def test_what_the_verdicts_depend_on() -> None:
     assert states(read_run(rows(bfloat16)))["mismatch"] == "bad"
     assert states(read_run(rows(bfloat16), dtype="bfloat16"))["mismatch"] == "good"
     assert "groups" not in states(read_run(rows(bfloat16), needs_differences=False))
+    assert "completions" not in states(read_run(rows(lambda k: {"response/length_mean": 10 + 2 * k})))  # reward rises
     losses = [{"step": k, "eval/loss": value, "grad_norm": 1.0} for k, value in enumerate([2.0, 1.0, 1.5, 2.5] * 5)]
     assert [(one.topic, one.state) for one in read_run(losses)] == [("learning", "bad")]
 
