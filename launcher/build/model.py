@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, make_tiny_model, tiny_shape
@@ -26,8 +27,13 @@ def starting_shape(config: RunConfig, *, off_cluster: bool = False) -> ModelShap
     named = NAMED.get(config.model.name or "")
     if off_cluster and named is not None and not (config.model.path or Path()).is_dir():
         return job_shape(config, named)
-    if config.model.path is not None:
-        return job_shape(config, read_shape(config.model.path, config.learner.model))
+    if (path := config.model.path) is not None:
+        if off_cluster and not path.is_dir():
+            raise ConfigError(
+                f"model.path={path}: there is no such folder here; for the plan, give a folder with the model's "
+                f"config.json, or set model.name to one of {', '.join(NAMED)}"
+            )
+        return job_shape(config, read_shape(path, config.learner.model))
     return job_shape(config, tiny_shape(_tiny(config)))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from launcher.preflight.subject import Finding, PreflightContext, problem, unchecked
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.sinks import mlflow
-from rl_megatron.observability.sinks.sink import SinkSettings, make_sink
+from rl_megatron.observability.sinks.sink import MissingPackageError, SinkSettings, make_sink
 from rl_megatron.observability.sinks.webhook import VARIABLE
 
 _VARIABLES = {"mlflow": mlflow.VARIABLE, "webhook": VARIABLE}
@@ -24,11 +24,14 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
     if VARIABLE in config.slurm.environment:
         yield problem(f"slurm.environment.{VARIABLE}: config.yaml would hold this secret; export it where you submit")
     for name in config.log.sinks:
-        variable = _VARIABLES.get(name)
-        if variable and variable not in subject.environment and subject.for_job and config.slurm.setup:
-            yield unchecked(f"{variable}, which slurm.setup may export")
+        variable, where = _VARIABLES.get(name), "slurm.setup" if config.slurm.setup else "the cluster"
+        may_export = subject.for_job and (config.slurm.setup or subject.off_cluster)
+        if variable and variable not in subject.environment and may_export:
+            yield unchecked(f"{variable}, which {where} may export")
             continue
         try:
             make_sink(name, settings)
+        except MissingPackageError as error:
+            yield unchecked(f"the package of log.sinks={name}") if subject.off_cluster else problem(str(error))
         except ConfigError as error:
             yield problem(str(error))

@@ -118,10 +118,14 @@ def make_sink(name: str, settings: SinkSettings) -> MetricSink:
     return sink
 
 
+class MissingPackageError(ConfigError):
+    """A sink's package is not installed on this machine."""
+
+
 def need_package(package: str, sink: str) -> None:
-    """Raises ConfigError with pip's command if a package of this project's extra ``sink`` is not installed."""
+    """Raises MissingPackageError with pip's command if a package of this project's extra ``sink`` is not installed."""
     if sys.modules.get(package) is None and find_spec(package) is None:
-        raise ConfigError(
+        raise MissingPackageError(
             f"log.sinks={sink} needs the package {package}, which is not installed; "
             f"install it with `pip install 'rl-megatron[{sink}]'` or remove {sink} from log.sinks"
         )

@@ -516,6 +516,15 @@ def test_the_webhook_of_a_job_is_exported_by_its_setup_and_not_by_its_configurat
     assert found("slurm.environment.RL_MEGATRON_WEBHOOK=https://x.org/") == ["problem"]
 
 
+def test_packages_and_secrets_of_the_cluster_are_not_checked_away_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RL_MEGATRON_WEBHOOK", raising=False)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sinks_module, "find_spec", lambda _: None)
+    config = load_config("tiny_cpu", ["log.sinks=wandb,webhook,nope"])
+    found = [one.kind for one in preflight.check(PreflightContext(config, for_job=True, off_cluster=True))]
+    assert found == ["unchecked", "unchecked", "problem"]
+
+
 # MLflow, by its client where it is installed.
 @pytest.fixture
 def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
