@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
-from rl_megatron.config.errors import closest_key
+from rl_megatron.config.errors import closest_key, did_you_mean
 from rl_megatron.config.sections.learner import COUNTS, layer_counts
 from rl_megatron.errors import ConfigError, download_hint
 from rl_megatron.models.named import NAMED
@@ -53,9 +53,11 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
 
 
 def closest_name(model: str) -> str:
-    """Returns ``" (did you mean 'x'?)"`` for the known model with the nearest name; empty if no name is near. A name
-    of the hub counts without its owner."""
-    return closest_key(model.rpartition("/")[2].lower(), NAMED)
+    """Returns ``" (did you mean 'x'?)"`` for up to three known models with longer names, or the one with the nearest;
+    empty if no name is near. A name of the hub counts without its owner."""
+    name = Path(model).name.lower()
+    longer = [known for known in NAMED if name and known.startswith(name)]
+    return did_you_mean(longer[:3]) or closest_key(name, NAMED)
 
 
 def model_shape(model: str, family: str | None = None) -> ModelShape:

@@ -161,6 +161,7 @@ def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.C
     [
         ("qwen3-30b", "qwen3-30b (did you mean 'qwen3-30b-a3b'?): no such folder; give a Hugging Face folder, a meg"),
         ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B (did you mean 'qwen3-30b-a3b'?): no such folder"),
+        ("gpt-oss", "gpt-oss (did you mean 'gpt-oss-20b' or 'gpt-oss-120b'?): no such folder"),
         ("kimi-k2", "kimi-k2 (a known model): no such folder"),
         ("away/x", "away/x: no such folder; give a Hugging Face or a megatron torch_dist checkpoint"),
     ],
