@@ -57,7 +57,7 @@ def _servers(subject: PreflightContext) -> Iterator[Finding]:
     given = {config.rollout.temperature, *config.eval.temperatures.values()}
     keys = server.batch_invariant, server.options, *given_to_servers(config).values()
     tuned = any(name.startswith(f"{engine.upper()}_") for name in environment)
-    if not (config.rollout.served and (any(keys) or tuned or config.rollout.top_p < 1 or given - {0.0, 1.0})):
+    if not (config.rollout.served and (any(keys) or tuned or config.rollout.limits or given - {0.0, 1.0})):
         return
     try:
         from launcher.servers.engines import KNOWN, engine_problems
@@ -144,8 +144,8 @@ def _check_ratio(config: RunConfig) -> Iterator[Finding]:
 
 
 def _limited(config: RunConfig) -> Iterator[Finding]:
-    """Notes ratios of tokens to the engine, which ``rollout.top_p`` makes too small."""
-    a, top_p = config.algorithm, config.rollout.top_p
+    """Notes ratios of tokens to the engine, which ``rollout.top_p`` and ``top_k`` make too small."""
+    a, limits = config.algorithm, "" if config.limits_are_shared else config.rollout.limits
     readers = {
         "algorithm.correction": a.correction.acts,
         f"algorithm.tokens.choose={a.tokens.choose}": a.tokens.choose == "second_moment",
@@ -153,10 +153,11 @@ def _limited(config: RunConfig) -> Iterator[Finding]:
         and (a.kl.placement, a.kl.importance_weighted, a.needs_top) == ("loss", True, False),
         f"algorithm.objective={a.objective}, if it reads rollout_logprobs": ":" in a.objective,
     }
-    if top_p < 1 and config.kind.samples and not a.pairs and (read := [key for key, reads in readers.items() if reads]):
+    if limits and config.kind.samples and not a.pairs and (read := [key for key, reads in readers.items() if reads]):
         yield note(
-            f"rollout.top_p={top_p:g}: the engine's log-probs are of the tokens that it keeps and the learner's of "
-            f"all, so ratios of tokens are too small by up to {top_p:g} in {', '.join(read)}; set rollout.top_p=1"
+            f"{limits}: the engine's log-probs are of the tokens that it keeps and the learner's of all, so ratios of "
+            f"tokens are too small by the probability of the rest in {', '.join(read)}; use "
+            "sampling masks (docs/engines.md), or set rollout.top_p=1 and rollout.top_k=0"
         )
 
 

@@ -43,10 +43,10 @@ def engine_problems(
         lacks = serving.lacks and f"the adapter of {adapter.name} {serving.lacks}"
         if why := sides[name].problem(given, device, server.dp) if name in sides else lacks:
             out.append(f"{serving.named(given)}: {why}")
-    if config.rollout.top_p < 1 and not adapter.renormalizes_top_p:
+    if (limits := config.rollout.limits) and not adapter.renormalizes_top_p:
         out.append(
-            f"rollout.top_p={config.rollout.top_p:g}: {adapter.name} computes log-probs before top_p is applied, so "
-            "importance ratios would be wrong; set rollout.top_p=1"
+            f"{limits}: {adapter.name} computes log-probs before it leaves tokens out, so importance ratios would be "
+            "wrong; set rollout.top_p=1 and rollout.top_k=0"
         )
     least, most = adapter.temperatures
     temperatures = {"rollout.temperature": config.rollout.temperature, **config.eval.temperatures}

@@ -195,7 +195,12 @@ class EnvironmentSampler(PolicySampler):
         """
         count, section = self.rollout.group_size, self.rollout
         members = [self._place(one.prompt, one.name(), i) for one in drawn for i in range(count)]
-        params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
+        params = self.params(
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            router_noise=section.router_noise,
+        )
         played = await self._play(members, params)
         parts = (played[first : first + count] for first in range(0, len(played), count))
         return [_answered(one.prompt, part) for one, part in zip(drawn, parts, strict=True)]

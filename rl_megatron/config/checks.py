@@ -130,21 +130,22 @@ def _layout_problems(c: RunConfig, role: str) -> Iterator[str]:
 
 
 def problems_of_limits(c: RunConfig) -> Iterator[str]:
-    """Ratios to the engine that top_p makes useless, of a sequence or the loss itself."""
-    a, one, top_p = c.algorithm, c.algorithm.correction, c.rollout.top_p
-    near_one = one.level == "sequence" and one.mode in {"mask", "band"} and one.low > top_p
+    """Ratios to the engine that top_p or top_k makes useless, of a sequence or the loss itself."""
+    a, one, least = c.algorithm, c.algorithm.correction, 0.0 if c.rollout.top_k else c.rollout.top_p
+    near_one = one.level == "sequence" and one.mode in {"mask", "band"} and one.low > least
     in_rewards = a.kl.coefficient > 0 and a.kl.placement != "loss"
     no_ratio = a.objective == "reinforce" and a.old_kl_limit is None and a.tokens.choose != "kl_cov" and not in_rewards
     readers = {
         f"algorithm.old_logprobs={a.old_logprobs}": a.old_logprobs != "learner" and not (a.pairs or no_ratio),
         f"algorithm.correction.level={one.level}": one.mode != "none" and (one.level == "product" or near_one),
     }
-    limited = top_p < 1 and c.kind.samples
+    limited = c.rollout.limits and c.kind.samples and not c.limits_are_shared
     for key in (key for key, reads in readers.items() if reads and limited):
         yield (
-            f"rollout.top_p={top_p:g} with {key}: the engine's log-probs are of the tokens that top_p keeps and the "
-            f"learner's of all, so each token's ratio is too small by up to {top_p:g}, and a sequence's by all of its "
-            "tokens'; set rollout.top_p=1, or algorithm.old_logprobs=learner without correction"
+            f"{c.rollout.limits} with {key}: the engine's log-probs are of the tokens that it keeps and the learner's "
+            "of all, so each token's ratio is too small by the probability of the rest, and a sequence's by that of "
+            "all its tokens; use sampling masks (docs/engines.md), or set rollout.top_p=1 and rollout.top_k=0, or "
+            "algorithm.old_logprobs=learner without correction"
         )
 
 

@@ -365,6 +365,12 @@ class RunConfig(Section):
         return feature_columns(self)
 
     @property
+    def limits_are_shared(self) -> bool:
+        """True if models compute log-probs over the tokens that sampling keeps, as the engine does."""
+        sides = (one for one in features().values() if one.logits is not None)
+        return any(asks(self) is not None for one in sides for asks in one.asks.values())
+
+    @property
     def one_by_one(self) -> bool:
         """True if servers get each completion of a group as its own request."""
         return self.rollout.served and self.train.max_staleness > 0

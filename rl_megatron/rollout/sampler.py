@@ -111,7 +111,12 @@ class RolloutSampler(PolicySampler):
         Raises RewardError that names the prompt if a reward fails and ``reward.on_error`` is ``fail``.
         """
         section = self.rollout
-        params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
+        params = self.params(
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            router_noise=section.router_noise,
+        )
         named = [(one.prompt, one.name()) for one in drawn]
         partials = {f"{name}: {one.prompt.id}": one.partials for one, (_, name) in zip(drawn, named, strict=True)}
         limit = section.completion_timeout_seconds

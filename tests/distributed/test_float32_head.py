@@ -123,6 +123,10 @@ def free(samples: Samples) -> Samples:
     return replace(samples, extra={})
 
 
+KEPT = SamplingParams(temperature=1.0, top_p=0.8, top_k=40, max_new_tokens=30, stop_token_ids=(), seed=0)
+PLAIN = replace(KEPT, top_p=1.0, top_k=0)
+
+
 def routes_main(rank: int, model: Path, folder: Path) -> None:
     """One rank: bad routes raise, and how far log-probs are from the engine's, with its routes and without."""
     torch.set_num_threads(1)
@@ -143,15 +147,22 @@ def routes_main(rank: int, model: Path, folder: Path) -> None:
                 [replace(samples, extra={"routes": bad(routes)})], CrossEntropy(), num_tokens=1, num_sequences=1
             )
     found = []
-    for sampled in (rollouts(shape, model), free(rollouts(shape, model))):
+    limited = rollouts(shape, model, torch.float32, KEPT, ("kept", "routes"))
+    for sampled in (rollouts(shape, model), free(rollouts(shape, model)), limited, free(limited)):
         said: Any = policy.score([sampled], frozenset({"logprobs"}))
         found.append((said["logprobs"][0] - sampled.rollout_logprobs)[sampled.mask].abs())
     torch.save(found, folder / "found.pt")
     world.destroy_process_groups()
 
 
-def rollouts(shape: ModelShape, model: Path) -> Samples:
-    """What the in-process engine samples with weights rounded to bfloat16, and the routes it took."""
+def rollouts(
+    shape: ModelShape,
+    model: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    params: SamplingParams = PLAIN,
+    columns: tuple[str, ...] = ("routes",),
+) -> Samples:
+    """What the in-process engine samples with weights rounded to ``dtype``, and the routes it took."""
     from safetensors.torch import load_file
 
     from rl_megatron.engines.local.engine import LocalEngine
@@ -159,11 +170,10 @@ def rollouts(shape: ModelShape, model: Path) -> Samples:
     engine = LocalEngine(shape, slots=64, dtype=torch.float32, device="cpu", max_length=64)
     weights = load_file(model / "model.safetensors")
     for name, tensor in engine.tensors.items():
-        tensor.copy_(weights[name].bfloat16())
-    params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=30, stop_token_ids=(), seed=0)
+        tensor.copy_(weights[name].to(dtype))
     prompts = [Prompt(id=str(i), text="", token_ids=tuple(range(i, i + 9)), answer="") for i in range(40)]
     asked = [
-        GenerationRequest(id=p.id, token_ids=p.token_ids, num_completions=2, params=params, columns=("routes",))
+        GenerationRequest(id=p.id, token_ids=p.token_ids, num_completions=2, params=params, columns=columns)
         for p in prompts
     ]
     return to_samples(
@@ -173,6 +183,8 @@ def rollouts(shape: ModelShape, model: Path) -> Samples:
 
 def test_bad_routes_raise_and_the_engines_bring_its_log_probs_nearer(tmp_path: Path) -> None:
     run_ranks(routes_main, 1, make_tiny_model(TINY, tmp_path / "models", seed=3), tmp_path)
-    replayed, unreplayed = torch.load(tmp_path / "found.pt")
+    replayed, unreplayed, kept, whole = torch.load(tmp_path / "found.pt")
     assert 0 < replayed.mean() < 0.7 * unreplayed.mean()
     assert replayed.max() < 0.3 * unreplayed.max()  # what is left is the weights' rounding
+    assert kept.max() < 1e-5  # over the tokens that the engine's sampling kept; and over the whole vocabulary:
+    assert whole.min() > 1e-2

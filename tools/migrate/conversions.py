@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tools.migrate.given import SKIP, NoCounterpart, ToSet
+from tools.migrate.given import SKIP, ToSet
 
 
 def not_negative(value: object) -> object:
@@ -21,13 +21,6 @@ def skip_unless_positive(value: object) -> object:
 def skip_null(value: object) -> object:
     """Leaves out null."""
     return SKIP if value is None else value
-
-
-def top_k_off(value: object) -> object:
-    """Accepts only values that do not limit sampling to the most probable tokens."""
-    if value is not None and int(str(value)) > 0:
-        raise NoCounterpart("sampling from the k most probable tokens is not in rollout; the log-probs would differ")
-    return SKIP
 
 
 def folder_name(value: object) -> object:

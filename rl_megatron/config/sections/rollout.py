@@ -229,6 +229,8 @@ class RolloutSection(Section):
     """Temperature of sampling, and of the learner's log-probs."""
     top_p: PositiveFraction = 1.0
     """Sample from the fewest most likely tokens whose probabilities add up to at least this (nucleus sampling)."""
+    top_k: NonNegative = 0
+    """Sample from this many most likely tokens; 0: from all. Applied before top_p."""
     max_prompt_tokens: Positive = 256
     """Longest prompt, in tokens."""
     max_new_tokens: Positive = 32
@@ -261,6 +263,12 @@ class RolloutSection(Section):
     slots: Positive = 512
     """Most sequences that an engine replica decodes together."""
     server: ServerSection = ServerSection()
+
+    @property
+    def limits(self) -> str:
+        """Returns the keys, with their values, that leave tokens out of sampling; empty if all can be sampled."""
+        found = {"top_p": self.top_p < 1, "top_k": self.top_k > 0}
+        return " and ".join(f"rollout.{name}={getattr(self, name):g}" for name, limits in found.items() if limits)
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ Decodes with continuous batching: each sequence takes a row of the cache until i
 and wait in order of arrival. Prompts are prefilled a block at a time. The completions of a prompt copy its keys and
 values. The first decoding step computes the last prompt token, so that the same code produces every sampled token.
 Active rows are always the first n: a step works on slices, and Python loops run over requests and blocks. They run
-over the sequences of a step only if they have stop texts.
+over the sequences of a step only if they have stop texts, or must return the tokens that sampling kept.
 
 A sequence has a place from its request until its completion is taken. The tables of its parameters and of its output
 are indexed by places. It has a row only while it decodes, and moves to another when gaps between rows are closed.
@@ -27,11 +27,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from rl_megatron.columns import Ragged
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.kv_cache import KVCache, PrefixCache
@@ -46,7 +48,7 @@ from rl_megatron.weights.layouts.layout import float32_in_files
 # Padded prompt tokens that are prefilled together: bounds a block's memory.
 MAX_PREFILL_TOKENS = 16384
 
-_ROUTES = "routes"
+_ROUTES, _KEPT = "routes", "kept"
 
 ROW_MULTIPLE = 8
 
@@ -317,6 +319,7 @@ class Decoding:
         self._out_logprobs = self._initial_sampling.new_zeros(places * width)
         self._out_routes: Tensor | None = None  # made with the first request for routes
         self._prompt_routes: dict[int, Tensor] = {}  # place -> routes of its prompt without its last token
+        self._kept: dict[int, list[NDArray[Any]]] = {}  # place -> ids [k] that each token was drawn from, if asked for
         self._lengths = self._initial.new_zeros(places)
         self._stopped = self._initial.new_zeros(places, dtype=torch.bool)
         self._clock = self._oldest = self._active = 0
@@ -365,8 +368,11 @@ class Decoding:
             greedy=greedy > 0,
             any_greedy=self._any_greedy,
             any_limit=self._any_limit,
+            any_kept=bool(self._kept),
         )
-        tokens, logprobs = choose_tokens(logits, self._uniforms.take(state[_OUT]), rows)
+        tokens, logprobs, kept = choose_tokens(logits, self._uniforms.take(state[_OUT]), rows)
+        if kept is not None:
+            self._keep(state[_OUT] // self._width, kept)
         self._out_tokens.scatter_(0, state[_OUT], tokens)
         self._out_logprobs.scatter_(0, state[_OUT], logprobs)
         if self._out_routes is not None and routes is not None:
@@ -381,6 +387,13 @@ class Decoding:
         if finished.any():
             self._retire(finished, stopped)
             self._admit()
+
+    def _keep(self, places: Tensor, kept: Ragged) -> None:
+        """Adds the tokens that each of these places' tokens was drawn from, where the request asks for them."""
+        own = np.split(kept.values.int().cpu().numpy(), kept.counts.cumsum(0)[:-1].cpu().numpy())
+        for place, ids in zip(places.tolist(), own, strict=True):
+            if place in self._kept:
+                self._kept[place].append(ids)
 
     def _completes_text(self, state: Tensor) -> Tensor:
         """Returns which active rows [n] bool have a stop text that their last token completes.
@@ -443,10 +456,19 @@ class Decoding:
                 logprobs=nats[end - length : end],
                 finish_reason="stop" if by_stop else "length",
                 spans=(Span(0, version),),
-                columns={} if its_routes is None else {_ROUTES: its_routes},
+                columns={**({} if its_routes is None else {_ROUTES: its_routes}), **self._kept_column(place)},
             )
-            for end, length, by_stop, its_routes in zip(accumulate(counts), counts, stopped, routes, strict=True)
+            for place, end, length, by_stop, its_routes in zip(
+                places.tolist(), accumulate(counts), counts, stopped, routes, strict=True
+            )
         ]
+
+    def _kept_column(self, place: int) -> dict[str, Ragged]:
+        """Returns the column of kept tokens of an ended sequence, if its request asks for it, and frees it."""
+        if (kept := self._kept.pop(place, None)) is None:
+            return {}
+        values = np.concatenate([np.zeros(0, np.int32), *kept])
+        return {_KEPT: Ragged(values, np.array([len(ids) for ids in kept], np.int32))}
 
     def _room(self, rows: int) -> Tensor:
         """Makes a buffer for the routes of ``rows`` tokens, [rows, layers with experts, k]."""
@@ -481,6 +503,9 @@ class Decoding:
         for one in requests:
             for place in one.places:
                 self._texts.pop(place, None)
+                self._kept.pop(place, None)
+                if _KEPT in one.request.columns:
+                    self._kept[place] = []
                 if one.request.params.stop:
                     self._texts[place] = one.request.params.stop
 
@@ -626,7 +651,8 @@ _MIX_2 = -0x6B2FB644ECCEEE15
 class RowSampling:
     """Sampling parameters of each row. ``greedy`` rows have temperature 1 here: their log-probs are the model's own.
 
-    ``any_greedy`` and ``any_limit`` are true if any row needs that work, so that a step need not read the tensors.
+    ``any_greedy``, ``any_limit`` and ``any_kept`` are true if any row needs that work, so that a step need not read the
+    tensors.
     """
 
     inverse_temperature: Tensor  # [n, 1] float32
@@ -636,6 +662,7 @@ class RowSampling:
     greedy: Tensor  # [n, 1] bool
     any_greedy: bool
     any_limit: bool  # any of top_p, top_k and min_p
+    any_kept: bool = False  # the tokens that these keep are returned
 
 
 def stream_keys(seeds: Tensor, completions: Tensor) -> Tensor:
@@ -653,8 +680,11 @@ def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
     return (bits & 0xFFFFFF).float().mul_(2.0**-24)
 
 
-def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Ragged | None]:
     """Draws tokens [n] int64, and returns them with their log-probs [n] under the distribution of the draw.
+
+    With ``any_kept`` it also returns the tokens of that distribution, most likely first. It has none for a row that is
+    greedy or without limits.
 
     ``logits`` [n, V] float32 are overwritten. Inverse-CDF sampling with ``uniform`` [n] in [0, 1). Greedy rows take
     the most likely token, with the model's log-prob at temperature 1.
@@ -663,20 +693,27 @@ def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[T
     cumulative = probabilities.cumsum(-1)
     tokens = _invert(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:])
     chosen = probabilities.gather(1, tokens)
+    kept = Ragged(tokens[:0, 0], torch.zeros_like(tokens[:, 0])) if rows.any_kept else None
     if rows.any_limit:
         cut = (rows.top_k < torch.inf) | (rows.min_p > 0)
         limited = (rows.top_p < 1) | cut
-        likely, mass_share = _draw_likely(probabilities, uniform.unsqueeze(1), rows, cut)
+        ordered, token_of_rank, last = _likely(probabilities, rows, cut)
+        likely, mass_share = _draw_likely(ordered, token_of_rank, last, uniform.unsqueeze(1))
         tokens, chosen = torch.where(limited, likely, tokens), torch.where(limited, mass_share, chosen)
+        if rows.any_kept:
+            inside = (ordered > 0) & (torch.arange(ordered.shape[1], device=last.device) <= last)
+            inside &= limited & ~rows.greedy
+            kept = Ragged(token_of_rank[inside], inside.sum(-1))
     if rows.any_greedy:
         best = logits.argmax(-1, keepdim=True)
         tokens = torch.where(rows.greedy, best, tokens)
         chosen = torch.where(rows.greedy, probabilities.gather(1, best), chosen)
-    return tokens.squeeze(1), chosen.squeeze(1).log_()
+    return tokens.squeeze(1), chosen.squeeze(1).log_(), kept
 
 
-def _draw_likely(probabilities: Tensor, uniform: Tensor, rows: RowSampling, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws from the fewest most likely tokens that reach a mass of top_p, renormalized (Holtzman et al., 2020).
+def _likely(probabilities: Tensor, rows: RowSampling, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns probabilities [n, V], most likely first, their tokens, and the rank [n, 1] of the last that is needed to
+    reach a mass of top_p (Holtzman et al., 2020).
 
     In rows that are ``cut`` [n, 1] it first applies min_p (arXiv:2407.01082) and top_k, renormalized: vLLM's order.
     """
@@ -684,8 +721,13 @@ def _draw_likely(probabilities: Tensor, uniform: Tensor, rows: RowSampling, cut:
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
     left = ordered.where((ordered >= rows.min_p * ordered[:, :1]) & (ranks < rows.top_k), 0.0)
     ordered = torch.where(cut, left / left.sum(-1, keepdim=True), ordered)
+    last = (ordered.cumsum(-1) < rows.top_p).sum(-1, keepdim=True).clamp_(max=probabilities.shape[1] - 1)
+    return ordered, token_of_rank, last
+
+
+def _draw_likely(ordered: Tensor, token_of_rank: Tensor, last: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws from the most likely tokens up to rank ``last``, renormalized."""
     cumulative = ordered.cumsum(-1)
-    last = (cumulative < rows.top_p).sum(-1, keepdim=True).clamp_(max=probabilities.shape[1] - 1)
     mass = cumulative.gather(1, last)
     rank = _invert(cumulative, uniform * mass)
     return token_of_rank.gather(1, rank), ordered.gather(1, rank) / mass

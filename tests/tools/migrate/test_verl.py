@@ -249,7 +249,6 @@ def test_losses_without_an_example(tmp_path: Path, arguments: tuple[str, ...], e
             f"{REJECTION}=token_k1 {REJECTION}_threshold=2 {REJECTION[:-2]}is=token",
             "a rejection is here without weights",
         ),
-        ("actor_rollout_ref.rollout.top_k=20", "sampling from the k most probable tokens"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=100", "1024 prompts of a step are not whole minibatches of 100"),
     ],
 )

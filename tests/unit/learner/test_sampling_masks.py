@@ -1,4 +1,5 @@
-"""Log-probs over kept tokens: those of float64's log-softmax of the logits that are left, with their gradients."""
+"""Log-probs over kept tokens: those of float64's log-softmax of the logits that are left, with their gradients; and
+what masks go with."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from launcher.preflight import sizes
+from launcher.preflight.subject import PreflightContext
 from rl_megatron.columns import Ragged
+from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError
 from rl_megatron.features.sampling_masks.learner import limit
 from rl_megatron.learner.heads import Limit, head_logprobs, logit_norms, token_logprobs
 from rl_megatron.learner.packed import PackedMicroBatch
@@ -98,3 +103,43 @@ def test_a_rank_without_a_kept_token_adds_nothing() -> None:
     found(logits, slice(0, 64))
     assert (logits == -1e30).all()
     assert limit(cast("PackedMicroBatch", SimpleNamespace(extra={})), 0) is None
+
+
+KEYS = ["rollout.top_p=0.9", "rollout.top_k=64", "rollout.sampling_masks=true"]
+
+
+@pytest.mark.parametrize("row", ["vespo", "topr", "grpo algorithm.correction.level=product"])
+def test_masks_end_the_refusals_of_limits(row: str) -> None:
+    name, *more = row.split()
+    keys = [f"algorithm={name}", *more, *(["algorithm.correction.mode=truncate"] if more else [])]
+    for limits in (KEYS[:1], KEYS[1:2]):
+        with pytest.raises(ConfigError, match=r"the engine's log-probs are of the tokens that it keeps"):
+            load_config("tiny_cpu", [*keys, *limits])
+    config = load_config("tiny_cpu", [*keys, *KEYS])
+    assert config.required_columns == {"kept": "rollout.sampling_masks=true"}
+
+
+def test_the_note_on_limits_falls_with_masks() -> None:
+    for keys, count in ((KEYS[:2], 1), (KEYS, 0)):
+        config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.kl.coefficient=0.01", *keys])
+        found = [
+            one.text for one in sizes.check_batches(PreflightContext(config, False)) if "sampling masks" in one.text
+        ]
+        assert len(found) == count
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["rollout.top_k=0"], "set rollout.top_k=512"),
+        (["rollout=vllm"], "no other engine is asked for masks"),
+        (["algorithm=gkd", "algorithm.kl.reference=tests"], "tokens that sampling may not have kept"),
+        (["algorithm=dpo"], "pairs have no ratio to the engine"),
+        (["algorithm=luffy"], "no engine sampled it"),
+        (["rollout.interrupt.earliest=2", "rollout.interrupt.text=end"], "what is interrupted takes two"),
+        (["environment.function=rl_megatron.environments.calculator:Calculator"], "requests of turns ask for no masks"),
+    ],
+)
+def test_what_masks_do_not_go_with_is_refused(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("tiny_cpu", [*KEYS, *keys])

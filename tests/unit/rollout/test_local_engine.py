@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
+from rl_megatron.columns import Ragged
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.local.engine import LocalEngine, RowSampling, choose_tokens, stream_keys, uniforms
@@ -85,6 +86,42 @@ def test_recorded_logprobs_equal_transformers(
             assert len(got.token_ids) == 12
             expected = logprobs_by_transformers(theirs, asked, got)
             torch.testing.assert_close(torch.tensor(got.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_kept_tokens_are_those_of_the_draw(theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, pushed: bool) -> None:
+    """Also of a completion in two parts; none where the whole vocabulary is kept."""
+    asked = [replace(one, columns=("kept",)) for one in ragged(num=3, top_p=0.9, top_k=9)]
+    others = [
+        request("unasked", (3, 4), top_p=0.9),
+        replace(request("greedy", (5,), temperature=0.0, top_k=9), columns=("kept",)),
+    ]
+    running, every = RunningBatch(make_engine(5), slots=5), [*asked, *others]
+
+    def push(number: int) -> Ended:  # the same weights again
+        if pushed and number % 5 == 4:
+            running.pause("recompute")
+            running.resume()
+        return []
+
+    done = drive(running, every, push)
+    for one in asked:
+        for got in done[one.id]:
+            kept, ids = got.columns["kept"], torch.tensor([[*one.token_ids, *got.token_ids.tolist()]])
+            assert isinstance(kept, Ragged)
+            assert kept.values.dtype == kept.counts.dtype == np.int32
+            assert kept.counts.max() <= 9
+            with torch.no_grad():
+                logits = theirs(ids).logits[0, len(one.token_ids) - 1 : -1].double()
+            for at, (row, token) in enumerate(zip(logits, got.token_ids.tolist(), strict=True)):
+                own = kept[at : at + 1].values.tolist()
+                assert own == row.topk(len(own)).indices.tolist()
+                mass = row[own].logsumexp(0)
+                assert got.logprobs[at] == pytest.approx(float(row[token] - mass), abs=1e-4)
+                assert token in own
+    assert "kept" not in done["unasked"][0].columns
+    (greedy,) = done["greedy"]
+    assert greedy.columns["kept"].counts.tolist() == [0] * len(greedy.token_ids)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("slots", [64, 2])
@@ -603,7 +640,7 @@ def test_frequencies_and_logprobs_follow_the_closed_form(temperature: float, top
 
     keys = stream_keys(torch.full((DRAWS,), 17), torch.arange(DRAWS))
     uniform = uniforms(keys, torch.zeros_like(keys))
-    tokens, logprobs = choose_tokens(LOGITS.repeat(DRAWS, 1), uniform, rows(DRAWS, temperature, top_p))
+    tokens, logprobs, _ = choose_tokens(LOGITS.repeat(DRAWS, 1), uniform, rows(DRAWS, temperature, top_p))
     torch.testing.assert_close(logprobs.double(), exact.log()[tokens], rtol=0, atol=1e-5)
     counts, expected = tokens.bincount(minlength=8)[kept], exact[kept] * DRAWS
     assert counts.sum() == DRAWS
@@ -625,9 +662,11 @@ def test_top_k_and_min_p_are_as_in_transformers(temperature: float, top_p: float
         left = warper(None, left)
     exact = left[0].softmax(-1)
     uniform = (torch.arange(DRAWS) + 0.5) / DRAWS  # each token as often as its probability says, to one draw
-    tokens, logprobs = choose_tokens(
-        LOGITS.repeat(DRAWS, 1), uniform, rows(DRAWS, temperature, top_p, top_k=top_k, min_p=min_p)
-    )
+    wanted = replace(rows(DRAWS, temperature, top_p, top_k=top_k, min_p=min_p), any_kept=True)
+    tokens, logprobs, kept = choose_tokens(LOGITS.repeat(DRAWS, 1), uniform, wanted)
+    assert kept is not None
+    for of_row in kept.values.split(kept.counts.tolist())[::997]:
+        assert sorted(of_row.tolist()) == exact.nonzero().flatten().tolist()
     torch.testing.assert_close(logprobs.double(), exact.log()[tokens], rtol=0, atol=1e-5)
     assert (tokens.bincount(minlength=8) - exact * DRAWS).abs().max() <= 1
 
@@ -637,11 +676,11 @@ def test_limits_of_one_row_change_no_bit_of_another() -> None:
     alone = choose_tokens(LOGITS.repeat(64, 1), uniform, mixed)
     mixed.top_k[::2] = 2.0
     beside = choose_tokens(LOGITS.repeat(64, 1), uniform, mixed)
-    assert [one[1::2].tolist() for one in beside] == [one[1::2].tolist() for one in alone]
+    assert [one[1::2].tolist() for one in beside[:2]] == [one[1::2].tolist() for one in alone[:2]]
 
 
 def test_greedy_takes_the_first_best_and_reports_the_models_logprob() -> None:
-    tokens, logprobs = choose_tokens(LOGITS.repeat(4, 1), torch.tensor([0.0, 0.3, 0.7, 0.999]), rows(4, greedy=True))
+    tokens, logprobs, _ = choose_tokens(LOGITS.repeat(4, 1), torch.tensor([0.0, 0.3, 0.7, 0.999]), rows(4, greedy=True))
     assert tokens.tolist() == [2] * 4
     torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[2].expand(4))
 
@@ -649,7 +688,7 @@ def test_greedy_takes_the_first_best_and_reports_the_models_logprob() -> None:
 def test_the_ends_of_the_unit_interval_never_hit_an_impossible_token() -> None:
     logits = torch.tensor([-math.inf, 3.0, -math.inf, 1.0, -math.inf]).repeat(2, 1)
     for top_p in (1.0, 0.999):
-        tokens, _ = choose_tokens(logits.clone(), torch.tensor([0.0, 1 - 2.0**-24]), rows(2, top_p=top_p))
+        tokens, *_ = choose_tokens(logits.clone(), torch.tensor([0.0, 1 - 2.0**-24]), rows(2, top_p=top_p))
         assert tokens.tolist() == [1, 3]
 
 
