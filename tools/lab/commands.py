@@ -53,7 +53,7 @@ def run(
         )
         return
     found = asyncio.run(run_cells(loaded, cells, retry=retry))
-    print(states_table(found))
+    print(states_table(loaded, found))
     if any(each.state is CellState.FAILED for each in found):
         raise typer.Exit(1)
 
@@ -73,7 +73,7 @@ def status(study: StudyFile, override: More = None) -> None:
     loaded = read_study(study, override or [])
     cells = study_cells(loaded)
     found = find_states(loaded, cells)
-    print(states_table(found))
+    print(states_table(loaded, found))
     for each in found:
         if each.state in {CellState.DONE, CellState.SPENT} and (line := describe_drift(each.cell)):
             print(f"note: {each.cell.name}: {line}")

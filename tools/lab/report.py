@@ -228,6 +228,7 @@ _UNITS = {
     "device_seconds": "process seconds",
     "flops": "FLOPs of training",
 }
+_PAIRS = range(2, 101)
 _POINTS = 60  # points of a fitted curve
 
 
@@ -301,17 +302,26 @@ def _panels(
     panels = [_results_panel(study, found, results, runs, drawn, style)]
     if results.differences:
         rows = [
-            [name, str(i.count if i else 0), number_text(i.value) if i else "-", _ends(i), _verdict(i)]
+            [
+                name,
+                str(i.count if i else 0),
+                number_text(i.value) if i else "-",
+                _ends(i),
+                _describe_difference(i, study.paired),
+            ]
             for name, i in results.differences.items()
         ]
-        how = "seed by seed, by Student's t" if study.paired else "of arms with seeds of their own, by Welch's interval"
-        notes = [f"Differences are taken {how}. Each interval is of one difference alone: of 20 zeros, one excludes 0."]
+        how = "seed by seed, by Student's t" if study.paired else "between arms, by Welch's interval"
+        notes = [
+            f"Differences are taken {how}. Intervals are not corrected for their number: if 20 differences were 0, "
+            "expect one interval to exclude 0."
+        ]
         if any(found is not None and found.all_equal for found in results.differences.values()):
             notes.append(
-                "Where all values are equal, as where a metric has few levels, their spread says nothing of the next "
-                "seed's: there is no interval, and nothing is said of 0."
+                "If all values are equal, for example because a metric has few levels, there is no interval: their "
+                "spread does not predict the next seed."
             )
-        columns = ["Difference", "Pairs" if study.paired else "Runs", "Value", "95 % interval", "Excludes 0"]
+        columns = ["Difference", "Pairs" if study.paired else "Runs", "Value", "95 % interval", "In words"]
         panels.append(Panel(title="Differences", notes=notes, columns=columns, rows=rows))
     panels.append(_fits_panel(study, results, [chart for name, chart in drawn.items() if name.startswith("fit ")]))
     return panels
@@ -342,7 +352,7 @@ def _results_panel(
         mean = number_text(interval.value) if interval else "-"
         mine = [list(run.spent())[-1] for run in runs if run.standing.cell.arm == arm and run.counted]
         spent = [_mean([s[name] for s in mine]) for name in SPENT]
-        rows.append([arm, str(len(by_seed)), mean, _ends(interval), each_one or "-", *spent])
+        rows.append([arm, str(len(by_seed)), mean, _ends(interval, study.evaluation.limits), each_one or "-", *spent])
     columns = ["Arm", "Runs", "Mean", "95 % interval", "Each run", "Tokens", "Process seconds", "FLOPs of training"]
     return Panel(
         title="Results",
@@ -370,9 +380,9 @@ def _remark(study: Study, results: StudyResults, each: CellStanding, measured: S
 def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) -> Panel:
     rows, refused = [], []
     for arm, each in results.fits.items():
-        cells = ["refused", *["-"] * (len(NAMES) - 1)]
+        cells = ["no fit", *["-"] * (len(NAMES) - 1)]
         if each.refused:
-            refused.append(f"{arm}: refused, as {each.refused}.")
+            refused.append(f"{arm}: no fit ({each.refused}).")
         if each.fit is not None:
             cells = [
                 f"{number_text(i.value)}" + (" (bound)" if name in each.fit.at_bound else f" ({_ends(i)})")
@@ -381,7 +391,7 @@ def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) ->
         rows.append([arm, *cells])
     notes = [
         f"R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B) (ScaleRL), C in {_UNITS[study.evaluation.compute]}; 95 % intervals "
-        "are studentised over seeds. A fit that the data cannot carry is refused.",
+        "are by Student's t over seeds. An arm has no fit if its runs cannot determine one.",
         *refused,
     ]
     return Panel(title="Fits", notes=notes, columns=["Arm", *NAMES], rows=rows, charts=charts)
@@ -393,18 +403,28 @@ def _mean(values: Sequence[float | None]) -> str:
     return number_text(sum(known) / len(known)) if known and len(known) == len(values) else "-"
 
 
-def _ends(interval: Interval | None) -> str:
+def _ends(interval: Interval | None, limits: tuple[float, float] | None = None) -> str:
+    """Returns the ends of an interval, cut at the ``limits`` of the metric."""
     if interval is None or interval.low is None or interval.high is None:
         return "-"
     if interval.all_equal:
         return f"none: all {interval.count} are equal"
-    return f"{number_text(interval.low)} to {number_text(interval.high)}"
+    least, most = limits or (-math.inf, math.inf)
+    return f"{number_text(max(interval.low, least))} to {number_text(min(interval.high, most))}"
 
 
-def _verdict(interval: Interval | None) -> str:
-    if interval is None or interval.low is None or interval.all_equal:
+def _describe_difference(interval: Interval | None, paired: bool) -> str:
+    """Returns what a reader may conclude: higher, lower, or the number of pairs that would show such a difference."""
+    if interval is None or interval.low is None or interval.high is None or interval.all_equal:
         return "-"
-    return "yes" if interval.excludes_zero else "no"
+    if interval.excludes_zero:
+        return "higher" if interval.value > 0 else "lower"
+    if not paired or interval.value == 0:
+        return "no difference seen"
+    spread = (interval.high - interval.value) * math.sqrt(interval.count) / t_quantile(interval.count - 1)
+    pairs = next((n for n in _PAIRS if t_quantile(n - 1) * spread <= abs(interval.value) * math.sqrt(n)), None)
+    enough = f"about {pairs}" if pairs else f"more than {_PAIRS[-1]}"
+    return f"no difference seen; {enough} pairs would show one of this size"
 
 
 def _results_csv(results: StudyResults, found: Sequence[CellStanding], runs: Sequence[CellRun]) -> str:
@@ -521,13 +541,11 @@ def find_fit_problem(curves: Sequence[SeedCurve], limits: tuple[float, float] | 
             return f"compute spans {span:.1f}x; it must span {LEAST_SPAN:g}x or more"
     fit = fit_sigmoid(curves, limits)
     if not _bends(curves, fit):
-        return "it has not bent: a straight line in the logarithm of compute fits as well"
+        return "no bend yet: a straight line in the logarithm of compute fits as well"
     last = max(float(curve.compute.max()) for curve in curves)
     share = float(_share(fit.parameters[2], np.log(fit.parameters[3]), np.log(last)))
     if share < _LEAST_SHARE:
-        return (
-            f"it has not bent: at the last point {share:.0%} of the fitted rise are done; {_LEAST_SHARE:.0%} are needed"
-        )
+        return f"no bend yet: at the last point {share:.0%} of the fitted rise is done; {_LEAST_SHARE:.0%} is needed"
     if {"B", "Cmid"} & set(fit.at_bound):
         return f"B = {fit.parameters[2]:.3g} or Cmid = {fit.parameters[3]:.3g} is at its bound: a step or a flat line"
     if len(curves) > 1 and fit.covariance is None:

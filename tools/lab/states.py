@@ -72,7 +72,8 @@ class CellStanding:
         """Returns the cell's line of a table."""
         value = "-" if self.value is None else f"{self.value:.4g}"
         steps = f"{self.step}/{self.cell.config.train.steps}"
-        text = f"{self.state:<8} {steps:>9} {value:>9} {self.seconds / 60:>7.1f}  {self.cell.name}"
+        minutes = f"{self.seconds / 60:.1f}" if self.seconds else "-"  # known once a start has ended
+        text = f"{self.state:<8} {steps:>9} {value:>9} {minutes:>7}  {self.cell.name}"
         return f"{text}\n         {self.reason}" if self.reason else text
 
 
@@ -156,9 +157,9 @@ def describe_drift(cell: Cell) -> str:
     )
 
 
-def states_table(found: Sequence[CellStanding]) -> str:
+def states_table(study: Study, found: Sequence[CellStanding]) -> str:
     """Returns a table for the terminal: a line for each cell, with the reason below a failed one, and the counts."""
-    head = f"{'state':<8} {'step':>9} {'value':>9} {'minutes':>7}  run"
+    head = f"{'state':<8} {'step':>9} {'value':>9} {'minutes':>7}  run (value: {study.evaluation.metric})"
     return "\n".join([head, *(each.line() for each in found), counts(found)])
 
 

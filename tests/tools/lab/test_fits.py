@@ -127,10 +127,10 @@ LOG = 0.2 + 0.1 * np.log(COMPUTE)
     [
         (COMPUTE[10:40], sigmoid(COMPUTE[10:40], *TRUTH), r"^compute spans 3\.6x; it must span 4x or more"),
         (COMPUTE[::10], sigmoid(COMPUTE[::10], *TRUTH), r"^a run has 4 values; a fit of 4 parameters needs 6"),
-        (COMPUTE, LOG, r"^it has not bent: a straight line in the logarithm"),
-        (COMPUTE, 0.05 * COMPUTE**0.6, r"^it has not bent: at the last point \d+% of the fitted rise are done; 75%"),
-        (COMPUTE, sigmoid(COMPUTE, 0.1, 0.8, 1.5, 60.0), r"^it has not bent: at the last point"),
-        (COMPUTE, np.full(40, 0.3), r"^it has not bent: a straight line"),
+        (COMPUTE, LOG, r"^no bend yet: a straight line in the logarithm"),
+        (COMPUTE, 0.05 * COMPUTE**0.6, r"^no bend yet: at the last point \d+% of the fitted rise is done; 75%"),
+        (COMPUTE, sigmoid(COMPUTE, 0.1, 0.8, 1.5, 60.0), r"^no bend yet: at the last point"),
+        (COMPUTE, np.full(40, 0.3), r"^no bend yet: a straight line"),
     ],
 )
 def test_a_fit_is_refused_where_the_data_cannot_carry_it(compute: np.ndarray, reached: np.ndarray, why: str) -> None:

@@ -331,7 +331,9 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     states = ["done", "running", "spent", "stopped", "stopped", "failed", "waiting"]
     assert [each.state.value for each in found] == states
     assert [each.value for each in found] == [0.5, 0.25, 0.25, 0.25, 0.25, None, None]
-    text = states_table(found)
+    text = states_table(study, found)
+    assert text.splitlines()[0].endswith("run (value: eval/accuracy)")
+    assert f"running        1/2      0.25       -  {found[2 - 1].cell.name}" in text
     assert "status 1: error: no" in text
     assert text.endswith("7 cells: 1 done, 1 spent, 1 running, 1 failed, 2 stopped, 1 waiting")
     task = {"pid": 0, "began": "", "starts": 1, "seconds": 0.0, "granted": None, "task": "12_0"}  # as 0.3.0 wrote it
@@ -522,18 +524,31 @@ def test_results_are_those_of_the_rows(
     assert list(document["differences"]) == [*(f"{arm} - moe grpo" for arm in ARMS[1:]), "interaction"]
 
     fits = document["fits"]
-    assert fits["moe gspo"]["refused"].startswith("it has not bent")
+    assert fits["moe gspo"]["refused"].startswith("no bend yet")
     assert fits["dense gspo"]["parameters"]["A"]["value"] == pytest.approx(0.7, abs=0.03)
 
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", page))
     assert f"{cells[12].name} (failed at step 8 of {STEPS}: error: &lt;no price&gt;)" in text
     assert f"{cells[15].name} (waiting)" in text
-    assert "moe gspo: refused, as it has not bent" in text
+    assert "moe gspo: no fit (no bend yet" in text
     assert len(re.findall(r'<th><span class="runname s\d">[a-z]+-[a-z]+-s\d-', page)) == 15
     assert page.count('type="checkbox"') == 4, "a color an arm"
     charts = Page(tmp_path / "out" / "report.html").charts()
     for title in ("eval/accuracy", "dense gspo: eval/accuracy by RL steps"):
         assert any("low" in line for line in charts[title]["series"]), "a band"
+
+
+def test_a_difference_is_put_in_words(tmp_path: Path) -> None:
+    """Of two seeds: an arm that is higher, and one that differs by 0 and 0.06, for which 11 pairs give ± 0.028."""
+    results = {"base": [0.1, 0.2], "high": [0.5, 0.601], "low": [0.0, 0.1001], "near": [0.1, 0.26]}
+    axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(results, 1)]}
+    read = study_of(tmp_path, axes=axes, seeds=[0, 1], overrides=["train.steps=2"])
+    cells = study_cells(read)
+    for cell in cells:
+        recorded(cell, np.array([0.0, results[cell.arm][cell.seed]]))
+    page = write_study_report(read, cells, tmp_path / "report.html").read_text()
+    for words in ("higher", "lower", "no difference seen; about 11 pairs would show one of this size", "0 to 0.7853"):
+        assert re.search(rf"<td[^>]*>{words}</td>", page), words
 
 
 def test_a_study_without_a_step_says_what_to_do(tmp_path: Path) -> None:
@@ -603,7 +618,7 @@ def test_equal_differences_have_no_interval_and_the_page_says_so(tmp_path: Path)
     found = json.loads((tmp_path / "results.json").read_text())["differences"]["high - low"]
     assert (found["value"], found["low"], found["high"]) == (pytest.approx(0.1), None, None)
     assert "none: all 2 are equal" in page
-    assert "their spread says nothing of the next" in page
+    assert "their spread does not predict the next" in page
     low = next(row for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL) if "high - low" in row)
     assert "<td>-</td>" in re.sub(r"\s|class=\S+", "", low), low
 
@@ -642,7 +657,7 @@ def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
     why = "Without a value of eval/accuracy, so not in means, differences and fits"
     assert f"{why}: {mute.name} (done at step 4 of 4)" in notes
     assert whole.name not in " ".join(notes)
-    assert "mute: refused, as no run has values to fit." in notes
+    assert "mute: no fit (no run has values to fit)." in notes
     results = json.loads((tmp_path / "results.json").read_text())
     cells = [(each["state"], each["result"]) for each in results["cells"]]
     assert cells == [("spent", 0.2), ("done", None), ("done", 0.3)]
@@ -675,7 +690,7 @@ def test_a_run_whose_last_value_is_not_finite_has_no_result(tmp_path: Path, last
     notes = re.findall(r'<p class="note">([^<]*)', page)
     why = "Without finite last values of eval/accuracy, so not in means, differences and fits"
     assert f"{why}: {diverged.name} (done at step {STEPS} of {STEPS})" in notes
-    assert "diverged: refused, as no run has values to fit." in notes
+    assert "diverged: no fit (no run has values to fit)." in notes
     found = json.loads((tmp_path / "results.json").read_text())
     assert [each["result"] for each in found["cells"]] == [None, pytest.approx(values[-last:].mean())]
     assert found["fits"]["whole"]["refused"] is None
