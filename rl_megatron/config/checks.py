@@ -18,7 +18,7 @@ from rl_megatron.feature import role_models
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
 
-_RENDERED = "an environment's messages are rendered as a conversation, and a task's text is what it begins with; set"
+_RENDERED = "the environment renders the conversation itself, and begins it with the text of the task; set"
 
 
 def problems_of_options(c: RunConfig) -> Iterator[str]:
@@ -27,17 +27,17 @@ def problems_of_options(c: RunConfig) -> Iterator[str]:
 
 
 def problems_of_servers(c: RunConfig) -> Iterator[str]:
-    """A folder of weights that not all ranks see, and degrees of servers that do not fit each other."""
+    """Yields an error for a folder of weights that some ranks do not see, and for degrees of servers that conflict."""
     server = c.rollout.server
     folder = c.weights.folder
     if c.rollout.served and c.slurm.engines.nodes and folder and folder.is_relative_to(NODE_MEMORY):
         yield (
-            f"weights.folder={folder} is in each node's own memory, and the learner's ranks cannot write it "
-            f"on slurm.engines.nodes={c.slurm.engines.nodes}; give a folder that all nodes see, or leave it out"
+            f"weights.folder={folder} is in the memory of each node, and the learner's ranks cannot write to "
+            f"slurm.engines.nodes={c.slurm.engines.nodes}; give a folder that all nodes see, or leave it out"
         )
     if server.ep not in {1, whole := server.tp * server.dp}:
         yield (
-            f"rollout.server.ep={server.ep}: engines spread experts over all of a stage's GPUs or over none; set "
+            f"rollout.server.ep={server.ep}: an engine spreads experts over all GPUs of a stage or over none; set "
             f"rollout.server.ep=tp*dp={whole}, or 1"
         )
     if server.ranks % (server.nodes or 1):
@@ -48,7 +48,7 @@ def problems_of_servers(c: RunConfig) -> Iterator[str]:
 
 
 def problems_of_batches(c: RunConfig) -> Iterator[str]:
-    """Minibatches of more parts than a step has, and sequences or pairs that fit no micro-batch."""
+    """Yields an error for more minibatches than parts of a step, and for sequences longer than a micro-batch."""
     parts, named = c.parts_of_minibatches
     if c.kind.samples and parts < c.train.minibatches:
         yield (
@@ -74,7 +74,7 @@ def problems_of_batches(c: RunConfig) -> Iterator[str]:
 
 
 def problems_of_groups(c: RunConfig) -> Iterator[str]:
-    """Groups that give no gradient, and groups that dynamic sampling would drop although they give one."""
+    """Yields an error if no group gives a gradient, or if dynamic sampling drops groups that give one."""
     a, r = c.algorithm, c.rollout
     size = r.group_size + (a.demonstration_gamma is not None)
     levels = {f"algorithm.{key}={getattr(a, key)}" for key in ("advantage_mean", "advantage_std")}
@@ -97,8 +97,8 @@ def problems_of_groups(c: RunConfig) -> Iterator[str]:
         )
     if r.dynamic_sampling != "off" and a.taught_by_equal:
         yield (
-            f"rollout.dynamic_sampling={r.dynamic_sampling} drops groups of equal rewards, from which "
-            f"{', '.join(a.taught_by_equal)} learns too; set rollout.dynamic_sampling=off"
+            f"rollout.dynamic_sampling={r.dynamic_sampling} drops groups of equal rewards, but "
+            f"{', '.join(a.taught_by_equal)} learns from them too; set rollout.dynamic_sampling=off"
         )
     elif r.dynamic_sampling != "off" and size == 1 and not of_turns and (a.levels_equal or not a.own_decides):
         yield (
@@ -108,7 +108,7 @@ def problems_of_groups(c: RunConfig) -> Iterator[str]:
 
 
 def check_separate_roles(c: RunConfig) -> Iterator[str]:
-    """Layouts of roles with ranks of their own."""
+    """Yields the problems of the layouts of roles with separate ranks."""
     for role in c.roles.layouts:
         yield from _layout_problems(c, role)
 
@@ -117,12 +117,12 @@ def _layout_problems(c: RunConfig, role: str) -> Iterator[str]:
     """Yields the problems of a role's own layout that the learner's layout does not have."""
     if role not in separate(c) and role not in ("critic", "reference"):
         yield (
-            f"roles.layouts.{role}: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "
-            f"has this role; allowed: {', '.join(role_models(c)) or 'none'}"
+            f"roles.layouts.{role}: no teacher of algorithm.kl.teachers or reward_models with its own ranks has "
+            f"this role; allowed: {', '.join(role_models(c)) or 'none'}"
         )
     elif role not in separate(c):
         yield (
-            f"roles.layouts.{role}, but roles.{role}=learner: the learner's ranks hold such a {role}, in their layout; "
+            f"roles.layouts.{role}, but roles.{role}=learner: the {role} is on the learner's ranks, in their layout; "
             f"set roles.{role}=separate, or leave roles.layouts.{role} out"
         )
     known = set(option_problems(c.learner))
@@ -130,7 +130,7 @@ def _layout_problems(c: RunConfig, role: str) -> Iterator[str]:
 
 
 def problems_of_limits(c: RunConfig) -> Iterator[str]:
-    """Ratios to the engine that top_p or top_k makes useless, of a sequence or the loss itself."""
+    """Yields an error if ``top_p`` or ``top_k`` makes ratios of learner to engine useless."""
     a, one, least = c.algorithm, c.algorithm.correction, 0.0 if c.rollout.top_k else c.rollout.top_p
     near_one = one.level == "sequence" and one.mode in {"mask", "band"} and one.low > least
     in_rewards = a.kl.coefficient > 0 and a.kl.placement != "loss"
@@ -150,7 +150,7 @@ def problems_of_limits(c: RunConfig) -> Iterator[str]:
 
 
 def problems_of_rewards(c: RunConfig) -> Iterator[str]:
-    """Rewards without a weight, or without parts where these are compared, and groups too small for a best of."""
+    """Yields an error for rewards without a weight or parts to compare, and for groups too small for best_of."""
     yield from _missing_rewards(c)
     a, size = c.algorithm, c.rollout.group_size
     for key, section in source_rewards(c.data, c.reward, c.environment).items():
@@ -159,31 +159,31 @@ def problems_of_rewards(c: RunConfig) -> Iterator[str]:
         if not section.parts:
             yield (
                 f"algorithm.advantage_of=parts with {key}.function={section.function}: this reward has no parts to "
-                f"compare; name several in {key}.parts, or set advantage_of=sum"
+                f"compare; give several in {key}.parts, or set advantage_of=sum"
             )
         if isinstance(section.on_error, float):
             yield (
-                f"algorithm.advantage_of=parts with {key}.on_error={section.on_error:g}: that number is of the sum, "
-                f"and a completion whose reward failed has no parts; set {key}.on_error=drop or fail"
+                f"algorithm.advantage_of=parts with {key}.on_error={section.on_error:g}: that number replaces "
+                f"the sum, and a completion with a failed reward has no parts; set {key}.on_error=drop or fail"
             )
     least = a.best_of + (not a.leave_one_out) - (a.demonstration_gamma is not None)
     if c.kind.samples and a.best_of > 1 and size < least:
         yield (
             f"algorithm.best_of={a.best_of} with rollout.group_size={size} and leave_one_out="
-            f"{str(a.leave_one_out).lower()}: a group has no two bests to compare, so nothing would be trained; set "
+            f"{str(a.leave_one_out).lower()}: a group has nothing to compare, so nothing is trained; set "
             f"rollout.group_size={least} or more, or lower algorithm.best_of"
         )
 
 
 def _missing_rewards(c: RunConfig) -> Iterator[str]:
-    """Rewards without a weight, where no other model judges either."""
+    """Yields an error for rewards without a weight if no other model scores completions either."""
     kl = c.algorithm.kl
     compared = c.algorithm.needs_top or (kl.coefficient > 0 and kl.placement != "loss")
     if compared and kl.has_teacher:
         return
-    why, instead = "no KL is part of the reward", "algorithm.kl (algorithm=distill and gkd do)"
+    why, instead = "no KL is part of the reward", "algorithm.kl, as algorithm=distill and gkd do"
     if compared:
-        why = "the policy is compared with itself as training begins, so nothing would be trained"
+        why = "the policy is its own reference when training begins, so nothing is trained"
         instead = "algorithm.kl.reference to a teacher's folder, or algorithm.kl.teachers"
     keys = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
     for key, section in keys.items():
@@ -195,8 +195,8 @@ def _missing_rewards(c: RunConfig) -> Iterator[str]:
 
 
 def problems_of_environments(c: RunConfig) -> Iterator[str]:
-    """Functions that have left the package, texts that a template rendered already, and turns without an environment;
-    demonstrations that are named twice."""
+    """Yields an error for removed functions, prompts that are already rendered, lengths and turns that do not fit the
+    environment, and demonstrations that are named twice."""
     for key, one in c.environments.items():
         if text := describe_replacement("environment.function", one.function):
             yield f"{key}.function={one.function!r}: must be {text}"
@@ -205,25 +205,25 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
     if c.kind.samples and buffer >= max(1, most):
         limit = "environment.max_tokens" if "environment" in c.training_environments else "rollout.max_new_tokens"
         yield (
-            f"algorithm.overlong_buffer={buffer:g} is not below {limit}={most}: every length would have a penalty; "
-            "lower the first (below 1 it is a share, as 0.2), or raise the other"
+            f"algorithm.overlong_buffer={buffer:g} is not below {limit}={most}: every length would get a penalty; "
+            "lower the first (below 1 it is a share, for example 0.2), or raise the second"
         )
     in_steps = any(one.steps for one in (c.reward, *c.source_rewards.values()))
     if c.algorithm.credit == "turn" and not in_steps and not c.training_environments:
         yield (
-            "algorithm.credit=turn: without environment.function, and without reward.steps=true, a completion is one "
-            "turn, for which it is credit=completion; set that, or one of the two"
+            "algorithm.credit=turn without environment.function or reward.steps=true: a completion is one turn; set "
+            "algorithm.credit=completion, or one of these two keys"
         )
     for key, source in data_sources(c.data).items() if c.algorithm.demonstration_gamma is not None else ():
         if isinstance(source, FileKeys) and source.fields["demonstration"] == source.answer_field:
             yield (
-                f"{key}.fields.demonstration={source.fields['demonstration']!r} is {key}.fields.answer, which is the "
-                "demonstration where none is named; leave it out"
+                f"{key}.fields.demonstration={source.fields['demonstration']!r} is {key}.fields.answer, "
+                "the default; leave it out"
             )
 
 
 def _rendered(c: RunConfig) -> Iterator[str]:
-    """Problems whose texts a chat template rendered, in an environment, which renders them itself."""
+    """Yields an error if a chat template renders problems before an environment does so."""
     for name, one in c.eval.sets.items():
         if one.environment is None:
             continue
@@ -245,14 +245,14 @@ def _rendered(c: RunConfig) -> Iterator[str]:
 
 
 def problems_of_keeping(c: RunConfig) -> Iterator[str]:
-    """Checkpoints that are written at other steps than evaluations, and profiles of steps that are not."""
+    """Yields an error if checkpoints and evaluations are at different steps, or a profile is after the last step."""
     every = c.checkpoint.every
     if c.checkpoint.keep_best and every and c.eval.mode == "blocking" and (not c.eval.every or every % c.eval.every):
         yield (
             f"checkpoint.keep_best={c.checkpoint.keep_best} compares eval/accuracy, which is measured every "
-            f"eval.every={c.eval.every} steps, but checkpoints are written every checkpoint.every={every}; make this a "
-            "multiple of that"
+            f"eval.every={c.eval.every} steps, but checkpoints are written every checkpoint.every={every} steps; make "
+            "the second a multiple of the first"
         )
     steps = c.profile.steps
     if steps and max(steps) > c.train.steps and c.written_epochs is None:
-        yield f"profile.steps has {max(steps)}, but train.steps={c.train.steps}; leave out later ones"
+        yield f"profile.steps has {max(steps)}, but train.steps={c.train.steps}; leave out the later steps"

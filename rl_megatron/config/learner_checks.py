@@ -35,70 +35,70 @@ _LOW_MOMENTS = On("learner.optimizer.moments_dtype", "bfloat16")
 _ROWS: Sequence[Rule] = (
     *excluded(_KERNELS,
         (_ON_CPU, "its kernels need GPUs", "set learner.dispatcher=alltoall"),
-        (On("learner.dtype", "float32"), "its kernels send bfloat16", "set learner.dtype=bfloat16"),
-        ((On("learner.ep", 1), On("learner.dims.etp", 1, "learner.etp")), "no token leaves its rank", _OUT)),
+        (On("learner.dtype", "float32"), "its kernels send only bfloat16", "set learner.dtype=bfloat16"),
+        ((On("learner.ep", 1), On("learner.dims.etp", 1, "learner.etp")), "every token stays on its rank", _OUT)),
     *excluded(On("learner.deterministic", True),
         (_KERNELS, "its kernels have no deterministic mode", "set learner.dispatcher=alltoall")),
     *(Excludes(one=one, other=_NO_EXPERTS, where="shape", why="the model has no experts", fix=_OUT)
       for one in (_KERNELS, On("learner.router.frozen", True))),
     Excludes(one=On("learner.gradient_dtype", "bfloat16"), other=On("learner.dtype", "float32"),
-             why="gradients are as precise as parameters, or more", fix="set learner.dtype=bfloat16, or leave it out"),
+             why="gradients need the precision of parameters", fix="set learner.dtype=bfloat16, or leave it out"),
     Excludes(one=On("learner.layers", "transformer_engine"), other=(On("learner.cp", Above(1)),
-             On("learner.dtype", "float32")), why="under context parallelism TransformerEngine has attention kernels "
+             On("learner.dtype", "float32")), why="with context parallelism TransformerEngine has attention kernels "
              "for half precision only", fix="set learner.dtype=bfloat16, or learner.layers=auto, which then uses "
              "torch's layers"),
     Excludes(one=On("learner.recompute.uniform"), other=On("learner.recompute.parts", Not(())),
-             why="whole layers leave nothing else to recompute", fix=_TWO),
+             why="uniform already recomputes whole layers", fix=_TWO),
     Excludes(one=On("learner.vpp", Above(1)), other=On("learner.pp", 1), why="chunks need a pipeline",
              fix="set learner.vpp=1 or learner.pp >= 2"),
     Excludes(one=On("learner.padding.sequences"), other=On("learner.padding.tokens", UNSET), why="micro-batches would "
-             "still have any number of positions", fix="set both, or leave it out"),
+             "still have any number of positions", fix="set both, or neither"),
     Excludes(one=On("learner.recompute.parts", Has("mla_up_proj")), other=_OWN_LAYERS, fix=_OUT,
-             why="layers of your own recompute what they choose"),
+             why="custom layers choose what they recompute"),
     *excluded(On("learner.offload.optimizer", Above(0)),
-        (_ON_CPU, "its state is in the host's memory already", _OUT),
-        (On("learner.optimizer.name", Not("adamw")), "megatron-core can do this with AdamW alone", "set it to adamw"),
-        (On("learner.dtype", Not("bfloat16")), "megatron-core can do this beside bfloat16 parameters alone",
+        (_ON_CPU, "its state is already in host memory", _OUT),
+        (On("learner.optimizer.name", Not("adamw")), "megatron-core can do this only with AdamW", "set it to adamw"),
+        (On("learner.dtype", Not("bfloat16")), "megatron-core can do this only with bfloat16 parameters",
          "set learner.dtype=bfloat16")),
-    *excluded(On("learner.offload.while_sampling"), (_ON_CPU, "there is no GPU to leave", _OUT)),
+    *excluded(On("learner.offload.while_sampling"), (_ON_CPU, "there is no GPU memory to free", _OUT)),
     *(row for half, parts in HALVES.items() for row in excluded(On("learner.offload.activations", Has(half)),
-        (_ON_CPU, "there is no GPU to leave", _OUT),
-        (On("learner.recompute.uniform"), "layers that are computed again keep their inputs alone", _TWO),
-        *((On("learner.recompute.parts", Has(part)), "what is computed again is a part of what would be moved", _TWO)
+        (_ON_CPU, "there is no GPU memory to free", _OUT),
+        (On("learner.recompute.uniform"), "recomputed layers keep only their inputs", _TWO),
+        *((On("learner.recompute.parts", Has(part)), "it recomputes a part of what would be offloaded", _TWO)
           for part in parts),
-        (_FLOAT8, "layers keep copies of weights in float8 among activations, which would be moved too", _TWO),
-        (_OWN_LAYERS, "what layers of your own keep is not known", _OUT))),
+        (_FLOAT8, "layers keep float8 copies of weights with activations, and these would be offloaded too", _TWO),
+        (_OWN_LAYERS, "the run does not know what custom layers keep", _OUT))),
     *(Excludes(one=On("learner.offload.activations", Has(half)), other=lacks, why=f"the model has no {what}", fix=_OUT,
                where="shape") for half, lacks, what in (("moe", _NO_EXPERTS, "experts"),
       ("mlp", (On("shape.num_experts", Above(0)), On("shape.dense_layers", 0, "shape.family")), "dense layers"))),
     Excludes(one=On("learner.offload.activations", Has("moe")), other=_KERNELS, fix=_TWO,
-             why="tensors of other streams than the layers' would be moved, for which nothing waits"),
+             why="it would offload tensors of other CUDA streams without waiting for them"),
     *excluded(_LOW_MOMENTS,
-        (On("learner.optimizer.name", Not("adamw")), "megatron-core has them for AdamW alone", "set it to adamw"),
-        (On("learner.dtype", Not("bfloat16")), "megatron-core has them beside bfloat16 parameters alone",
+        (On("learner.optimizer.name", Not("adamw")), "megatron-core supports them only for AdamW", "set it to adamw"),
+        (On("learner.dtype", Not("bfloat16")), "megatron-core supports them only with bfloat16 parameters",
          "set learner.dtype=bfloat16"),
-        *((On(f"learner.optimizer.{beta}", Above(_SLOWEST_DECAY)), "bfloat16 has 8 bits, to which numbers are rounded "
-           "that were multiplied by it, so some would never decay", f"set it below {_SLOWEST_DECAY:.4g}, or leave "
+        *((On(f"learner.optimizer.{beta}", Above(_SLOWEST_DECAY)), "bfloat16 has 8 bits, so some moments round back "
+           "to their old value and never decay", f"set it below {_SLOWEST_DECAY:.4g}, or leave "
            "moments_dtype out") for beta in ("beta1", "beta2")),
-        (_ON_CPU, "TransformerEngine's Adam keeps them, on GPUs alone", _OUT),
-        (On("learner.offload.optimizer", Above(0)), "that needs a learner without TransformerEngine, whose Adam keeps "
-         "moments in bfloat16", _TWO)),
+        (_ON_CPU, "only TransformerEngine's Adam keeps them, on GPUs", _OUT),
+        (On("learner.offload.optimizer", Above(0)), "bfloat16 moments need TransformerEngine's Adam, which the second "
+         "key does not use", _TWO)),
     *excluded(_FLOAT8,
         (_ON_CPU, "its kernels need GPUs", _OUT),
         (On("learner.dtype", Not("bfloat16")), "parameters must be bfloat16", "set learner.dtype=bfloat16"),
-        *((on, "TransformerEngine's layers alone have it", "set auto")
+        *((on, "only TransformerEngine's layers support it", "set auto")
           for on in (On("learner.layers", "torch"), _OWN_LAYERS))),
-    *excluded(_FLOAT8, (TORCH_ONLY, "torch's layers alone compute that", _OUT), where="shape"),
+    *excluded(_FLOAT8, (TORCH_ONLY, "only torch's layers support that", _OUT), where="shape"),
     *excluded(On("learner.layers", "transformer_engine"),
-        (TORCH_ONLY, "torch's layers alone compute that", "set learner.layers=auto or torch"), where="shape"),
+        (TORCH_ONLY, "only torch's layers support that", "set learner.layers=auto or torch"), where="shape"),
 )
 # fmt: on
 
 
 def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterator[str]:
-    """All reasons to refuse the keys: what was given, and what to do. ``shape`` is None before a model is read.
+    """Yields why the keys are invalid, and what to do. ``shape`` is None before a model is read.
 
-    Raises ConfigError as `feature.features`.
+    Raises ConfigError like `feature.features`.
     """
     features = feature.features().values()
     rows = [*_ROWS, *(row for one in features for row in one.learner_rules)]
@@ -117,11 +117,11 @@ def refuse(shape: ModelShape, learner: LearnerSection) -> None:
 
 
 def _recompute_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Keys that exclude each other, parts that would free nothing, and groups that do not divide the layers."""
+    """Yields an error for keys that exclude each other, useless parts, and groups that do not divide the layers."""
     section = learner.recompute
     given = f"learner.recompute.parts={as_given(section.parts)}"
     if "moe" in section.parts and {"moe_act", "shared_experts"} & {*section.parts}:
-        yield f"{given}: moe recomputes its activation and shared experts too; name moe alone of the three"
+        yield f"{given}: moe includes moe_act and shared_experts; keep only moe of the three"
     if shape is not None:
         yield from _useless(learner, shape)
         yield from _uneven(learner, shape)
@@ -130,9 +130,9 @@ def _recompute_problems(learner: LearnerSection, shape: ModelShape | None) -> It
 def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
     """Parts that free less than `_LEAST` of every layer, with the reason."""
     fused = wants_transformer_engine(learner, shape)
-    of_norms = "its norms are parts of linears" if fused else "megatron-core needs TransformerEngine's layers for it"
+    of_norms = "its norms are fused into linear layers" if fused else "it needs TransformerEngine's layers"
     reasons = {
-        "core_attn": "attention keeps no more than its inputs",
+        "core_attn": "attention keeps only its inputs",
         "layernorm": of_norms,
         "mla_up_proj": "the model has no latent attention",
         "mlp": "the model has no dense layers",
@@ -151,80 +151,80 @@ def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
 
 
 def _uneven(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
-    """Groups of layers that do not divide those of a pipeline chunk; megatron-core then needs layers beyond."""
+    """Yields an error if groups do not divide the layers of a pipeline chunk: megatron-core then needs more layers."""
     section = learner.recompute
     sizes = sorted(set(learner.stages or [shape.num_layers // (learner.pp * learner.vpp)]))
     if section.uniform is not None and (odd := [size for size in sizes if size % section.uniform]):
         yield (
             f"learner.recompute.uniform={section.uniform} does not divide the {odd[0]} layers of a pipeline chunk; "
-            "set it to 1, or to a number that divides them"
+            "set it to 1 or another divisor"
         )
 
 
 def _pipeline_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """More or fewer numbers of layers than chunks, or of all layers than the model's."""
+    """Yields an error if ``stage_layers`` does not have a number for each chunk, or the model has other layers."""
     given, chunks = learner.stages, learner.pp * learner.vpp
     if given is not None and len(given) != chunks:
         yield (
             f"learner.stage_layers={learner.stage_layers} has {len(given)} numbers, but learner.pp*learner.vpp = "
-            f"{learner.pp}*{learner.vpp} = {chunks}; give one for each model chunk"
+            f"{learner.pp}*{learner.vpp} = {chunks}; give one number for each model chunk"
         )
     elif given is not None and shape is not None and sum(given) != shape.num_layers:
         yield (
             f"learner.stage_layers={learner.stage_layers} has {sum(given)} layers, but the model has "
-            f"{shape.num_layers}; give each layer to one chunk"
+            f"{shape.num_layers}; assign each layer to one chunk"
         )
 
 
 def _experts_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Degrees that megatron-core 0.16.1 refuses late."""
+    """Yields an error for degrees that megatron-core 0.16.1 rejects late."""
     d = learner.dims
     inner = d.tp * d.cp * d.dp
     if inner % (d.ep * d.etp):
         yield (
             f"learner: ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide "
             f"tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
-            f"leave learner.dp out, or set it so that {d.ep * d.etp} divides the product"
+            f"leave learner.dp out, or set it so that {d.ep * d.etp} divides tp*cp*dp"
         )
     if shape is not None and (shape.expert_bias or shape.stacked_experts) and d.etp > 1:
-        kind = "experts with biases" if shape.expert_bias else "experts of one tensor a layer"
-        yield (f"learner.etp={d.etp}: {kind} cannot be sharded, only spread by learner.ep; set learner.etp=1")
+        kind = "experts with biases" if shape.expert_bias else "experts in one tensor per layer"
+        yield (f"learner.etp={d.etp}: {kind} cannot be sharded; set learner.etp=1, and spread them with learner.ep")
 
 
 def _replicas_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Heads of delta nets that the ranks cannot share out."""
+    """Yields an error if ranks cannot divide the heads of delta nets."""
     if shape is None or shape.delta is None or learner.cp == 1:
         return
     ranks, heads = learner.tp * learner.cp, shape.delta.key_heads
     if heads % ranks:
         yield (
-            f"learner.cp={learner.cp} with learner.tp={learner.tp}: ranks exchange positions for heads, and "
-            f"{ranks} do not divide the {heads} key heads of the model's delta nets; lower one of them"
+            f"learner.cp={learner.cp} with learner.tp={learner.tp}: tp*cp={ranks} ranks share "
+            f"the key heads of delta nets, and do not divide the {heads} of the model; lower one of them"
         )
 
 
 def _padding_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Sizes that do not rise, do not end at the most tokens, or that tp, cp and fp8 would pad further."""
+    """Yields an error for sizes that do not rise, end at another maximum, or are padded further by tp, cp or fp8."""
     section, most = learner.padding, learner.max_tokens_per_micro_batch
     given, sizes = f"learner.padding.tokens={section.tokens}", section.sizes
     if not sizes:
         return
     if any(one >= next_one for one, next_one in pairwise(sizes)):
-        yield f"{given} do not rise; sort them, each once"
+        yield f"{given}: the sizes do not rise; sort them, and give each once"
     if sizes[-1] != most:
         yield (
-            f"{given} with learner.max_tokens_per_micro_batch={most}: the last size must be that, so that every "
-            "micro-batch fits one; change one of the two"
+            f"{given} with learner.max_tokens_per_micro_batch={most}: the last size must equal the "
+            "second key, so that every micro-batch fits; change one of the two"
         )
     if odd := [size for size in sizes if size % learner.token_multiple]:
         yield (
             f"{given} with learner.tp={learner.tp}, learner.cp={learner.cp} and learner.fp8={learner.fp8}: "
-            f"{odd[0]} is no multiple of {learner.token_multiple}; round the sizes up to one"
+            f"{odd[0]} is not a multiple of {learner.token_multiple}; round the sizes up to multiples"
         )
 
 
 def _dispatcher_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Ranks that DeepEP has no settings for, and HybridEP of unequal lengths."""
+    """Yields an error for numbers of ranks without DeepEP settings, and for HybridEP with unequal lengths."""
     if learner.dispatcher == "alltoall":
         return
     given, d = f"learner.dispatcher={learner.dispatcher}", learner.dims
@@ -237,18 +237,18 @@ def _dispatcher_problems(learner: LearnerSection, shape: ModelShape | None) -> I
     if learner.dispatcher == "hybridep" and len(learner.padding.sizes) != 1:
         yield (
             f"{given} with learner.padding.tokens={learner.padding.tokens or 'null'}: its ranks exchange routing "
-            "maps of equal length; set it to one size for all micro-batches, "
+            "maps of equal length, so all micro-batches need one size; set "
             f"learner.padding.tokens={learner.max_tokens_per_micro_batch}"
         )
     if learner.dispatcher == "hybridep" and (odd := [n for n in learner.padding.sizes if n % (_CHUNK * d.tp * d.cp)]):
         yield (
             f"{given} with learner.padding.tokens={odd[0]}, learner.tp={d.tp} and learner.cp={d.cp}: its kernels "
-            f"take chunks of {_CHUNK} tokens of a rank; round it up to a multiple of {_CHUNK * d.tp * d.cp}"
+            f"take chunks of {_CHUNK} tokens per rank; round it up to a multiple of {_CHUNK * d.tp * d.cp}"
         )
 
 
 def _fp8_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-    """Sizes that no block fits."""
+    """Yields an error for sizes that blocks of float8 do not divide."""
     if learner.fp8 is None or shape is None:
         return
     given = f"learner.fp8={learner.fp8}"
@@ -257,22 +257,22 @@ def _fp8_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator
         for size, what in _gathered(shape).items():
             if size % learner.float8_rows:
                 yield (
-                    f"{given} with learner.tp={learner.tp}: ranks gather the {size} {what} in float8, and they are "
-                    f"no multiple of {learner.float8_rows}; set learner.tp=1, or learner.fp8=tensorwise"
+                    f"{given} with learner.tp={learner.tp}: ranks gather the {size} {what} in float8, and this is "
+                    f"not a multiple of {learner.float8_rows}; set learner.tp=1, or learner.fp8=tensorwise"
                 )
     for size, what in _sizes(learner, shape).items():
         if size % unit:
-            yield f"{given}: the {size} {what} are no multiple of {unit}; lower learner.tp or etp, or leave it out"
+            yield f"{given}: {size} {what} are not a multiple of {unit}; lower learner.tp or etp, or leave it out"
 
 
 def _gathered(shape: ModelShape) -> dict[int, str]:
-    """Sizes of what the ranks of a tensor-parallel group gather for a linear, in words."""
+    """Returns what ranks of a tensor-parallel group gather for a linear layer, by size."""
     ranks = () if shape.latent is None else (shape.latent.query_rank or 0, shape.latent.kv_rank)
     return {shape.hidden_size: "hidden columns", **{rank: "columns of a latent" for rank in ranks if rank}}
 
 
 def _sizes(learner: LearnerSection, shape: ModelShape) -> dict[int, str]:
-    """A rank's sizes of what linears take and give, in words."""
+    """Returns the inputs and outputs of a rank's linear layers, by size."""
     d, out = learner.dims, {shape.hidden_size: "hidden columns"}
     if shape.latent is None:
         out[shape.num_heads * shape.head_dim // d.tp] = "columns of a rank's heads"
@@ -306,22 +306,22 @@ def _unbuildable(shape: ModelShape) -> Iterator[str]:
     if router.score == "sigmoid" and (top_k == 1 or not shape.normalize_top_k):
         yield (
             f"a sigmoid router with num_experts_per_tok={top_k} and norm_topk_prob={shape.normalize_top_k}: megatron "
-            f"normalizes the weights of the chosen experts if and only if there are two or more of them"
+            f"normalizes the weights of the chosen experts only if there are two or more, and then always"
         )
     if router.score == "softmax" and shape.normalize_top_k and top_k == 1 < shape.num_experts:
         yield (
             f"num_experts_per_tok=1 of {shape.num_experts} experts with norm_topk_prob=True: the chosen expert's "
-            "weight is always 1, so its router would never learn, and megatron refuses it; choose 2 experts, or set "
-            "norm_topk_prob=False in a model that was trained so"
+            "weight is always 1, so its router would never learn, and megatron rejects it; choose 2 experts, or set "
+            "norm_topk_prob=False if the model was trained with it"
         )
     summed, of_group = {"top2": 2, "max": 1}[router.group_score], shape.num_experts // router.groups
     if 1 <= router.top_groups < router.groups and of_group < summed:
         yield (
-            f"{router.groups} groups of {of_group} of {shape.num_experts} experts, of each of which the best {summed} "
-            "count: set n_group in config.json (where it is left out, the family's default holds, as 8 of deepseek_v3)"
+            f"{router.groups} groups of {of_group} of {shape.num_experts} experts: its best {summed} score each; "
+            "set n_group in config.json (without it, the family's default holds, for example 8 for deepseek_v3)"
         )
     if 1 <= router.top_groups < router.groups and top_k // router.top_groups != summed:
         yield (
-            f"the model scores a group of experts by its best {summed}; megatron scores it by its best "
+            f"the model scores a group of experts by its best {summed}, but megatron by its best "
             f"num_experts_per_tok / topk_group = {top_k} / {router.top_groups} = {top_k // router.top_groups}"
         )

@@ -1,4 +1,4 @@
-"""Refuses a set key that no choice of the configuration reads: it would change nothing.
+"""Rejects a set key that no choice of the configuration reads, because it would change nothing.
 
 `READS` lists the keys that each choice of the ``algorithm`` section reads. A test checks the table: each key changes
 what a step does, or is refused. A job refuses keys that it does not read, and data of another form than it trains on.
@@ -132,14 +132,14 @@ without it, any key may be read."""
 
 
 def unread_of_algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Keys and sections of ``algorithm`` that nothing reads, and why; the first reason of a key is the one to give."""
+    """Yields keys and sections of ``algorithm`` that nothing reads, and why. The first reason of a key counts."""
     yield from _unread_by_preference(config.algorithm)
     yield from _unread_by_choices(config.algorithm)
     yield from _useless_keys(config)
 
 
 def problems_of_own_objective(row: AlgorithmSection, read: Collection[str]) -> list[str]:
-    """A line for each set key that ``objective=package.module:name`` could have read, but is not among ``read``."""
+    """Returns a line for each set key that ``objective=package.module:name`` could read, but is not in ``read``."""
     leaves, reason = dict(set_leaves("algorithm", row)), f"algorithm.objective={row.objective} does not read it"
     unread = [f"algorithm.{key}" for key in OF_OBJECTIVES if key not in read]
     return [does_nothing(name, leaves[name], reason) for name in unread if name in leaves]
@@ -150,7 +150,7 @@ def _unread_by_preference(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
         return
     for name, _ in set_leaves("algorithm", a):
         if not any(contains_leaf(name, f"algorithm.{key}") for key in PREFERENCE_READS):
-            yield name, f"algorithm.preference.beta={a.preference.beta} trains on pairs without it"
+            yield name, f"algorithm.preference.beta={a.preference.beta} trains on pairs and does not read it"
 
 
 def _unread_by_choices(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
@@ -159,7 +159,7 @@ def _unread_by_choices(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
         chosen = str(value) if value in reads else OWN if OWN in reads else (ON if value else OFF)
         for key in {key for keys in reads.values() for key in keys} - set(reads[chosen]):
             readers = _named(choice, [name for name, keys in reads.items() if key in keys], value)
-            yield f"algorithm.{key}", f"algorithm.{choice}={as_given(value)} does not read it, {readers} does"
+            yield f"algorithm.{key}", f"algorithm.{choice}={as_given(value)} does not read it; {readers} does"
 
 
 def _named(choice: str, values: list[str], instead_of: object) -> str:
@@ -170,7 +170,7 @@ def _named(choice: str, values: list[str], instead_of: object) -> str:
 
 
 def _useless_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Keys of the algorithm that several choices together make useless, and why."""
+    """Yields keys of the algorithm that several choices together make useless, and why."""
     a = config.algorithm
     rewards = source_rewards(config.data, config.reward, config.environment).values()
     parts = {frozenset(name for name, part in one.parts.items() if part.weight) for one in rewards}
@@ -178,13 +178,13 @@ def _useless_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     if a.advantage_std == "none" and ":" not in a.advantage_mean and not apart:
         yield (
             "algorithm.advantage_of",
-            "with advantage_std=none the sum of parts less their means is the sum less its mean (advantage_std=group "
-            "tells parts apart)",
+            "with advantage_std=none, comparing parts gives the same result as comparing sums (advantage_std=group "
+            "differs)",
         )
 
 
 def problems_of_job(config: RunConfig) -> list[str]:
-    """A line for each set key that the job does not read, and for data of another form than it trains on."""
+    """Returns a line for each set key that the job does not read, and for data in a form that it does not train on."""
     given = dict(set_leaves("", config))
     for key, source in data_sources(config.data).items():
         given |= set_leaves(key, source) if key != "data" else {}
@@ -195,8 +195,8 @@ def problems_of_job(config: RunConfig) -> list[str]:
 def _not_read(name: str, leaf: Leaf, job: str) -> str:
     readers = " or ".join(f"job={other}" for other, kind in JOBS.items() if _read(kind, name))
     return (
-        f"{name}={as_given(leaf.value)}: job={job} does not read it, {readers} may; leave it out, or set it to its "
-        f"default, {as_given(leaf.default)}"
+        f"{name}={as_given(leaf.value)}: job={job} does not read it, {readers} may; leave it out, or set it to "
+        f"its default, {as_given(leaf.default)}"
     )
 
 
@@ -207,24 +207,24 @@ def _form_problems(config: RunConfig) -> Iterator[str]:
     for key, source in data_sources(config.data).items():
         if not isinstance(source, FileKeys):
             if config.kind.rows == "labels":
-                yield f"job={config.job} {key}.type={source.type}: its problems have no labels; read rows of files"
+                yield f"job={config.job} {key}.type={source.type}: its problems have no labels; read files"
             continue
         is_answer = source.prompt_field in (source.answer_field, source.fields["rejected"])
         shown = config.algorithm.demonstration_gamma is not None and source.fields["demonstration"] is None
         if (learns or shown) and source.fields["messages"] is None and is_answer:
             yield (
-                f"{key}.fields.prompt={source.prompt_field!r} is the field of an answer, too, so a model would learn "
-                f"to repeat the question; name both. {TURNS_IN_TEXT}"
+                f"{key}.fields.prompt={source.prompt_field!r} is also the field of an answer, so a model would "
+                f"learn to repeat the question; name both fields. {TURNS_IN_TEXT}"
             )
         if config.kind.rows == "pairs" and source.fields["rejected"] is None:
             yield (
                 f"job={config.job} trains on pairs of answers, and {key}.fields.rejected is not given; set it to the "
-                f"field of the worse one (of the better one: {key}.fields.answer={source.answer_field})"
+                f"field of the worse answer ({key}.fields.answer={source.answer_field} is the better one)"
             )
         if config.kind.rows == "labels" and source.fields["rejected"] is not None:
             yield (
-                f"{key}.fields.rejected={source.fields['rejected']}: dpo.loss={config.dpo.loss} trains on one answer a "
-                "row, with its label; leave it out, or set another loss"
+                f"{key}.fields.rejected={source.fields['rejected']}: dpo.loss={config.dpo.loss} trains on one "
+                "labeled answer per row; leave it out, or set another loss"
             )
 
 
@@ -236,7 +236,7 @@ def _read(kind: JobKind, leaf: str) -> bool:
 
 
 def problems_of_unread_keys(config: RunConfig) -> Iterator[str]:
-    """Returns a line for each set key that nothing reads, where it takes code to see that, with what would read it."""
+    """Returns a line for each set key that only code finds unread, with what would read it."""
     sections: list[tuple[str, Section]] = [("model", config.model), ("algorithm", config.algorithm)]
     sections += [*_rewards(config), *((name, getattr(config, name)) for name in ("sandbox", "data", "eval"))]
     given = {name: leaf for key, section in sections for name, leaf in set_leaves(key, section)}
@@ -260,21 +260,21 @@ def _unread_data_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not tested and not config.environments:
         yield "sandbox", "only reward.function=tests and environments run programs"
     if isinstance(config.data, ArithmeticData) and not config.eval.data_of_sets:
-        yield "data.on_leak", "data.type=arithmetic holds out what it does not train on"
+        yield "data.on_leak", "data.type=arithmetic never trains on a held-out problem"
     if config.eval.sets and all(one.temperature is not None for one in config.eval.sets.values()):
-        yield "eval.temperature", "every set of eval.sets has a temperature of its own"
+        yield "eval.temperature", "every set of eval.sets has its own temperature"
 
 
 def _unread_reward_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     sources = config.data.sources.values() if isinstance(config.data, MixtureData) else ()
     sets = [one for one in config.eval.sets.values() if not isinstance(one.data, RunData)]
     if sources and all(one.reward or one.environment for one in (*sources, *sets)):
-        judged = "data.sources and every set of eval.sets with data of its own" if sets else "data.sources"
-        yield "reward", f"every source of {judged} has a reward or an environment of its own"
+        judged = "data.sources and every set of eval.sets with its own data" if sets else "data.sources"
+        yield "reward", f"every source of {judged} has its own reward or environment"
     for above, its in _rewards(config):
         for section, does in _reward_options(its).items():
             if not does:
-                reason = f"no reward reads it that {above}.function={its.function} or {above}.parts name"
+                reason = f"no reward in {above}.function={its.function} or {above}.parts reads it"
                 yield f"{above}.{section}", reason
 
 

@@ -56,13 +56,13 @@ _WITH_SERVERS = "set rollout.server.replicas, or rollout=vllm or sglang, or leav
 _LEAVE_OUT, _LEAVE_IT = "leave one of them out", "leave it out"
 _IN_LEARNER = "this engine samples in the learner's processes"
 _NCCL = (
-    "ranks of one NCCL group that choose its algorithm differently wait for each other without end",
+    "ranks of one NCCL group that choose different algorithms wait for each other forever",
     "set weights.transport=file",
 )
 
 
 def _all_excluded(one: Condition, others: tuple[On, ...], why: str, fix: str) -> Iterator[Rule]:
-    """A row for each of ``others``, which have one reason and one fix."""
+    """Returns a row for each of ``others``; all have one reason and one fix."""
     return (Excludes(one=one, other=other, why=why, fix=fix) for other in others)
 
 
@@ -76,9 +76,9 @@ def _model_rules() -> Iterator[Rule]:
     yield Needs(when=On("model.name"), all=path, why="the configuration is for the model of that name",
           fix="set model.path to a folder with its config.json, tokenizer and safetensors, seen by all nodes")
     yield Needs(when=On("model.random_weights", True), all=path, why="random weights take the sizes of model.path, and "
-          "those of the tiny model are random anyway", fix="set model.path, or leave random_weights out")
-    yield Needs(when=On("learner.model"), all=path, why="it reads the config.json of model.path, and this package has "
-          "the tiny model's family", fix="set model.path, or leave learner.model out")
+          "the tiny model always has random weights", fix="set model.path, or leave random_weights out")
+    yield Needs(when=On("learner.model"), all=path, why="it reads the config.json of model.path, and the tiny model "
+          "needs no custom family", fix="set model.path, or leave learner.model out")
 
 
 def _server_problems() -> Iterator[Rule]:
@@ -87,7 +87,7 @@ def _server_problems() -> Iterator[Rule]:
           why=f"files are for servers, and {_IN_LEARNER}", fix="set weights.transport=auto")
     started = tuple(On(f"rollout.server.{key}", Above(1)) for key in ("replicas", "tp", "pp", "dp", "ep", "nodes"))
     yield from _all_excluded(RUNNING, (On("rollout.python"), On("rollout.server.options"),
-          On("rollout.server.memory_fraction"), *started), "these servers are running already, and the second key "
+          On("rollout.server.memory_fraction"), *started), "these servers are already running, and the second key "
           "is for servers that the run starts", "leave one of them out")
     yield Needs(when=On("rollout.server.token_file"), all=RUNNING, why="it is for rollout.server.addresses, and the "
           "run makes a token for servers that it starts", fix="leave it out")
@@ -101,18 +101,18 @@ def _server_problems() -> Iterator[Rule]:
     yield from _excluded((COLOCATED, SERVED),
         (STALE, "colocated servers cannot sample while the learner trains", "set one of them to its default"),
         ((ON_GPUS, On("rollout.server.addresses", UNSET), On("rollout.server.memory_fraction", UNSET)),
-         "by default an engine takes nearly a whole GPU, and the learner's weights and optimizer stay there",
-         "set rollout.server.memory_fraction to the share that is left"),
-        (ENGINE_NODES, "those nodes are for servers alone", _LEAVE_OUT))
+         "by default an engine takes nearly all GPU memory, but the learner's weights and optimizer stay there",
+         "set rollout.server.memory_fraction to the share that remains"),
+        (ENGINE_NODES, "those nodes run only servers", _LEAVE_OUT))
     yield from _all_excluded((On("rollout.engine", "local"), On("rollout.server.replicas")), (ON_GPUS, *started[1:],
-          RUNNING, On("rollout.server.options"), DIRECT), "these servers are one process each on CPUs, and load "
+          RUNNING, On("rollout.server.options"), DIRECT), "each of these servers is one CPU process and loads "
           "weights from a file", "leave one of them out, or set rollout=vllm or sglang")
     invariant = On("rollout.server.batch_invariant", True)
     yield from _excluded(invariant,
         (NOT_SERVED, f"{_IN_LEARNER} with torch's products, whose last bits depend on the number of rows",
          "set rollout=vllm or sglang, or leave it out"),
         (ON_CPU, "the engines' kernels for it need GPUs", "leave it out"),
-        (RUNNING, "it is for servers that the run starts", "start those servers that way (docs/troubleshooting.md) and "
+        (RUNNING, "it is for servers that the run starts", "start your servers with it (docs/troubleshooting.md), and "
          "leave it out"))
     yield from _excluded((invariant, *ONE_NCCL),
         (On("rollout.engine", Not("sglang")), *_NCCL),
@@ -127,14 +127,14 @@ def _server_problems() -> Iterator[Rule]:
 def _sampling_rules() -> Iterator[Rule]:
     """Stop texts, limits of time and number."""
     yield Excludes(one=On("rollout.completion_timeout_seconds"), other=NOT_SERVED,
-          why=f"{_IN_LEARNER} a whole batch in one call, and cannot end one completion before the "
-                "others", fix=_WITH_SERVERS)
+          why=f"{_IN_LEARNER} a whole batch in one call, so it cannot end one completion "
+                "early", fix=_WITH_SERVERS)
     yield Excludes(one=On("rollout.stop", Not(())), other=On("rollout.ignore_eos", True),
           why="ignore_eos ends no completion early", fix=_LEAVE_OUT)
     limit = "rollout.max_in_flight"
     yield Excludes(one=On(limit, Below("rollout.group_size")), why="no group could be sampled",
-          fix="raise the first, or lower the other")
-    yield Excludes(one=On(limit), other=NOT_SERVED, why=f"{_IN_LEARNER} one batch at a time, by rollout.slots at once",
+          fix="raise the first, or lower the second")
+    yield Excludes(one=On(limit), other=NOT_SERVED, why=f"{_IN_LEARNER}, and rollout.slots limits it",
           fix=_WITH_SERVERS)
 
 
@@ -146,28 +146,28 @@ def _learner_rules() -> Iterator[Rule]:
          "set rollout=vllm or sglang, or leave it out"),
         (ONE_NCCL, f"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, and {_NCCL[0]}", _NCCL[1]))
     yield Excludes(one=On("learner.head_dtype"), other=On("algorithm.needs_top", True, "algorithm.kl.estimator"),
-          why="it computes logits of a few positions at a time and keeps none, but top_k needs "
-                "them", fix="leave it out, or set "
+          why="it computes the logits of a few positions at a time and keeps none, but top_k needs "
+                "all", fix="leave it out, or set "
           "kl.estimator=k1, k2 or k3")
 
 
 def _algorithm_rules() -> Iterator[Rule]:
     """Rules between the algorithm and what is sampled, shown and read in turns."""
-    yield Excludes(one=On("train.lr_min", Above("train.learning_rate")), why="the learning rate cannot fall to what is "
-          "above it", fix="lower the first")
+    yield Excludes(one=On("train.lr_min", Above("train.learning_rate")), why="the learning rate cannot fall to "
+          "a higher value", fix="lower the first")
     yield from _excluded(PAIRS,
-        (On("rollout.group_size", Below(2)), "pairs are of a group's completions", "set rollout.group_size=2 or more"),
+        (On("rollout.group_size", Below(2)), "a pair needs two completions", "set rollout.group_size=2 or more"),
         (On("algorithm.old_logprobs", "interpolated"), "pairs have no ratio to an old policy",
          "set old_logprobs=rollout"),
-        (KL, "losses of pairs have a KL of their own, or none", "set algorithm.kl.coefficient=0"))
+        (KL, "a loss of pairs has its own KL, or none", "set algorithm.kl.coefficient=0"))
     yield from _excluded(DEMONSTRATIONS,
-        (On("algorithm.old_logprobs", "interpolated"), "a demonstration was not sampled by any version of the "
-         "policy", "set learner or rollout"),
+        (On("algorithm.old_logprobs", "interpolated"), "no version of the policy sampled the "
+         "demonstration", "set learner or rollout"),
         (CORRECTION, "a demonstration has no log-probs of an engine",
          "leave algorithm.correction out"),
-        (KL, "that KL is estimated from what the policy samples", "set kl.coefficient=0"),
-        (On("algorithm.old_kl_limit"), "that KL is estimated from what the policy samples", "set old_kl_limit=null"),
-        (On("algorithm.tokens.choose", Not("all")), "tokens are chosen among sampled ones, and a demonstration was not "
+        (KL, "only sampled tokens can estimate that KL", "set kl.coefficient=0"),
+        (On("algorithm.old_kl_limit"), "only sampled tokens can estimate that KL", "set old_kl_limit=null"),
+        (On("algorithm.tokens.choose", Not("all")), "it chooses among sampled tokens, and a demonstration was not "
          "sampled",
          "set tokens.choose=all"),
         (On("algorithm.credit", Not("completion")), "a demonstration has one advantage", "set credit=completion"),
@@ -177,20 +177,20 @@ def _algorithm_rules() -> Iterator[Rule]:
 
 
 def _advantage_rules() -> Iterator[Rule]:
-    """The parts of an advantage: its baseline, its std, whom it is of and what it compares."""
+    """The parts of an advantage: its baseline, its std, its credit and what it compares."""
     mean, std, credit = (f"algorithm.{key}" for key in ("advantage_mean", "advantage_std", "credit"))
     whole, of_batch = On(mean, OneOf(("greedy", "moving", "tracked"))), OneOf(("batch", "advantages"))
     yield from _all_excluded(On(credit, OneOf(("gae", "optimal"))), (On(mean, Not("none")), On(std, Not("none"))),
-          "it has a baseline of its own", "set both to none")
+          "it has its own baseline", "set both to none")
     yield Excludes(one=On(credit, "optimal"), other=CORRECTION, why="its baseline is optimal only without a "
           "correction's weights",
           fix="leave the correction out")
-    yield Excludes(one=On(std, "advantages"), other=On(mean, Not("group")), why="one baseline for the batch leaves the "
-          "std of its rewards as it is", fix="set advantage_std=batch, or advantage_mean=group")
+    yield Excludes(one=On(std, "advantages"), other=On(mean, Not("group")), why="with one baseline for the batch it is "
+          "the std of rewards", fix="set advantage_std=batch, or advantage_mean=group")
     yield Excludes(one=GREEDY, other=On(std, Not("none")), why="the difference from the greedy completion is not "
           "divided", fix="set advantage_std=none")
     yield Excludes(one=(On("algorithm.whiten_of", "completions"), On("algorithm.whiten", True)), other=On(credit,
-          Not("completion")), why="a completion has several advantages there", fix="set whiten_of=tokens, or "
+          Not("completion")), why="a completion then has several advantages", fix="set whiten_of=tokens, or "
           "credit=completion")
     yield from _excluded(TURNS,
         (whole, "that baseline is the reward of a whole completion, and credit=turn compares rewards of turns",
@@ -200,21 +200,21 @@ def _advantage_rules() -> Iterator[Rule]:
         yield from _all_excluded((TURNS, On("algorithm.turn_baseline", baseline)), (On(mean, of_batch), On(std,
               of_batch)), f"{alike} are compared within their group", "set it to group or none, or turn_baseline=all")
     yield Excludes(one=(TURNS, On("algorithm.turn_baseline", "state")), other=(On("algorithm.turn_compared",
-          "rewards"), On("algorithm.gamma_turn", Not(0))), why="turns before a reward get none of it if no other turn "
-          "began from the same state", fix="set turn_compared=returns, or gamma_turn=0")
+          "rewards"), On("algorithm.gamma_turn", Not(0))), why="a turn before the reward gets none of it unless "
+          "another turn began from the same state", fix="set turn_compared=returns, or gamma_turn=0")
     of_sum = "it changes the sum", "leave it out, and make it a part or a weight"
     yield from _excluded(On("algorithm.advantage_of", "parts"),
-        (whole, "that baseline is of the sum, and parts are compared with their own",
+        (whole, "that baseline is for the sum, and each part needs its own",
          "set advantage_mean=group, batch or none"),
         (On(credit, OneOf(("turn", "gae"))), "parts are compared between whole completions, so turns and a critic "
          "would have no effect", "set credit=completion or discounted, or advantage_of=sum"),
         (On("algorithm.unfinished_reward"), *of_sum),
         (On("algorithm.overlong_buffer", Above(0)), *of_sum),
-        ((KL, On("algorithm.kl.placement", "completion_reward")), "the KL is not one of the parts that are "
-         "compared", "set kl.placement=loss"))
+        ((KL, On("algorithm.kl.placement", "completion_reward")), "the KL is not one of the compared "
+         "parts", "set kl.placement=loss"))
     yield from _excluded(On("algorithm.best_of", Above(1)),
         (TURNS, "best_of compares a group's completions, not turns", "set best_of=1"),
-        (On("algorithm.advantage_of", "parts"), "each part would have other best completions", "set best_of=1"),
+        (On("algorithm.advantage_of", "parts"), "each part would have different best completions", "set best_of=1"),
         (On(std, of_batch), "best_of uses the std of a group's best rewards", "set advantage_std=group or none"))
 
 
@@ -223,19 +223,19 @@ def _loss_rules() -> Iterator[Rule]:
     level, sums = "algorithm.ratio_level", ("token_mean", "seq_mean_token_sum_norm", "prompt_mean")
     through_ratio = On("algorithm.objective", OneOf(("clip", "importance", "sapo")))
     by_mean = "set aggregation=seq_mean_token_mean"
-    yield Excludes(one=through_ratio, other=On(level, "sequence_sum"), why="that is a detached weight, and the "
+    yield Excludes(one=through_ratio, other=On(level, "sequence_sum"), why="its ratio is a detached weight, but the "
           "objective needs a ratio with a gradient", fix="set ratio_level=sequence")
     for given, other in (("sequence", OneOf(sums)), ("turn", Not("seq_mean_token_mean"))):
         yield Excludes(one=(On(level, given), through_ratio), other=On("algorithm.aggregation", other), why="the ratio "
               "of a long sequence would weigh more than that of a short one", fix=by_mean)
     yield from _all_excluded(On("learner.padding.sequences", 1), (PAIRS, On("kind.rows", "pairs", "job")),
-          "the two sequences of a pair are of one micro-batch", "set it to 2 or more")
+          "both sequences of a pair are in one micro-batch", "set it to 2 or more")
     yield Excludes(one=On("algorithm.objective", "gmpo"), other=On("algorithm.aggregation", Not("seq_mean_token_mean")),
-          why="a sequence has one loss for all of its tokens, and its length would weight it", fix=by_mean)
+          why="a sequence has one loss for all of its tokens, which its length would weight", fix=by_mean)
     for low, high in (("cap_low", "cap_high"), ("correction.low", "correction.high"),
                       ("parameters.covariance_low", "parameters.covariance_high")):
-        yield Excludes(one=On(f"algorithm.{low}", Above(f"algorithm.{high}")), why="the least is above the greatest",
-              fix="swap them")
+        yield Excludes(one=On(f"algorithm.{low}", Above(f"algorithm.{high}")), why="the lower limit is above the "
+              "upper one", fix="swap them")
     yield Excludes(one=On("algorithm.correction.level", "worst"), other=On("algorithm.correction.mode",
           OneOf(("truncate", "mask", "band"))), why="weights are per token or per sequence; only mode=reject can use "
           "the worst token", fix="set level=token, sequence or product, or mode=reject")
@@ -253,9 +253,9 @@ def _loss_rules() -> Iterator[Rule]:
         yield Excludes(one=On(f"{key}.target_margin", Above(0)), other=On(f"{key}.loss", Not("dpo")),
               why="the loss does not read it", fix="set it to 0, or loss=dpo")
         yield Needs(when=On(f"{key}.loss", "orpo"), all=(On(f"{key}.per_token", True), On(f"{key}.reference_free",
-              True)), why="it compares the odds of answers' mean probabilities", fix="set both to true")
-    yield Excludes(one=On("algorithm.preference.loss", "kto"), why="kto trains on single answers with a label, and "
-          "this section on pairs of completions", fix="set another loss, or job=dpo dpo.loss=kto")
+              True)), why="it compares odds of mean token probabilities", fix="set both to true")
+    yield Excludes(one=On("algorithm.preference.loss", "kto"), why="kto trains on single labeled answers, but "
+          "this section is for pairs of completions", fix="set another loss, or job=dpo dpo.loss=kto")
 
 
 def _reward_rules() -> Iterator[Rule]:
@@ -279,7 +279,7 @@ def _environment_rules() -> Iterator[Rule]:
           "environment.function")
     own, function = "data.sources.*.environment", "data.sources.*.environment.function"
     yield Excludes(one=On(own, SET, function), other=On(function, UNSET),
-          why="a source's environment needs a function", fix="name one, or leave the section out to use the run's "
+          why="a source's environment needs a function", fix="set one, or leave the section out to use the run's "
           "environment")
     yield from _excluded(On(own, SET, function),
         (On("data.sources.*.reward"), "the environment gives the reward", _LEAVE_OUT),
@@ -289,18 +289,18 @@ def _environment_rules() -> Iterator[Rule]:
          "source",
          "leave the buffer out"))
     yield from _all_excluded(On("algorithm.compares_states", True, "algorithm.turn_baseline"), STEPS,
-          "steps of a completion read nothing in between, so states cannot be told apart",
+          "steps of a completion have no observations between them, so there are no states to compare",
           "set turn_baseline=all or index")
     yield from _excluded(ENVIRONMENT,
-        (PAIRS, "pairs are of single completions", _LEAVE_OUT),
-        (GREEDY, "greedy turns lead to other observations, so the greedy trajectory is not a baseline for sampled ones",
+        (PAIRS, "pairs consist of single completions", _LEAVE_OUT),
+        (GREEDY, "greedy turns lead to other observations, so a greedy trajectory is no baseline for sampled ones",
          "set advantage_mean=group"),
-        (On("rollout.completion_timeout_seconds"), "environment.seconds bounds a trajectory, sampling included",
+        (On("rollout.completion_timeout_seconds"), "environment.seconds already limits a trajectory, sampling included",
          "leave completion_timeout_seconds out"),
         ((On("algorithm.advantage_of", "parts"), SAMPLES), "an environment gives one reward", "set advantage_of=sum"))
     yield from _all_excluded(On("environment.function"), (On("reward", Not(RewardSection())),
           On("data.sources.*.reward"), On("eval.sets.*.reward")), "the environment gives the reward",
-          "leave the keys of reward out, or call that reward in the environment's score")
+          "leave the reward out, or call it in the environment's score")
     yield Excludes(one=(On("environment.function"), On("environment.template", "chat")), other=WARM_START,
           why="an environment's demonstrations are plain text, but template=chat makes conversations",
           fix="set environment.template=plain, or warm_start.steps=0")
@@ -316,7 +316,7 @@ def _job_rules() -> Iterator[Rule]:
     yield from _excluded(On("run.launcher", "ray"),
         (On("slurm.engines.container"), "Ray starts servers outside of containers",
          "set run.launcher=slurm, or leave it out"),
-        (On("slurm.container"), "the controller, outside the container, would not reach Ray inside",
+        (On("slurm.container"), "the controller runs outside the container and cannot reach Ray inside",
          "set run.launcher=slurm, or install Ray in slurm.python"))
     separate = "set roles.{}=learner"
     yield Excludes(one=On("roles.critic", "separate"), other=On("algorithm.needs_critic", False, "algorithm.credit"),
@@ -330,31 +330,31 @@ def _job_rules() -> Iterator[Rule]:
     yield Excludes(one=On("eval.at_once"), other=On("eval.mode", "blocking"),
           why="only evaluations in the background have a limit", fix="set eval.mode=background, or leave it out")
     yield from _excluded(BACKGROUND,
-        (NOT_SERVED, f"{_IN_LEARNER}, which train meanwhile", "set rollout.server.replicas, or rollout=vllm or sglang, "
-         "or eval.mode=blocking"),
-        ((SERVED, COLOCATED), "servers leave their GPUs while the learner trains", "set eval.mode=blocking"),
-        ((On("eval.at_once"), On("environments@function")), "time that a turn waits for its place counts for its "
-         "trajectory's environment.seconds", "leave at_once out"))
+        (NOT_SERVED, f"{_IN_LEARNER}, which train at the same time", "set rollout.server.replicas, or rollout=vllm or "
+         "sglang, or eval.mode=blocking"),
+        ((SERVED, COLOCATED), "servers release their GPUs while the learner trains", "set eval.mode=blocking"),
+        ((On("eval.at_once"), On("environments@function")), "the wait of a turn for a request counts toward "
+         "environment.seconds", "leave at_once out"))
     yield Needs(when=(BACKGROUND, On("eval.every", 0)), all=On("eval.sets.*.every", Above(0)),
           why="nothing is evaluated between the first and the last step", fix="set eval.every")
-    yield Excludes(one=On("profile.memory", True), other=ON_CPU, why="it is for GPUs", fix="leave it out")
-    yield Needs(when=On("sandbox.type", "remote"), all=On("sandbox.url"), why="programs are posted to a server",
-          fix="give its address")
-    yield Excludes(one=On("dpo.reference_free", True), other=On("algorithm.kl.reference"), why="no model is loaded",
-          fix="keep one")
+    yield Excludes(one=On("profile.memory", True), other=ON_CPU, why="it records only GPU memory", fix="leave it out")
+    yield Needs(when=On("sandbox.type", "remote"), all=On("sandbox.url"), why="the run posts programs to a server",
+          fix="set its address")
+    yield Excludes(one=On("dpo.reference_free", True), other=On("algorithm.kl.reference"), why="no reference is loaded",
+          fix="keep one of them")
     yield from _excluded(On("dpo.loss", "kto"),
-        (On("dpo.per_token", True), "it compares sums over an answer's tokens with an estimate of the KL", _LEAVE_IT),
-        (On("dpo.reference_free", True), "it estimates the KL to a frozen model", _LEAVE_IT),
+        (On("dpo.per_token", True), "kto compares sums over tokens with an estimate of the KL", _LEAVE_IT),
+        (On("dpo.reference_free", True), "kto estimates the KL to a frozen model", _LEAVE_IT),
         (On("dpo.label_smoothing", Above(0)), "kto has single answers, so no pair can be in the wrong "
          "order", _LEAVE_IT),
-        (On("dpo.nll", Above(0)), "kto has single answers, and nll is for the better one of a pair", _LEAVE_IT),
-        (On("dpo.batch_size", Below(2)), "it estimates the KL on each prompt with the answer of another row of the "
+        (On("dpo.nll", Above(0)), "kto has single answers, and nll is for the better answer of a pair", _LEAVE_IT),
+        (On("dpo.batch_size", Below(2)), "kto estimates the KL on each prompt with the answer of another row of the "
          "batch", "set it to 2 or more"))
 
 
 def _shape_rules() -> Iterator[Rule]:
     """Rules on keys of experts for a model without experts."""
-    whole = "the model has no experts, so nothing is shared between replicas of its attention"
+    whole = "the model has no experts, so replicas of its attention share nothing"
     none = On("shape.num_experts", 0, "shape.family")
     for one, other, why, fix in (
         (On("rollout.router_noise", Above(0)), On("shape.num_experts", Below(2)), "it changes nothing", "leave it out"),
@@ -376,7 +376,7 @@ def _reads() -> Iterator[Rule]:
           any_of=On("rollout.engine", Not("local")))
     yield _read("no request runs at a push", "rollout.server.running_requests", any_of=(STALE, On("eval.mode",
           "background"), On("environments@function"), RUNNING))
-    yield _read("whole completions are compared, and credit=turn their steps", "reward.steps",
+    yield _read("the algorithm compares whole completions (credit=turn compares steps)", "reward.steps",
           "data.sources.*.reward.steps", "eval.sets.*.reward.steps", any_of=TURNS)
     groups = "train.minibatch_by_group"
     yield _read("a minibatch is the whole batch", groups, any_of=On("train.minibatches", Above(1)))
@@ -385,13 +385,13 @@ def _reads() -> Iterator[Rule]:
     yield _read("the learning rate stays (set linear or cosine)", "train.lr_min", any_of=On("train.lr_decay",
           Not("none")))
     epochs = On("written_epochs", UNSET, "sft.epochs")
-    yield _read("epochs say how many steps there are", "train.steps", any_of=epochs)
-    yield _read("weights go by a file, and direct reads it", "weights.rendezvous_host", any_of=DIRECT)
-    yield _read("pass rates decide nothing", "data.curriculum.min_seen",
+    yield _read("epochs set the number of steps", "train.steps", any_of=epochs)
+    yield _read("weights go through a file, without a rendezvous", "weights.rendezvous_host", any_of=DIRECT)
+    yield _read("nothing depends on pass rates", "data.curriculum.min_seen",
           any_of=(On("data.curriculum.retire_above"), On("data.curriculum.explore")))
     yield _read("programs run on this machine", "sandbox.url", "sandbox.token_file", any_of=On("sandbox.type",
           "remote"))
-    yield _read("the server fences programs", "sandbox.allow_unfenced", any_of=On("sandbox.type", "subprocess"))
+    yield _read("the server isolates programs", "sandbox.allow_unfenced", any_of=On("sandbox.type", "subprocess"))
     yield _read("answers have no labels", "dpo.desirable_weight", "dpo.undesirable_weight", any_of=On("dpo.loss",
           "kto"))
     yield _read("there is no environment", "environment", any_of=On("environment.function"))
@@ -405,14 +405,14 @@ def _reads() -> Iterator[Rule]:
     yield _read("the only optimizer step begins at the old policy, where abs has no gradient (raise train.minibatches)",
           "algorithm.tokens", any_of=(On("train.epochs", Above(1)), On("train.minibatches", Above(1)),
           On("algorithm.old_logprobs", Not("learner")), On("algorithm.tokens.choose", Not("kl_cov"))))
-    yield _read("no pairs are trained on", "algorithm.preference", any_of=PAIRS)
+    yield _read("the run does not train on pairs", "algorithm.preference", any_of=PAIRS)
     yield read_with_reference("algorithm.kl.reference")
     yield _read("turns are not compared", "algorithm.turn_baseline", "algorithm.turn_compared",
           any_of=(On("algorithm.advantage_mean", Not("none")), On("algorithm.advantage_std", Not("none"))))
     yield _read("the return from a turn on is its own reward", "algorithm.turn_compared",
           any_of=On("algorithm.gamma_turn", Not(0)))
-    yield _read("the two replace it for policy and critic", "algorithm.lam", any_of=(On("algorithm.lam_length_factor",
-          UNSET), On("algorithm.critic.lam", UNSET)))
+    yield _read("the other lambdas replace it for policy and critic", "algorithm.lam", any_of=(
+          On("algorithm.lam_length_factor", UNSET), On("algorithm.critic.lam", UNSET)))
 
 # fmt: on
 

@@ -83,15 +83,15 @@ def test_an_overlong_buffer_that_leaves_no_length_without_a_penalty_is_refused(p
         ),
         ([*TURNS, "algorithm.turn_baseline=index", ONE], "group_size=1 with algorithm.advantage_mean"),
         (["algorithm=reinforce", "algorithm.advantage_mean=none", ONE, REFILL], "=refill drops every group of one"),
-        (["algorithm=ppo", REFILL], "from which algorithm.credit=gae learns"),
-        (["algorithm=remax", REFILL], "from which algorithm.advantage_mean=greedy learns"),
-        (["algorithm=reinforce", "rollout.dynamic_sampling=drop"], "from which algorithm.advantage_mean=batch learns"),
-        (["algorithm=reinforce_plus_plus", REFILL], "from which algorithm.whiten=true learns"),
-        (["algorithm=gkd", "algorithm.kl.reference=.", REFILL], "from which algorithm.kl.estimator=top_k learns"),
-        (["algorithm=grpo", "algorithm.nll_coefficient=0.1", REFILL], "which algorithm.nll_coefficient=0.1 learns"),
+        (["algorithm=ppo", REFILL], "but algorithm.credit=gae learns from"),
+        (["algorithm=remax", REFILL], "but algorithm.advantage_mean=greedy learns from"),
+        (["algorithm=reinforce", "rollout.dynamic_sampling=drop"], "but algorithm.advantage_mean=batch learns from"),
+        (["algorithm=reinforce_plus_plus", REFILL], "but algorithm.whiten=true learns from"),
+        (["algorithm=gkd", "algorithm.kl.reference=.", REFILL], "but algorithm.kl.estimator=top_k learns from"),
+        (["algorithm=grpo", "algorithm.nll_coefficient=0.1", REFILL], "but algorithm.nll_coefficient=0.1 learns from"),
         (
             ["algorithm=grpo", REFILL, "algorithm.kl.coefficient=0.1", "algorithm.kl.placement=completion_reward"],
-            "from which algorithm.kl.placement=completion_reward learns",
+            "but algorithm.kl.placement=completion_reward learns from",
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
         RunConfig.model_validate({"job": job, "data": files})
     for key in ("answer", "rejected"):
         with pytest.raises(
-            ValueError, match=r"data\.fields\.prompt='bad' is the field of an answer, too, .* HH-RLHF's"
+            ValueError, match=r"data\.fields\.prompt='bad' is also the field of an answer, .* HH-RLHF's"
         ):
             RunConfig.model_validate(
                 {"job": job, "data": {**PAIRS, "fields": {"rejected": "bad", "prompt": "bad", key: "bad"}}}
@@ -149,7 +149,7 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
     RunConfig.model_validate({"job": "rl", "data": one})  # a reward may need no answer
     led = {"environment": {"function": "calculator", "template": "plain"}, "warm_start": {"steps": 1}}
     RunConfig.model_validate({"job": "rl", "data": one, **led})  # demonstrations are learned, no answers
-    with pytest.raises(ValueError, match=r"data\.fields\.prompt='q' is the field of an answer, too"):
+    with pytest.raises(ValueError, match=r"data\.fields\.prompt='q' is also the field of an answer"):
         RunConfig.model_validate({"job": "rl", "data": one, "warm_start": led["warm_start"]})
     mixture = {"type": "mixture", "sources": {"good": PAIRS, "bad": files}}
     with pytest.raises(ValueError, match=r"and data\.sources\.bad\.fields\.rejected is not given"):
@@ -164,7 +164,7 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
         (["job=reward_model", "learner.head_dtype=float32"], "head_dtype=float32: job=reward_model does not read it"),
         (["job=reward_model", "roles.reference=separate"], "roles.reference=separate: job=reward_model does not read"),
         (["job=dpo", "algorithm=dpo"], "algorithm.preference.beta=0.1: job=dpo does not read it, job=rl may"),
-        (["job=dpo", "learner.padding.sequences=1"], "the two sequences of a pair are of one micro-batch"),
+        (["job=dpo", "learner.padding.sequences=1"], "both sequences of a pair are in one micro-batch"),
         (["job=dpo", "dpo.max_tokens=9000"], "less than the pair of the longest sequences, 2 * (dpo.max_tokens=9000)"),
         (
             ["job=dpo", "dpo.max_tokens=508", "learner.max_tokens_per_micro_batch=1016", "learner.cp=4"],
@@ -219,7 +219,7 @@ def test_noise_and_flips_of_routers_that_nobody_reaches_are_refused(keys: list[s
 def test_servers_of_the_in_process_engine_are_one_process_each(key: str) -> None:
     assert problem("rollout=local", "rollout.server.replicas=2", "rollout.router_noise=0.1") is None
     said = problem("rollout=local", "rollout.server.replicas=2", key) or ""
-    assert f"rollout.engine=local with rollout.server.replicas=2 and {key}: these servers are one process each" in said
+    assert f"rollout.engine=local with rollout.server.replicas=2 and {key}: each of these servers is one" in said
 
 
 def another(key: str) -> str:
@@ -270,7 +270,7 @@ def test_a_temperature_that_leaves_float32_is_refused(key: str, given: str) -> N
 def test_a_limit_of_completions_is_of_whole_groups_at_servers() -> None:
     few = ["rollout.group_size=8", "rollout.max_in_flight=7", SERVED]
     assert "max_in_flight=7 with rollout.group_size=8: no group could be sampled" in (problem(*few) or "")
-    assert "samples in the learner's processes one batch at a time" in (problem("rollout.max_in_flight=64") or "")
+    assert "samples in the learner's processes, and rollout.slots" in (problem("rollout.max_in_flight=64") or "")
     assert problem("rollout.group_size=8", "rollout.max_in_flight=8", SERVED) is None
 
 
@@ -281,11 +281,11 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ([LUFFY, "algorithm.old_logprobs=interpolated", "train.max_staleness=1"], "was not sampled by any version"),
+        ([LUFFY, "algorithm.old_logprobs=interpolated", "train.max_staleness=1"], "no version of the policy sampled"),
         ([LUFFY, "algorithm.correction.mode=truncate"], "correction.mode=truncate: a demonstration has no log-probs"),
-        ([LUFFY, "algorithm.kl.coefficient=0.1"], "kl.coefficient=0.1: that KL is estimated from what the policy"),
-        ([LUFFY, "algorithm.old_kl_limit=0.1", "train.minibatches=2"], "old_kl_limit=0.1: that KL is estimated from"),
-        ([LUFFY, "algorithm.tokens.choose=top_entropy"], "tokens.choose=top_entropy: tokens are chosen among"),
+        ([LUFFY, "algorithm.kl.coefficient=0.1"], "kl.coefficient=0.1: only sampled tokens can estimate that KL"),
+        ([LUFFY, "algorithm.old_kl_limit=0.1", "train.minibatches=2"], "old_kl_limit=0.1: only sampled tokens"),
+        ([LUFFY, "algorithm.tokens.choose=top_entropy"], "tokens.choose=top_entropy: it chooses among sampled"),
         ([LUFFY, "algorithm.balance.share=0.4"], "gamma=0.1: it is of clipped ratios, and a demonstration has none"),
         ([LUFFY, "algorithm.credit=discounted"], "credit=discounted: a demonstration has one advantage; set credit=c"),
         ([LUFFY, "algorithm.routing_replay=r3"], "algorithm.routing_replay=r3: no engine chose its experts; leave one"),
@@ -296,8 +296,8 @@ FILES = ["data.type=files", "data.train=a", "data.eval=b", "warm_start.steps=0"]
         ),
         (["algorithm=dpo", "algorithm.demonstration_gamma=0.1"], "demonstration_gamma=0.1 does nothing:"),
         ([*FILES, "data.fields.demonstration=x"], "fields.demonstration=x with algorithm.demonstration_gamma=null: no"),
-        ([LUFFY, *FILES, "data.fields.demonstration=answer"], "'answer' is data.fields.answer, which is the demonstra"),
-        ([LUFFY, *FILES, "data.fields.prompt=answer"], "is the field of an answer, too, so a model would learn to rep"),
+        ([LUFFY, *FILES, "data.fields.demonstration=answer"], "'answer' is data.fields.answer, the default"),
+        ([LUFFY, *FILES, "data.fields.prompt=answer"], "is also the field of an answer, so a model would learn to rep"),
         (["job=sft", *FILES[:3], "data.fields.demonstration=x"], "fields.demonstration=x: job=sft does not read it, j"),
     ],
 )
@@ -345,7 +345,7 @@ def test_only_a_key_that_acts_is_taken(key: str, idle: tuple[str, ...], read: tu
 
 def test_a_number_of_steps_beside_epochs_is_refused() -> None:
     load_config("sft_tiny", ["train.steps=7"])
-    with pytest.raises(ConfigError, match=r"^train\.steps=7 does nothing: with sft\.epochs=2 epochs say how many"):
+    with pytest.raises(ConfigError, match=r"^train\.steps=7 does nothing: with sft\.epochs=2 epochs set the number"):
         load_config("sft_tiny", ["sft.epochs=2", "train.steps=7"])
 
 
@@ -427,7 +427,7 @@ def loaded_or_refused_by(name: str, choice: str) -> str | None:
     elif samples_none and (choice.startswith("algorithm=") or choice in ("rollout=vllm", "rollout=sglang")):
         refused = r"job=\w+ does not read it, job=rl may"
     elif choice == "algorithm=gigpo" and load_config(name, keys[1:2]).environment.function is None:
-        refused = r"algorithm\.credit=turn: without environment\.function"
+        refused = r"algorithm\.credit=turn without environment\.function"
     elif name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in BESIDE:  # without a teacher
         refused = r"reward\.parts: the weights of exact_match are all 0|preference\.beta|with reward\.parts"
     try:

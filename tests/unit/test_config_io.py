@@ -253,7 +253,7 @@ def test_rules_between_keys_stay_readable() -> None:
     assert [line.split(" and ", 1)[1] for line in problems("tiny_cpu", turns)] == [
         "train.max_staleness=2: colocated servers cannot sample while the learner trains; "
         "set one of them to its default",
-        "slurm.engines.nodes=1: those nodes are for servers alone; leave one of them out",
+        "slurm.engines.nodes=1: those nodes run only servers; leave one of them out",
     ]
     (found,) = problems("tiny_cpu", ["rollout=vllm", "algorithm=remax", "train.max_staleness=2"])
     assert "max_staleness=2 with algorithm.advantage_mean=greedy and rollout.engine=vllm: a push between" in found
@@ -266,7 +266,7 @@ def test_rules_between_keys_stay_readable() -> None:
         assert line.endswith(f"rollout.server.colocated=false: only colocated {turns}")
     on_cpus = ["learner.offload.while_sampling=optimizer", "rollout=vllm", "rollout.server.colocated=true"]
     (line,) = problems("tiny_cpu", on_cpus)
-    assert "with learner.device=cpu: there is no GPU to leave; leave it out" in line
+    assert "with learner.device=cpu: there is no GPU memory to free; leave it out" in line
 
 
 def test_a_section_of_one_kind_of_data_is_named_whole() -> None:

@@ -118,7 +118,7 @@ def test_the_in_process_engine_loads_no_file() -> None:
 def test_a_nodes_own_memory_is_no_folder_for_servers_on_other_nodes() -> None:
     given = [*SERVED, "run.launcher=slurm", "weights.folder=/dev/shm/mine"]
     (problem,) = problems([*given, "slurm.engines.nodes=1"])
-    assert problem.startswith("weights.folder=/dev/shm/mine is in each node's own memory, and the learner's ranks can")
+    assert problem.startswith("weights.folder=/dev/shm/mine is in the memory of each node, and the learner's ranks can")
     load_config("tiny_cpu", [*given, "slurm.nodes=2", "rollout.server.replicas=2"])
 
 
@@ -147,7 +147,7 @@ def test_several_ranks_of_servers_may_share_a_gpu_of_the_learners() -> None:
 def test_servers_that_take_turns_on_gpus_leave_room_for_the_learners_state() -> None:
     given = [*SERVED, "learner.device=cuda", "rollout.server.colocated=true"]
     (problem,) = problems(given)
-    assert problem.endswith("stay there; set rollout.server.memory_fraction to the share that is left")
+    assert problem.endswith("stay there; set rollout.server.memory_fraction to the share that remains")
     load_config("tiny_cpu", [*given, "rollout.server.memory_fraction=0.5"])
     load_config("tiny_cpu", [*given, "rollout.server.addresses=http://a:1"])  # their own matter
 
@@ -196,8 +196,8 @@ def test_formats_of_fewer_bits_are_refused_by_name(kind: str) -> None:
         ),
         (
             [*SERVED, "weights.rendezvous_host=a"],
-            "weights.rendezvous_host=a does nothing: with weights.transport=auto weights go by a file, and direct reads"
-            " it; leave it out, or set it to its default, null",
+            "weights.rendezvous_host=a does nothing: with weights.transport=auto weights go through a file, without "
+            "a rendezvous; leave it out, or set it to its default, null",
         ),
     ],
 )
@@ -268,10 +268,10 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ([f"{KEY}.a.server={URL}", f"{KEY}.a.path=tests"], "engine=null: requests are that engine's; give engine=vllm"),
         (
             [*held("a"), "roles.layouts.teacher_b.tp=2"],
-            "roles.layouts.teacher_b: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "
-            "has this role; allowed: teacher_a",
+            "roles.layouts.teacher_b: no teacher of algorithm.kl.teachers or reward_models with its own ranks has "
+            "this role; allowed: teacher_a",
         ),
-        ([*teacher("a"), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
+        ([*teacher("a"), "roles.layouts.teacher_a.tp=2"], "with its own ranks has this role; allowed: none"),
         ([*held("a"), "roles.layouts.teacher_a.vpp=2"], "vpp=2 with roles.layouts.teacher_a.pp=1: chunks need"),
         ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0 does not read it"),
         ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference.beta"),
@@ -304,7 +304,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             [*own("a", 9), "environment.function=calculator"],
             f"{KEY}.a.prompt with environment.function=calculator: an environment writes its prompts itself",
         ),
-        ([*own("a", 9), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
+        ([*own("a", 9), "roles.layouts.teacher_a.tp=2"], "with its own ranks has this role; allowed: none"),
         ([*shown("a", 9), "rollout.group_size=1"], "with rollout.group_size=1: no group has another completion; raise"),
         ([*shown("a", 9, times=2)], "has {right_completion} 2 times, and one completion is shown; write it once"),
         (

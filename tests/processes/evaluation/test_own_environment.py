@@ -127,7 +127,7 @@ def test_the_preflight_finds_it_and_names_its_key(model: Path) -> None:
         (["eval.sets.odd.environment.thinking=keep"], "template=plain with eval.sets.odd.environment.thinking=keep"),
         (
             ["eval.sets.odd.data.type=files", "eval.sets.odd.data.eval=x", "eval.sets.odd.data.chat_template=true"],
-            r"eval.sets.odd.environment.function=.* with eval.sets.odd.data.chat_template=true: an environment's",
+            r"eval.sets.odd.environment.function=.* with eval.sets.odd.data.chat_template=true: the environment",
         ),
         (
             ["rollout.server.replicas=1", "eval.mode=background", "eval.at_once=4"],

@@ -252,7 +252,7 @@ def test_a_key_without_effect_is_refused() -> None:
 def test_equal_rewards_teach_nothing_unless_returns_are_discounted() -> None:
     with pytest.raises(ConfigError, match=r"group_size=1 with algorithm\.credit=optimal: a group has no second"):
         config_of("otb", "rollout.group_size=1")
-    with pytest.raises(ConfigError, match=r"from which algorithm\.gamma=0\.9 learns too"):
+    with pytest.raises(ConfigError, match=r"but algorithm\.gamma=0\.9 learns from them too"):
         config_of("otb", "algorithm.gamma=0.9", "rollout.dynamic_sampling=refill")
     assert config_of("otb", "rollout.dynamic_sampling=refill").algorithm.needs_differences
     assert not config_of("otb", "algorithm.gamma=0.9").algorithm.needs_differences

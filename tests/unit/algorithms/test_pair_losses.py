@@ -151,11 +151,11 @@ def test_an_answer_without_a_trained_token_is_padding_for_kto() -> None:
     ("keys", "said"),
     [
         (("nll=1",), "dpo.loss=kto with dpo.nll=1: kto has single answers, and nll is"),
-        (("per_token=true",), "dpo.loss=kto with dpo.per_token=true: it compares sums over an answer's tokens"),
-        (("reference_free=true",), "dpo.loss=kto with dpo.reference_free=true: it estimates the KL to a frozen model"),
+        (("per_token=true",), "dpo.loss=kto with dpo.per_token=true: kto compares sums over tokens"),
+        (("reference_free=true",), "dpo.loss=kto with dpo.reference_free=true: kto estimates the KL to a frozen model"),
         (("label_smoothing=0.1",), r"dpo.loss=kto with dpo.label_smoothing=0\.1: kto has single"),
         (("target_margin=1",), "dpo.target_margin=1 with dpo.loss=kto: the loss does not read it"),
-        (("batch_size=1",), "dpo.loss=kto with dpo.batch_size=1: it estimates the KL on each prompt with the answer o"),
+        (("batch_size=1",), "dpo.loss=kto with dpo.batch_size=1: kto estimates the KL on each prompt with"),
         (("loss=dpo", "desirable_weight=2"), "weight=2 does nothing: with dpo.loss=dpo answers have no labels"),
         (("loss=ipo", "undesirable_weight=2"), "undesirable_weight=2 does nothing: with dpo.loss=ipo"),
         (("undesirable_weight=0",), "dpo.undesirable_weight=0: "),
@@ -173,12 +173,8 @@ FILES = ("data.type=files", "data.train=a.jsonl", "data.eval=b.jsonl")
     ("recipe", "keys", "said"),
     [
         ("tiny_cpu", ("algorithm.preference.loss=kto", "algorithm.preference.beta=1"), "set another loss, or job=dpo"),
-        ("dpo_tiny", ("dpo.loss=kto",), "data.type=arithmetic: its problems have no labels; read rows of files"),
-        (
-            "dpo_tiny",
-            (*FILES, "dpo.loss=kto", "data.fields.rejected=worse"),
-            "one answer a row, with its label; leave it",
-        ),
+        ("dpo_tiny", ("dpo.loss=kto",), "data.type=arithmetic: its problems have no labels; read files"),
+        ("dpo_tiny", (*FILES, "dpo.loss=kto", "data.fields.rejected=worse"), "one labeled answer per row; leave it"),
         ("dpo_tiny", (*FILES, "dpo.loss=kto", "learner.draft.train=true"), "answers that the policy is to avoid"),
         ("dpo_tiny", (*FILES, "dpo.loss=kto", "dpo.on_long=cut"), "dpo.on_long="),
     ],
@@ -262,16 +258,12 @@ def test_former_keys_that_were_off_stand_in_an_older_runs_config_and_change_noth
 @pytest.mark.parametrize(
     ("recipe", "keys", "said"),
     [
-        (
-            "dpo_tiny",
-            ["dpo.reference_free=true", "algorithm.kl.reference=/given"],
-            "no model is loaded; keep one",
-        ),
+        ("dpo_tiny", ["dpo.reference_free=true", "algorithm.kl.reference=/given"], "no reference is loaded; keep one"),
         ("dpo_tiny", ["dpo.reference_free=true", "roles.reference=separate"], "the algorithm has no reference"),
         ("tiny_cpu", ["algorithm=simpo", "roles.reference=separate"], "the algorithm has no reference"),
         ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.reference=/given"], "and job=rl no reference is loaded"),
         ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.coefficient=0.1"], "set algorithm.kl.coefficient=0"),
-        ("tiny_cpu", ["algorithm.preference.nll=0.1"], "with algorithm.preference.beta=null no pairs are trained on"),
+        ("tiny_cpu", ["algorithm.preference.nll=0.1"], "with algorithm.preference.beta=null the run does not train"),
     ],
 )
 def test_what_has_nothing_to_act_on_is_refused(recipe: str, keys: list[str], said: str) -> None:

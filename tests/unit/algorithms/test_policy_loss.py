@@ -116,8 +116,8 @@ def test_a_loss_survives_pickling(loss: PolicyLoss) -> None:
     [
         ({"clip_low": -0.1}, "clip_low"),
         ({"clip_high": NAN}, "clip_high"),
-        ({"objective": "cispo", "cap_low": 2.0, "cap_high": 1.0}, "cap_low=2 with algorithm.cap_high=1: the least is"),
-        ({"correction": {"low": 3.0}}, "low=3 with algorithm.correction.high=2: the least is above the greatest"),
+        ({"objective": "cispo", "cap_low": 2.0, "cap_high": 1.0}, "cap_low=2 with algorithm.cap_high=1: the low"),
+        ({"correction": {"low": 3.0}}, "low=3 with algorithm.correction.high=2: the lower limit is above the upper"),
         ({"correction": {"high": NAN}}, "correction.high"),
         ({"correction": {"mode": "band", "level": "worst"}}, "worst with algorithm.correction.mode=band: weights"),
         ({"dual_clip": 1.0}, "dual_clip"),

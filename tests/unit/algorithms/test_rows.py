@@ -121,7 +121,7 @@ def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
         (["turn_baseline=state"], r"=rewards and algorithm\.gamma_turn=1: .* set turn_compared=returns, or g"),
         (["turn_compared=returns", "gamma_turn=0"], "turn_compared=returns does nothing.* is its own reward"),
         (["turn_compared=returns", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),
-        (["advantage_mean=batch", "advantage_std=advantages"], "leaves the std of its rewards as it is"),
+        (["advantage_mean=batch", "advantage_std=advantages"], "for the batch it is the std of rewards"),
         (["advantage_std=none", "std_unbiased=false"], r"advantage_std=none does not read it.*=group or batch or"),
         (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the last turn's reward; set kl.placement=loss"),
         (["kl.coefficient=0.1", "kl.placement=token_reward"], "the last turn's reward; set kl.placement=loss"),

@@ -158,14 +158,14 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
         (["data.sources.math.reward.length.max_tokens=5"], "data.sources.math.reward.length.max_tokens=5 does nothing"),
         (
             ["data.sources.sums.reward.function=length", "reward.timeout_seconds=5"],
-            "reward.timeout_seconds=5 does nothing: every source of data.sources has a reward or an environment of",
+            "reward.timeout_seconds=5 does nothing: every source of data.sources has its own reward or env",
         ),
         (
             [
                 *("data.sources.sums.reward.function=length", "reward.timeout_seconds=5"),
                 *("eval.sets.own.data.type=arithmetic", "eval.sets.own.reward.function=length"),
             ],
-            "every source of data.sources and every set of eval.sets with data of its own has a reward",
+            "every source of data.sources and every set of eval.sets with its own data has its own reward",
         ),
         (["data.sources.sums.environment.max_turns=1"], "data.sources.sums.environment.function=null: a source's"),
         ([*LED, "warm_start.steps=2"], "data.sources.sums.environment.function=calculator with warm_start.steps=2: a"),
@@ -173,7 +173,7 @@ def test_a_mixture_is_saved_checked_and_its_weights_may_change(yaml: Path, tmp_p
         ([*LED, "algorithm.overlong_buffer=2", "algorithm.overlong_factor=1"], "length, which differs by source"),
         (
             [*LED, "data.sources.math.environment.function=guess", "data.sources.math.chat_template=true"],
-            "data.sources.math.environment.function=guess with data.sources.math.chat_template=true: an environment's",
+            "data.sources.math.environment.function=guess with data.sources.math.chat_template=true: the environment",
         ),
     ],
 )

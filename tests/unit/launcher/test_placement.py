@@ -281,7 +281,7 @@ def test_each_node_with_servers_has_a_whole_copy_of_the_weights_from_its_own_ran
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (CRITIC, "roles.layouts.critic, but roles.critic=learner: the learner's ranks hold such a critic, in their"),
+        (CRITIC, "roles.layouts.critic, but roles.critic=learner: the critic is on the learner's ranks, in their"),
         ((*APART, "roles.layouts.policy.tp=2"), "roles.layouts.policy"),
         ((*APART, "roles.layouts.critic.vpp=2"), "vpp=2 with roles.layouts.critic.pp=1: chunks need a pipeline"),
         ((*APART, "roles.layouts.critic.pp=3"), "give the layers of each stage (roles.layouts.critic.stage_layers;"),

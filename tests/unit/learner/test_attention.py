@@ -264,12 +264,12 @@ def test_groups_that_megatron_rates_otherwise_are_refused() -> None:
     make_config(V3, LearnerSection())
     best = Router(groups=8, top_groups=3, group_score="max", scaling=16.0)
     v2 = replace(V3, family="deepseek_v2", experts_per_token=6, router=best, normalize_top_k=False)
-    with pytest.raises(ConfigError, match=r"a group of experts by its best 1; megatron scores it by its best .* = 2"):
+    with pytest.raises(ConfigError, match=r"a group of experts by its best 1, but megatron by its best .* = 2"):
         make_config(v2, LearnerSection())
     make_config(replace(v2, experts_per_token=3), LearnerSection())
     # torch says so only in the first pass: "selected index k out of range".
     single = replace(V3, router=replace(V3.router, groups=V3.num_experts, top_groups=V3.experts_per_token // 2))
-    with pytest.raises(ConfigError, match=rf"{V3.num_experts} groups of 1 of .* best 2 count: set n_group in config"):
+    with pytest.raises(ConfigError, match=rf"{V3.num_experts} groups of 1 of .* best 2 score each; set n_group"):
         make_config(single, LearnerSection())
 
 

@@ -67,12 +67,12 @@ def test_halves_of_layers_wait_in_the_hosts_memory() -> None:
     ("keys", "message"),
     [
         ("learner.recompute.uniform=1", "learner.recompute.uniform=1: .* set one of the two"),
-        ("learner.recompute.parts=moe_act", "learner.recompute.parts=moe_act: .* is a part of what would be moved"),
+        ("learner.recompute.parts=moe_act", "learner.recompute.parts=moe_act: .* a part of what would be offloaded"),
         ("learner.cuda_graphs=true", "graphs keep activations in memory of their own, .* set one of the two"),
-        ("learner.fp8=tensorwise", "keep copies of weights in float8 among activations"),
-        ("learner.dispatcher=deepep", "dispatcher=deepep: tensors of other streams"),
-        ("learner.layers=a.package:layers", "what layers of your own keep is not known; leave it out"),
-        ("learner.device=cpu", "there is no GPU to leave; leave it out"),
+        ("learner.fp8=tensorwise", "keep float8 copies of weights with activations"),
+        ("learner.dispatcher=deepep", "dispatcher=deepep: it would offload tensors of other CUDA streams"),
+        ("learner.layers=a.package:layers", "the run does not know what custom layers keep; leave it out"),
+        ("learner.device=cpu", "there is no GPU memory to free; leave it out"),
         ("learner.offload.activations=mlp", "activations=mlp with .*: the model has no dense layers; leave it out"),
     ],
 )
@@ -232,11 +232,11 @@ def test_blocks_of_128_are_gathered_whole() -> None:
     shape = replace(QWEN, hidden_size=2048 + 16, latent=None)
     said = [list(problems(learner(fp8, tp=tp), shape)) for fp8, tp in (("blockwise", 2), ("blockwise", 1))]
     assert said[1] == []
-    assert "learner.tp=2: ranks gather the 2064 hidden columns in float8, and they are no multiple of 128" in said[0][0]
+    assert "learner.tp=2: ranks gather the 2064 hidden columns in float8, and this is not a multiple of" in said[0][0]
     assert list(problems(learner("blockwise", tp=2), DEEPSEEK)) == []
     narrow = replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, kv_rank=520, rope_dim=56))
     (problem,) = problems(learner("tensorwise"), narrow)
-    assert "the 520 columns of a latent are no multiple of 16" in problem
+    assert "520 columns of a latent are not a multiple of 16" in problem
     assert [learner(fp8).float8_rows for fp8 in (None, "tensorwise", "blockwise", "mxfp8")] == [1, 16, 128, 32]
 
 

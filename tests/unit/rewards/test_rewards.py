@@ -284,7 +284,7 @@ def test_a_function_without_its_options_says_which(name: str, message: str) -> N
         *(
             (
                 ["reward.parts.exact_match=0", *keys],
-                r"are all 0, and the policy is compared with itself.*set algorithm\.kl\.reference to a teacher",
+                r"are all 0, and the policy is its own reference.*set algorithm\.kl\.reference to a teacher",
             )
             for keys in (["algorithm=gkd"], ["algorithm=distill"], ["algorithm=gkd", f"{RATE}=0.05"])
         ),

@@ -323,7 +323,7 @@ def test_a_model_without_experts_has_replicas_instead() -> None:
     config = load_config("tiny_cpu", ["rollout=vllm", "rollout.server.dp=2", "rollout.server.ep=2"])
     assert find_problems(config, "shape", MOE) == []
     dp, ep = find_problems(config, "shape", replace(MOE, num_experts=0, family="qwen3"))
-    assert "nothing is shared between replicas of its attention; raise rollout.server.replicas instead" in dp
+    assert "replicas of its attention share nothing; raise rollout.server.replicas instead" in dp
     assert "rollout.server.ep=2 with shape.family=qwen3" in ep
 
 

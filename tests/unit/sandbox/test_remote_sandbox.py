@@ -159,7 +159,7 @@ def test_addresses_that_do_not_fit_are_refused(keys: dict[str, Any], said: str) 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (["type=remote"], r"type=remote with sandbox\.url=null: programs are posted to a server; give its address"),
+        (["type=remote"], r"type=remote with sandbox\.url=null: the run posts programs to a server; set its address"),
         (["url=https://elsewhere/run"], "url=https://elsewhere/run does nothing: with sandbox.type=subprocess"),
         (["type=remote", "url=https://elsewhere/run", "allow_unfenced=true"], "allow_unfenced=true does nothing: with"),
         (["token_file=/tmp/x"], "token_file=/tmp/x does nothing: with sandbox.type=subprocess programs run"),

@@ -516,8 +516,8 @@ def test_rules_by_which_nothing_would_be_kept_are_refused(keys: tuple[str, ...],
 @pytest.mark.parametrize(
     ("profile", "reason"),
     [
-        ({"steps": [3, 101]}, r"profile\.steps has 101, but train\.steps=100; leave out later ones"),
-        ({"memory": True}, r"profile\.memory=true with learner\.device=cpu: it is for GPUs"),
+        ({"steps": [3, 101]}, r"profile\.steps has 101, but train\.steps=100; leave out the later steps"),
+        ({"memory": True}, r"profile\.memory=true with learner\.device=cpu: it records only GPU memory"),
     ],
 )
 def test_profiles_that_no_run_could_have_are_refused(profile: dict[str, object], reason: str) -> None:

@@ -286,7 +286,7 @@ def test_unknown_combinations_are_refused_with_their_reasons() -> None:
     with pytest.raises(ValueError, match=r"(?s)set advantage_std=none.*token_reward"):
         RunConfig.model_validate({"algorithm": bad})
     for credit in ("gae", "optimal"):
-        with pytest.raises(ValueError, match=f"credit={credit} with .*: it has a baseline of its own"):
+        with pytest.raises(ValueError, match=f"credit={credit} with .*: it has its own baseline"):
             RunConfig.model_validate({"algorithm": {"credit": credit}})
     optimal = {"credit": "optimal", "advantage_mean": "none", "advantage_std": "none"}
     with pytest.raises(ValueError, match=r"credit=optimal with algorithm\.correction.*: its baseline is optimal"):

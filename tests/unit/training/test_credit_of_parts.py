@@ -360,17 +360,17 @@ P = "algorithm.advantage_of=parts"
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (["advantage_std=none"], "advantage_std=none the sum of parts less their means is the sum less its mean"),
+        (["advantage_std=none"], "advantage_std=none, comparing parts gives the same result as comparing sums"),
         (["advantage_mean=greedy", "advantage_std=none"], f"{P} with algorithm.advantage_mean=greedy: that baseline"),
-        (["advantage_mean=moving"], f"{P} with algorithm.advantage_mean=moving: that baseline is of the sum"),
-        (["advantage_mean=tracked"], f"{P} with algorithm.advantage_mean=tracked: that baseline is of the sum"),
+        (["advantage_mean=moving"], f"{P} with algorithm.advantage_mean=moving: that baseline is for the sum"),
+        (["advantage_mean=tracked"], f"{P} with algorithm.advantage_mean=tracked: that baseline is for the sum"),
         (["credit=turn"], f"{P} with algorithm.credit=turn: parts are compared between whole.*set credit=comp"),
         (["credit=gae"], f"{P} with algorithm.credit=gae: .*a critic would have no effect; set credit=comp"),
-        (["credit=discounted"], "whiten=true and algorithm.credit=discounted: a completion has several"),
+        (["credit=discounted"], "whiten=true and algorithm.credit=discounted: a completion then has several"),
         (["unfinished_reward=0"], f"{P} with algorithm.unfinished_reward=0: it changes the sum"),
         (["overlong_buffer=2"], f"{P} with algorithm.overlong_buffer=2: it changes the sum.*make it a part"),
-        (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the KL is not one of the parts that are"),
-        (["preference.beta=0.1"], "advantage_of=parts does nothing: .*trains on pairs without it"),
+        (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the KL is not one of the compared parts"),
+        (["preference.beta=0.1"], "advantage_of=parts does nothing: .*trains on pairs and does not read it"),
         (["whiten=false"], "whiten_of=completions does nothing"),
     ],
 )
@@ -388,7 +388,7 @@ SOURCES = ["data=mixture", "data.sources.sums.type=arithmetic", "data.sources.mo
         (["algorithm=gdpo"], rf"{P} with reward\.function=exact_match: this reward has no parts.* in reward\.parts"),
         (
             ["algorithm=gdpo", *BESIDE["gdpo"], "reward.on_error=0.5"],
-            rf"{P} with reward\.on_error=0\.5: that number is of the sum",
+            rf"{P} with reward\.on_error=0\.5: that number replaces the sum",
         ),
         (
             ["algorithm=gdpo", *BESIDE["gdpo"], *SOURCES, "data.sources.more.reward.function=format"],
@@ -569,7 +569,7 @@ def test_steps_without_the_key_are_refused() -> None:
     [
         (["algorithm=grpo", "reward.steps=true"], "reward.steps=true does nothing: with algorithm.credit=completion"),
         (["algorithm=gspo_token", "reward.steps=true"], "steps=true does nothing: with algorithm.credit=discounted"),
-        (["algorithm=grpo", "algorithm.credit=turn"], "without environment.function, and without reward.steps=true"),
+        (["algorithm=grpo", "algorithm.credit=turn"], "=turn without environment.function or reward.steps=true"),
         (["algorithm=grpo_process", "reward.parts.format=1.0"], "reward.parts .*: a sum of parts has no steps"),
         (["algorithm=grpo_process", "rollout.interrupt.earliest=0.1"], "interrupt.earliest=.* with reward.steps=true"),
     ],

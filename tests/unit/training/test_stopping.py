@@ -599,12 +599,12 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ([], "rollout.engine=local: this engine samples in the learner's processes, which train meanwhile"),
+        ([], "rollout.engine=local: this engine samples in the learner's processes, which train at the same"),
         (["rollout=vllm", "rollout.server.colocated=true"], "eval.mode=background with .*server.colocated=true"),
         (["rollout.server.replicas=1", "eval.every=0"], "eval.every=0 .*: nothing is evaluated between"),
         (
             ["rollout.server.replicas=1", "eval.at_once=4", "environment.function=calculator"],
-            "eval.at_once=4 and environment.function=calculator: time that a turn",
+            "eval.at_once=4 and environment.function=calculator: the wait of a turn",
         ),
         (["rollout.server.replicas=1", "checkpoint.keep_best=1"], "keep_best=1 with .*eval.mode=background: a check"),
     ],

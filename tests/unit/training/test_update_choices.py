@@ -340,7 +340,7 @@ def test_a_batch_that_is_too_far_at_once_changes_nothing_and_says_so() -> None:
         (["algorithm=dpo"], r"old_kl_limit=0\.1 does nothing: algorithm\.preference\.beta"),
         (
             ["algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated"],
-            r"old_logprobs=interpolated does not read it, algorithm\.old_logprobs=learner or rollout does",
+            r"old_logprobs=interpolated does not read it; algorithm\.old_logprobs=learner or rollout does",
         ),
         (["algorithm=grpo", "algorithm.old_kl_limit=0"], r"old_kl_limit"),
     ],
@@ -538,9 +538,9 @@ def test_the_rows_have_the_shares_of_their_papers() -> None:
         (["algorithm=kl_cov", "algorithm.parameters.covariance_low=0.5"], "low=0.5 does nothing.*tokens.choose=clip_c"),
         (
             ["algorithm=clip_cov", "algorithm.tokens.low=9"],
-            r"low=9 with algorithm\.parameters\.covariance_high=5: the least is above the greatest; sw",
+            r"low=9 with algorithm\.parameters\.covariance_high=5: the lower limit is above the upper one; sw",
         ),
-        (["algorithm=dpo", "algorithm.tokens.choose=kl_cov"], "trains on pairs without it"),
+        (["algorithm=dpo", "algorithm.tokens.choose=kl_cov"], "trains on pairs and does not read it"),
         (["algorithm=m2po", "algorithm.tokens.share=0.5"], "tokens.share=0.5 does nothing"),
         (
             ["algorithm=m2po", "algorithm.second_moment_limit=0.1"],
