@@ -255,7 +255,7 @@ def test_a_job_that_slurm_will_never_requeue_fails(tmp_path: Path, why: str) -> 
 def test_a_run_that_has_used_up_its_requeues_is_not_done(tmp_path: Path) -> None:
     status, said, asked = attempt(tmp_path, 9, "000001")  # REQUEUES=9
     assert (status, asked) == (1, [])
-    assert "saved, but slurm.requeues=9 are used up; to go on, submit its script again" in said.splitlines()[-1]
+    assert "saved, but slurm.requeues=9 are used up; to continue, submit its script again" in said.splitlines()[-1]
     status, said, _ = attempt(tmp_path, 11, "000003", ENDS="yes")
     assert (status, said.splitlines()[-1].endswith(": done")) == (0, True)
 
