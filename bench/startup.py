@@ -27,8 +27,8 @@ import numpy as np
 from typing_extensions import override
 
 from bench.results import parse, write
-from launcher.hosts.slurm.allocation import Allocation
-from launcher.hosts.slurm.launcher import SlurmLauncher, step_command
+from launcher.hosts.slurm.allocation import Allocation, step_command
+from launcher.hosts.slurm.launcher import SlurmLauncher
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.tiny import TinySizes, make_tiny_model

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from launcher.build.model import starting_shape
 from launcher.commands.status import Status, job_commands, job_status
 from launcher.completion import Overrides, complete_config
+from launcher.hosts.sites import describe_steps
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
@@ -191,7 +192,8 @@ def prepare(config: RunConfig, config_name: str, *, off_cluster: bool = False) -
                 show_code(folder)
                 for name, data in files.items():
                     write_atomically(folder / name, data, private=config.private)
-                write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
+                placed = [found.describe(), *([describe_steps(config)] if config.run.launcher == "slurm" else [])]
+                write_atomically(folder / "placement.txt", "".join(f"{text}\n" for text in placed).encode())
                 script = folder / "job.sbatch"
                 yield PreparedJob(folder=folder, is_new=created, script=script, checked=found, findings=findings)
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -11,10 +12,13 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from launcher.hosts.slurm.allocation import Allocation
+from launcher.hosts.slurm.allocation import Allocation, rank_command
 from launcher.processes.guards import HERE, ServerSite, Sites, StartAt
+from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import make_placement, placeholder_nodes
 from rl_megatron.placement.seats import (
     ServerPlacement,
     local_server_placements,
@@ -57,6 +61,27 @@ def server_sites(config: RunConfig, allocation: Allocation | None, start_at: Sta
     return [[site for _, site in pairs] for _, pairs in together]
 
 
+def describe_steps(config: RunConfig) -> str:
+    """Returns the srun commands of a job without Ray that does not exist yet, a line for each role and server. Its
+    nodes are ``node0`` and so on."""
+    nodes = {role: tuple(name.replace(" ", "") for name in names) for role, names in placeholder_nodes(config).items()}
+    apart = {role: nodes[role] for role in separate(config)}
+    learner, engines = nodes[LEARNER], nodes.get("engines", ())
+    allocation = Allocation(
+        id="", restart=0, this_node=learner[0], nodes=learner, engine_nodes=engines, folder=Path(), separate=apart
+    )
+    python = str(config.slurm.python or sys.executable)
+    placements = [make_placement(config, nodes[role], role) for role in (LEARNER, *apart)]
+    lines = [(each.role, shlex.join(rank_command(config.slurm, each, allocation, python))) for each in placements]
+    seats = server_placements(config, learner, engines)
+    for seat in seats:
+        command = _srun_command(seat, config, allocation, _each(seats, allocation))
+        lines.append((f"engine {seat.server}", f"{shlex.join(command)} ..." if command else "by the controller"))
+    return "\n".join(
+        ["commands that start it, with node0 for its first node:", *(f"  {who}: {said}" for who, said in lines)]
+    )
+
+
 def standalone_sites(config: RunConfig) -> list[Sites]:
     """Returns the sites of servers on this machine, where no learner is. Raises ConfigError if they do not fit."""
     found = standalone_placements(config, _count_here(config))
@@ -67,13 +92,19 @@ def _srun_prefix(
     site: ServerSite, seat: ServerPlacement, config: RunConfig, allocation: Allocation, each: int
 ) -> ServerSite:
     """Returns the site with the srun command that starts its guard, unless the guard is a child of this process."""
+    if not (command := _srun_command(seat, config, allocation, each)):
+        return site
+    python = sys.executable if config.slurm.engines.container is None else str(config.rollout.python)
+    return replace(site, prefix_command=command, python=python)
+
+
+def _srun_command(seat: ServerPlacement, config: RunConfig, allocation: Allocation, each: int) -> tuple[str, ...]:
+    """Returns the command before that of a server's guard; empty for a child of the controller."""
     slurm, image = config.slurm, config.slurm.engines.container
     if _here(seat, allocation) and image is None:
-        return site
+        return ()
     command = allocation.server_command([seat.node], _cpus(config, each))
-    contained = [*slurm.container_options(image, Path.cwd()), *slurm.container_prefix(image)]
-    python = sys.executable if image is None else str(config.rollout.python)
-    return replace(site, prefix_command=(*command, *contained), python=python)
+    return (*command, *slurm.container_options(image, Path.cwd()), *slurm.container_prefix(image))
 
 
 def visible_gpus() -> list[str]:

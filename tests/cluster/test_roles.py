@@ -86,7 +86,9 @@ def test_each_role_of_a_job_is_on_its_nodes(cluster: Cluster, launcher: str) -> 
     placed = (job.run / "placement.txt").read_text().splitlines()
     of_reference = {"reference: 2 ranks on 1 nodes, 2 on each", "  node 1: ranks 0-1"}
     assert {"  node 0: ranks 0-1", *of_reference} <= set(placed)
-    assert placed[-len(engines) :] == [f"engine 0: node {2 + i}" for i in range(len(engines))]
+    assert [line for line in placed if line.startswith("engine ")] == [
+        f"engine 0: node {2 + i}" for i in range(len(engines))
+    ]
     assert f"RUNNING on node[15-{engines[-1].removeprefix('node')}]" in cluster.program("status", str(job.run))
     assert job.end() == "COMPLETED", job.said()
     assert "step 4/4" in (job.run / "jobs" / attempt / "controller.txt").read_text()
@@ -183,7 +185,10 @@ def test_a_server_on_two_nodes_samples_what_the_learner_scores(cluster: Cluster,
     assert all(row["mismatch/logprob_abs_max"] < 1e-3 for row in rows)
     placed = (job.run / "placement.txt").read_text().splitlines()
     first = 1 if route == "direct" else 0
-    assert placed[-2:] == [f"engine 0: node {first}", f"engine 0: node {first + 1}"]
+    assert [line for line in placed if line.startswith("engine ")] == [
+        f"engine 0: node {first}",
+        f"engine 0: node {first + 1}",
+    ]
     assert len(list(job.run.glob(f"{engine}_0*.log"))) == 2  # one a node
 
 

@@ -13,9 +13,10 @@ from launcher.hosts.slurm.calls import call_slurm
 from launcher.wire import this_node
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import cut, extra_role_nodes
+from rl_megatron.placement.ranks import RankPlacement, cut, extra_role_nodes
 
 _NAME_SECONDS = 60.0  # time until a name server knows a node that a cloud has just created
 _LOOK_SECONDS = 1.0
@@ -126,6 +127,33 @@ class Allocation:
             *("--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
             *(*cores_option(cpus), "--mem=0"),
         ]
+
+
+def step_command(slurm: SlurmSection, placement: RankPlacement, *, python: str, where: Sequence[str] = ()) -> list[str]:
+    """Returns the srun command that runs worker/node.py on every node, in a container if given. Tasks read `Muster`."""
+    nodes = len(placement.nodes)
+    return [
+        "srun",
+        *where,
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        f"--job-name={placement.role}",  # the name in `squeue --steps`
+        *cores_option(slurm.cores(placement.ranks_per_node)),
+        "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step
+        "--label",  # output, which goes to step.txt, with the number of the node
+        *slurm.container_options(slurm.container, Path.cwd()),
+        *slurm.container_prefix(slurm.container),
+        slurm.container_python if slurm.container else python,
+        *("-P", "-m", "launcher.worker.node"),
+    ]
+
+
+def rank_command(slurm: SlurmSection, placement: RankPlacement, allocation: Allocation, python: str) -> list[str]:
+    """Returns the `step_command` of the ranks of a role on its nodes of the allocation."""
+    if placement.role == LEARNER:
+        return step_command(slurm, placement, python=python, where=allocation.learner_options())
+    return allocation.separate_command(step_command(slurm, placement, python=python), placement.role)
 
 
 def cores_option(cores: int | None) -> list[str]:

@@ -23,35 +23,14 @@ from typing_extensions import override
 
 from launcher.controller.arrivals import ConnectingLauncher, StartedRanks
 from launcher.controller.group import STOP_SECONDS
-from launcher.hosts.slurm.allocation import Allocation, cores_option
+from launcher.hosts.slurm.allocation import Allocation, rank_command
 from launcher.processes.environment import threads_per_rank
 from launcher.wire import Call, Muster
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.placement.names import LEARNER, file_stem
+from rl_megatron.placement.names import file_stem
 from rl_megatron.placement.ranks import RankPlacement, make_placement
 
 logger = logging.getLogger(__name__)
-
-
-def step_command(slurm: SlurmSection, placement: RankPlacement, *, python: str, where: Sequence[str] = ()) -> list[str]:
-    """Returns the srun command that runs worker/node.py on every node, in a container if given. Tasks read `Muster`."""
-    nodes = len(placement.nodes)
-    return [
-        "srun",
-        *where,
-        f"--nodes={nodes}",
-        f"--ntasks={nodes}",
-        "--ntasks-per-node=1",
-        f"--job-name={placement.role}",  # the name in `squeue --steps`
-        *cores_option(slurm.cores(placement.ranks_per_node)),
-        "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step
-        "--label",  # output, which goes to step.txt, with the number of the node
-        *slurm.container_options(slurm.container, Path.cwd()),
-        *slurm.container_prefix(slurm.container),
-        slurm.container_python if slurm.container else python,
-        *("-P", "-m", "launcher.worker.node"),
-    ]
 
 
 @contextlib.asynccontextmanager
@@ -152,7 +131,4 @@ class SlurmLauncher(ConnectingLauncher):
             )
 
     def _command(self, config: RunConfig, placement: RankPlacement) -> list[str]:
-        allocation, section = self._allocation, config.slurm
-        if placement.role == LEARNER:
-            return step_command(section, placement, python=sys.executable, where=allocation.learner_options())
-        return allocation.separate_command(step_command(section, placement, python=sys.executable), placement.role)
+        return rank_command(config.slurm, placement, self._allocation, sys.executable)

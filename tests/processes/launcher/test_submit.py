@@ -153,7 +153,9 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     assert {p.name for p in run.iterdir()} == {"config.yaml", "job.sbatch", "jobs", "placement.txt", "submit.lock"}
     assert load_config(str(run / "config.yaml"), []).run.launcher == "slurm"
     assert f"sbatch {run / 'job.sbatch'}" in done.stdout
-    assert "most of it: engine" in (run / "placement.txt").read_text()
+    placed = (run / "placement.txt").read_text()
+    assert "most of it: engine" in placed
+    assert "\n  learner: srun --nodes=" in placed
 
 
 SBATCH = """#!/bin/bash

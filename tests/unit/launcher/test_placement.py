@@ -7,6 +7,7 @@ import contextlib
 import math
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,8 @@ from hypothesis import strategies as st
 
 from launcher.commands import submit
 from launcher.hosts.ray.node import engine_node_command, node_command
-from launcher.hosts.sites import server_sites
-from launcher.hosts.slurm.allocation import Allocation
-from launcher.hosts.slurm.launcher import step_command
+from launcher.hosts.sites import describe_steps, server_sites
+from launcher.hosts.slurm.allocation import Allocation, rank_command, step_command
 from launcher.preflight.checks import preflight
 from launcher.processes import guards as ports
 from launcher.processes.guards import any_port, free_port, held_ports
@@ -373,6 +373,24 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path) -> None:
     )
     assert allocation.learner_options() == ["--nodelist=a1,a2"]
     assert "--nodelist=e1" in allocation.server_command(["e1"], 1)
+
+
+def test_the_commands_of_a_job_are_known_before_it_is_sent() -> None:
+    """Those that the job runs on such nodes, but without its environment, which may have keys."""
+    roles = ("algorithm=ppo", "roles.critic=separate", "slurm.environment.KEY=secret")
+    config = config_of(*CASES["ray_and_engine_nodes"], "run.launcher=slurm", "slurm.cpus_per_task=3", *roles)
+    head, *lines = describe_steps(config).splitlines()
+    nodes = {"nodes": ("node0", "node1"), "engine_nodes": ("node4", "node5")}
+    apart = {"critic": ("node2", "node3")}
+    job = Allocation(id="7", restart=0, this_node="node0", folder=Path(), separate=apart, **nodes)
+    placed = [make_placement(config, job.nodes), make_placement(config, apart["critic"], "critic")]
+    made = [rank_command(config.slurm, each, job, sys.executable) for each in placed]
+    assert lines[:2] == [f"  {each.role}: {' '.join(command)}" for each, command in zip(placed, made, strict=True)]
+    assert [line.partition(": ")[0] for line in lines[2:]] == [f"  engine {i}" for i in range(4)]
+    assert lines[5] == f"  engine 3: {' '.join(job.server_command(['node5'], 12))} ..."
+    assert "secret" not in head + "".join(lines)
+    here = describe_steps(config_of("rollout=vllm")).splitlines()
+    assert here[2:] == ["  engine 0: by the controller"]
 
 
 def test_a_name_without_an_address_is_asked_for_again_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
