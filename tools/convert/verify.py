@@ -41,23 +41,60 @@ from tools.convert.conversion import display
 from tools.convert.inspection import dropped_draft_matrices, found
 
 _MAX_LINES = 50
+_MAX_DIFFERENCES = 4  # lines about tensors of two different models
+_SIZES = {
+    "family": "model_type",
+    "num_layers": "layers",
+    "hidden_size": "hidden size",
+    "num_heads": "heads",
+    "num_kv_heads": "key and value heads",
+    "head_dim": "head size",
+    "num_experts": "experts",
+    "expert_width": "expert width",
+    "shared_width": "shared experts' width",
+    "dense_width": "MLP width",
+    "vocab_size": "vocabulary",
+}
+"""Fields of `ModelShape` that different models differ in, and how a sentence calls them."""
+
+
+class Difference(str):
+    """A line about a tensor that differs between two checkpoints, or that only one has."""
+
+    __slots__ = ()
 
 
 def print_problems(
     folder: Path, *, against: Path | None = None, config: Path | None = None, family: str | None = None
 ) -> bool:
-    """Prints all problems; returns True if there are none. Raises RLMegatronError if the folder is unreadable."""
+    """Prints the problems, of different models a few; returns True if there are none. Raises RLMegatronError if the
+    folder is unreadable."""
     folder = found(folder)
     against = None if against is None else found(against)
     problems, written = _check_run(folder.resolve()) if is_megatron(folder) else ([], None)
     with display(folder.name) as progress:
         problems += verify(folder, against=against, config=config, family=family, written=written, on_progress=progress)
-    for line in problems[:_MAX_LINES]:
+    shown, differences = problems, [line for line in problems if isinstance(line, Difference)]
+    if against is not None and differences and (sentence := different_models(folder, against, config, family)):
+        print(sentence)
+        own = [line for line in problems if not isinstance(line, Difference)]
+        shown = [*own, *differences[:_MAX_DIFFERENCES]]
+    for line in shown[:_MAX_LINES]:
         print(line)
-    if len(problems) > _MAX_LINES:
-        print(f"and {len(problems) - _MAX_LINES} more")
+    if more := len(problems) - min(len(shown), _MAX_LINES):
+        print(f"and {more} more")
     print(f"{folder}: {len(problems) or 'no'} problems" + (f", compared with {against}" if against else ""))
     return not problems
+
+
+def different_models(folder: Path, against: Path, config: Path | None, family: str | None) -> str | None:
+    """Returns a sentence with the sizes in which two checkpoints' models differ; None if they have the same sizes."""
+    if stored_lora(folder) is not None:
+        return None
+    shapes = [converted_shape(one, config, family) for one in (folder, against)]
+    pairs = [(name, *(getattr(shape, key) for shape in shapes)) for key, name in _SIZES.items()]
+    differ = ", ".join(f"{name} {here} and {there}" for name, here, there in pairs if here != there)
+    return f"{folder} and {against} are different models: {differ}" if differ else None
 
 
 def _check_run(shards: Path) -> tuple[list[str], Mapping[str, Digest] | None]:
@@ -151,13 +188,14 @@ def _list_unmatched(names: Mapping[Path, Set[str]], config: Path | None, family:
             )
             for name in found:
                 left = is_draft(name, shape) and not drafts
-                yield f"{name} is only in {folder}" + (f"; {other} was made without draft layers" if left else "")
+                why = f"; {other} was made without draft layers" if left else ""
+                yield Difference(f"{name} is only in {folder}{why}")
 
 
 def _wrong(tensor: Copy, other: Copy | None, on_bytes: OnBytes) -> Iterator[str]:
     if other is not None and (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
         here, there = (f"{one.dtype} {one.shape}" for one in (tensor, other))
-        yield f"{tensor.name} is {here} here and {there} in the other checkpoint"
+        yield Difference(f"{tensor.name} is {here} here and {there} in the other checkpoint")
         other = None
     bad = different = 0
     others = repeat(None) if other is None else other.blocks(lambda n: None, multiple=1)
@@ -169,7 +207,7 @@ def _wrong(tensor: Copy, other: Copy | None, on_bytes: OnBytes) -> Iterator[str]
     if bad:
         yield f"{tensor.name}: {bad} of {prod(tensor.shape)} values are NaN or infinite"
     if different:
-        yield f"{tensor.name}: {different} of {tensor.num_bytes} bytes differ"
+        yield Difference(f"{tensor.name}: {different} of {tensor.num_bytes} bytes differ")
 
 
 def _bad_sums(folder: Path, chunks: Sequence[Chunk], files: Files, on_bytes: OnBytes) -> Iterator[str]:

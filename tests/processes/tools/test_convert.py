@@ -368,6 +368,11 @@ def test_what_only_one_checkpoint_has_and_other_shapes_are_a_line_each(hf: Path,
         assert len(sizes) == 2 * 4 * 3  # layers, experts, matrices
         assert {line for line in lines if "here" in line} == sizes
     assert list(verify(hf, against=hf)) == []
+    said = command("--verify", other, "--against", hf).stdout.splitlines()
+    assert said[0] == f"{other} and {hf} are different models: layers 2 and 3, expert width 16 and 24"
+    assert len(said) == 1 + 4 + 2
+    assert said[1].startswith("model.layers.2.input_layernorm.weight is only in ")
+    assert re.fullmatch(r"and \d+ more", said[-2])
 
 
 def test_the_command_converts_verifies_and_names_what_differs(hf: Path, tmp_path: Path) -> None:
