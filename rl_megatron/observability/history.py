@@ -34,7 +34,7 @@ from rl_megatron.observability.files import (
     whole_rows,
 )
 from rl_megatron.observability.log import last_warnings
-from rl_megatron.observability.metrics import RENAMED
+from rl_megatron.observability.metrics import with_current_names
 
 _MOST_OF_STEP = 256  # rows that `samples_between` takes
 
@@ -85,9 +85,7 @@ def read_samples(path: Path) -> list[SampleRow]:
 
 def samples_between(path: Path) -> list[SampleRow]:
     """Returns rows of the first step, of one from the middle of the file on, and of the last; 256 of each at most.
-
-    Reads no more of the file, which may be long. Raises DataError like `read_samples`.
-    """
+    Reads no more of the file, which may be long. Raises DataError like `read_samples`."""
     found: dict[object, Sequence[JsonRow]] = {}
     for rows in (rows_from(path), rows_from(path, 0.5)):
         for step, alike in islice(groupby(rows, lambda row: row["step"]), 1):
@@ -98,10 +96,8 @@ def samples_between(path: Path) -> list[SampleRow]:
 
 
 def latest_samples(path: Path) -> Iterator[SampleRow]:
-    """Yields the rows, the last one first; none if there is no file. Reads no more of the file than is needed.
-
-    Raises DataError like `read_samples`.
-    """
+    """Yields the rows, the last one first; none if there is no file. Reads no more of the file than is needed. Raises
+    DataError like `read_samples`."""
     if path.exists():
         yield from (_sample(path, row) for row in from_the_end(path))
 
@@ -363,9 +359,7 @@ def _steps(metrics: Path, each_row: Callable[[JsonRow], None]) -> tuple[MetricCo
     """Returns the warm start's rows, and those of steps, each with the figures of its step's row of phase ``eval``,
     which is written when that evaluation has ended."""
     warm_start, rl, evaluated = MetricColumns(), MetricColumns(), dict[JsonValue, JsonRow]()
-    for recorded in rows_from(metrics):
-        is_current = RENAMED.keys().isdisjoint(recorded)
-        row = recorded if is_current else {RENAMED.get(name, name): value for name, value in recorded.items()}
+    for row in map(with_current_names, rows_from(metrics)):
         each_row(row)
         if row.get("phase") == "warm_start":
             warm_start.append(row)

@@ -329,6 +329,12 @@ RENAMED: Mapping[str, str] = {
 }
 """Name in rows of older versions -> name."""
 
+
+def with_current_names(row: JsonRow) -> JsonRow:
+    """Returns the row, which an older version may have recorded, by the names of today."""
+    return row if RENAMED.keys().isdisjoint(row) else {RENAMED.get(name, name): value for name, value in row.items()}
+
+
 PHASES = ("warm_start", *STEPS, "eval")
 
 PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic", "weights", "eval", "checkpoint")

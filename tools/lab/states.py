@@ -16,6 +16,7 @@ from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import DataError, quote_start
 from rl_megatron.files import parse, write_atomically
 from rl_megatron.observability.files import STEPS, JsonRow, from_the_end, number
+from rl_megatron.observability.metrics import with_current_names
 from tools.lab.study import Cell, Study, numeric_values
 
 
@@ -140,10 +141,8 @@ def cell_seconds(cell: Cell, record: CellRecord) -> float:
 
 
 def describe_drift(cell: Cell) -> str:
-    """Describes values that differ from those that the cell ran with, for example by another version's defaults.
-
-    It is empty if none differ. The folder's name does not show it: that is of values that differ from the defaults.
-    """
+    """Describes values that differ from those that the cell ran with, for example by another version's defaults. It
+    is empty if none differ. The folder's name does not show them: it shows values that differ from the defaults."""
     path = cell.folder / "config.yaml"
     if not path.is_file():
         return ""
@@ -214,7 +213,8 @@ def _rows(cell: Cell) -> Iterator[JsonRow]:
     """Yields the rows of RL and of its evaluations, the last one first, without the earlier ones of a warm start."""
     path = cell.folder / "metrics.jsonl"
     if path.is_file():
-        yield from itertools.takewhile(lambda row: row.get("phase") != "warm_start", from_the_end(path))
+        rows = map(with_current_names, from_the_end(path))
+        yield from itertools.takewhile(lambda row: row.get("phase") != "warm_start", rows)
 
 
 def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, ended: bool) -> tuple[CellState, str]:

@@ -310,8 +310,7 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     levels = [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate("abcdefg", 1)]
     study = study_of(tmp_path, axes={"x": levels}, seeds=[0], overrides=["train.steps=2"], budget={"cell_minutes": 1})
     cells, steps = study_cells(study), {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1}
-    me = os.getpid()
-    boot, ticks = process_birth(me).split()
+    boot, ticks = process_birth(me := os.getpid()).split()
     dead = {"pid": me, "began": f"{boot} {int(ticks) - 1}", "starts": 1}  # another process had this number
     records = {
         "a": CellRecord(**dead, seconds=3.0, status=0),
@@ -328,8 +327,7 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
         if cell.arm in records:
             write_record(cell, records[cell.arm])
     found = find_states(study, cells)
-    states = ["done", "running", "spent", "stopped", "stopped", "failed", "waiting"]
-    assert [each.state.value for each in found] == states
+    assert [e.state.value for e in found] == ["done", "running", "spent", "stopped", "stopped", "failed", "waiting"]
     assert [each.value for each in found] == [0.5, 0.25, 0.25, 0.25, 0.25, None, None]
     text = states_table(study, found)
     assert text.splitlines()[0].endswith("run (value: eval/accuracy)")
@@ -340,6 +338,8 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     record_path(cells[0]).write_text(json.dumps(task))
     record_path(cells[3]).write_text(json.dumps({**task, **dead, "task": ""}))
     assert [find_states(study, cells)[i].state.value for i in (0, 3)] == ["done", "stopped"]
+    (cells[0].folder / "metrics.jsonl").write_text('{"step": 2, "phase": "rl", "reward/late": 3}\n')
+    assert find_states(study.with_outcome("reward/timeouts", None), cells)[0].value == 3  # by its old name
     record_path(cells[0]).write_text("{}")
     with pytest.raises(DataError, match="not the record of a cell"):
         find_states(study, cells)
