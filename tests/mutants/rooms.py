@@ -117,7 +117,7 @@ ROOMS = (
         name="formats",
         paths=_under("rl_megatron", "weights/formats/quantize.py", "features/quantize/encoding.py"),
         mutants=60,
-        first=_under("tests/unit/weights", "test_quantise.py", "test_served_weights.py"),
+        first=_under("tests/unit/weights", "test_quantize.py", "test_served_weights.py"),
         after=(
             "tests/unit/launcher/test_servers.py",
             *_under("tests/unit/weights", "test_families.py"),

@@ -152,7 +152,7 @@ def test_servers_that_take_turns_on_gpus_leave_room_for_the_learners_state() -> 
     load_config("tiny_cpu", [*given, "rollout.server.addresses=http://a:1"])  # their own matter
 
 
-def test_quantised_weights_are_for_servers_on_gpus_that_the_run_starts() -> None:
+def test_quantized_weights_are_for_servers_on_gpus_that_the_run_starts() -> None:
     given = ["rollout.server.quantization=fp8"]
     unread, *rest = sorted(problems(given), key=lambda line: "does nothing" not in line)
     assert unread.startswith(
@@ -166,7 +166,7 @@ def test_quantised_weights_are_for_servers_on_gpus_that_the_run_starts() -> None
 
 
 @pytest.mark.parametrize("transport", ["auto", "file", "direct"])
-def test_quantised_weights_go_over_every_transport_as_others_do(transport: str) -> None:
+def test_quantized_weights_go_over_every_transport_as_others_do(transport: str) -> None:
     given = [*ON_GPUS, f"weights.transport={transport}", "learner.dtype=bfloat16"]
     plain = load_config("tiny_cpu", given)
     assert load_config("tiny_cpu", [*given, "rollout.server.quantization=fp8"]).transport == plain.transport

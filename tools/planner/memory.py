@@ -422,7 +422,7 @@ class Save:
         """Returns a line about the disk that the run needs."""
         more = f"; {self.best * self.total / GB:,.1f} GB more after a resume that measures accuracy otherwise"
         return (
-            f"  up to {self.max_kept} checkpoints at once: {self.max_kept * self.total / GB:,.1f} GB of disk "
+            f"  at most {self.max_kept} checkpoints: {self.max_kept * self.total / GB:,.1f} GB of disk "
             "(checkpoint.keep*)" + (more if self.best else "")
         )
 

@@ -295,7 +295,7 @@ class AdvantageKeys(Section):
     lam_length_factor: PositiveFloat | None = None
     """credit=gae: the policy's lambda is 1 - 1 / (this * length) (VAPO); null: ``lam``."""
     whiten: bool = False
-    """Whether to whiten advantages over the whole batch, including completions that the loss leaves out."""
+    """Whiten advantages over the whole batch, including completions that the loss leaves out."""
     whiten_of: Literal["tokens", "completions"] = "tokens"
     """whiten: the mean and the standard deviation count each token, or each completion once, whatever its length."""
 
@@ -330,8 +330,8 @@ class AlgorithmSection(ObjectiveKeys, AdvantageKeys):
     """Penalty of a completion of that length; it grows linearly over ``overlong_buffer``, with the length alone: one
     that rollout.completion_timeout_seconds ended has none if it is short."""
     drop_truncated: bool = False
-    """Whether to leave completions truncated at rollout.max_new_tokens or by rollout.completion_timeout_seconds out of
-    the loss; with an environment, trajectories that did not end as done: by its limits, a bad call or a fault, too."""
+    """Drop completions from the loss that rollout.max_new_tokens or rollout.completion_timeout_seconds truncated; with
+    an environment, also trajectories that did not end as done but by its limits, a bad call or a fault."""
     unfinished_reward: Finite | None = None
     """Reward of a completion that ``drop_truncated`` would leave out, in place of its own; with credit=gae the
     truncation then counts as an end. null: its own reward, to which credit=gae adds the critic's value of the last

@@ -84,8 +84,7 @@ class FileKeys(Section):
     prompt_template: str = "{prompt}"
     """Text of a prompt, in which the problem, or the text of its last message, replaces {prompt}."""
     chat_template: bool = False
-    """Whether to render the prompt by the tokenizer's chat template: a text as a user turn, a list of messages as it
-    is."""
+    """Render the prompt by the tokenizer's chat template: a text as a user turn, a list of messages as it is."""
     max_eval: Positive | None = None
     """Number of held-out problems to use, the first of the file; null uses all."""
 

@@ -245,7 +245,7 @@ class RolloutSection(Section):
     on_long_prompt: Literal["fail", "drop"] = "fail"
     """What to do with a longer prompt: end the run at its start, or drop the prompt."""
     ignore_eos: bool = False
-    """Whether to sample ``max_new_tokens`` tokens even after a stop token (for measurements)."""
+    """Sample ``max_new_tokens`` tokens even after a stop token (for measurements)."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)], ...], Field(max_length=MAX_STOPS)
     ] = ()

@@ -202,7 +202,7 @@ def test_requests_that_wait_for_their_longest_completion_hold_servers_back(reque
     assert enough.lone_seconds == pytest.approx(free.lone_seconds, rel=0.01)
 
 
-def test_quantised_servers_read_their_own_bytes() -> None:
+def test_quantized_servers_read_their_own_bytes() -> None:
     """Experts in float8 with a float32 scale for 128 x 128 weights; the head stays in bfloat16."""
     keys = ["model.path=.", "run.launcher=slurm", "rollout.server.memory_fraction=0.5"]
     shapes = []
