@@ -213,6 +213,7 @@ def environment_sampler(
         template=template,
         encode=partial(encode_text, tokenizer),
         parser=None if section.tool_parser is None else PARSERS[section.tool_parser],
+        columns=tuple(config.required_columns),
         rollout=config.rollout,
         section=section,
         key=key,

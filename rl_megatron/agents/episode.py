@@ -48,8 +48,9 @@ class EpisodeSettings:
     max_prompt_tokens: int
     vocab_size: int  # the model's
     parser: Parser | None = None  # splits replies into reasoning and calls
-    skips_queue: bool = False  # this and the next: of its requests
+    skips_queue: bool = False  # this and the next two: of its requests
     exact_logprobs: bool = True
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +297,7 @@ class Episode(ConversationHandler):
             start_version=self.turns[0].spans[0].version if self.turns and not self._setting.skips_queue else None,
             skips_queue=self._setting.skips_queue,
             exact_logprobs=self._setting.exact_logprobs,
+            columns=self._setting.columns,
             max_seconds=max(_LEAST_SECONDS, self.seconds_left),
         )
 

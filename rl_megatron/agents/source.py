@@ -178,6 +178,7 @@ class EnvironmentSampler(PolicySampler):
     section: EnvironmentSection
     vocab_size: int  # the model's
     parser: Parser | None = None
+    columns: tuple[str, ...] = ()  # columns to request with turns that are trained on
     key: str = "environment"  # config key of the section, for messages
     threads: EpisodeThreads = field(init=False)
     endpoint: Endpoint = field(default_factory=Endpoint)
@@ -246,6 +247,7 @@ class EnvironmentSampler(PolicySampler):
             params=params,
             skips_queue=ahead,
             exact_logprobs=exact_logprobs,
+            columns=self.columns if exact_logprobs else (),
             template=self.template,
             max_prompt_tokens=self.rollout.max_prompt_tokens,
             vocab_size=self.vocab_size,

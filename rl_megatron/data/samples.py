@@ -28,7 +28,7 @@ from typing_extensions import override
 from rl_megatron.chat_templates import strip_second_bos
 from rl_megatron.columns import ColumnData, LogProbs, Ragged, TokenIds, blank, one_after_the_other
 from rl_megatron.data.problems.rows import beyond_embedding
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, EngineError
 from rl_megatron.feature import declared_columns
 from rl_megatron.types import (
     Batch,
@@ -83,34 +83,32 @@ def make_turn(start: int, completion: Completion, text: str) -> Turn:
     )
 
 
-def columns_of_row(requests: Sequence[tuple[int, Completion]], length: int, *, of: str = "") -> dict[str, ColumnData]:
-    """Returns the columns of a row's first ``length`` tokens but the last that all its ``requests`` have. A request is
-    the number of tokens of its prompt and completion, and the completion.
+def columns_of_request(completion: Completion, end: int, *, after: int = 0, of: str = "") -> dict[str, ColumnData]:
+    """Returns the completion's columns at the positions of a row that its request computed first. ``end`` is the number
+    of tokens of its prompt and completion, ``after`` that of the row before, whose last token this request computed.
 
-    A position has the entry of the request that computed it first: a turn's last token is an input of the next turn's.
-    Raises DataError with a text that begins with ``of`` for a column that does not fit.
+    Raises EngineError with a text that begins with ``of`` for a column that does not fit.
     """
-    names = [name for name in requests[0][1].columns if all(name in one.columns for _, one in requests)]
-    return {name: _column_of_row(name, requests, length, of) for name in names}
-
-
-def _column_of_row(name: str, requests: Sequence[tuple[int, Completion]], length: int, of: str) -> ColumnData:
-    parts, have, sampled = list[ColumnData](), 0, declared_columns()[name].of == "sampled"
-    for end, completion in requests:
-        column, stop = completion.columns[name], min(length, end) - 1
+    have, found = max(after - 1, 0), dict[str, ColumnData]()
+    for name, column in completion.columns.items():
+        sampled = declared_columns()[name].of == "sampled"
         positions = len(completion.token_ids) if sampled else end - 1
         if len(column) != positions:
-            raise DataError(
+            raise EngineError(
                 f"{of}a completion's {name} have {len(column)} entries, but its prompt and completion have {end} "
                 f"tokens, and there must be {positions}: one of each {'sampled token' if sampled else 'but the last'}"
             )
-        first = min(end - 1 - positions, stop)  # the position of the column's first entry
-        if first > have:
-            parts.append(blank(column, first - have))
-            have = first
-        parts.append(column[have - first : stop - first])
-        have = stop
-    return parts[0] if len(parts) == 1 else one_after_the_other(parts)
+        first = end - 1 - positions  # the position of the column's first entry
+        parts = [blank(column, first - have), column] if first > have else [column[have - first :]]
+        found[name] = one_after_the_other(parts) if after or len(parts) > 1 else parts[0]  # holds no other position
+    return found
+
+
+def columns_of_row(requests: Sequence[Mapping[str, ColumnData]], length: int) -> dict[str, ColumnData]:
+    """Returns the columns of a row's first ``length`` tokens but the last, which all its requests have. Each has those
+    of `columns_of_request`."""
+    names = [name for name in requests[0] if all(name in one for one in requests)]
+    return {name: one_after_the_other([one[name] for one in requests])[: length - 1] for name in names}
 
 
 def _trajectory(
@@ -123,7 +121,7 @@ def _trajectory(
 ) -> Trajectory:
     turn = make_turn(len(prompt), completion, text)
     tokens = np.concatenate((prompt, completion.token_ids))
-    columns = columns_of_row([(len(tokens), completion)], len(tokens), of=of)
+    columns = columns_of_request(completion, len(tokens), of=of)
     chain = TokenSequence(token_ids=tokens, turns=(turn,), columns=columns)
     return Trajectory(chains=(chain,), reward=reward, stop=STOPS[completion.finish_reason], parts=parts)
 

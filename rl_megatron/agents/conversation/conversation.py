@@ -22,8 +22,8 @@ from rl_megatron.agents.conversation.messages import (
     same_for_client,
 )
 from rl_megatron.agents.conversation.templates import RenderedPrompt, Rewritten, Template, Tools
-from rl_megatron.columns import TokenIds, freeze
-from rl_megatron.data.samples import columns_of_row, make_turn
+from rl_megatron.columns import ColumnData, TokenIds, freeze
+from rl_megatron.data.samples import columns_of_request, columns_of_row, make_turn
 from rl_megatron.types import Completion, TokenSequence, Turn
 
 
@@ -31,6 +31,7 @@ from rl_megatron.types import Completion, TokenSequence, Turn
 class _Row:
     tokens: TokenIds
     turns: tuple[Turn, ...]
+    columns: tuple[Mapping[str, ColumnData], ...] = ()  # one mapping of each turn's request
 
 
 class TokenRows:
@@ -40,7 +41,8 @@ class TokenRows:
         self._rows: list[_Row] = []
 
     def add(self, prompt: TokenIds, completion: Completion, text: str) -> Turn | None:
-        """Adds the tokens sampled after the ``prompt``, [L] int32. Returns the turn at its place; None without any."""
+        """Adds the tokens sampled after the ``prompt``, [L] int32. Returns the turn at its place; None without any.
+        Raises EngineError for a column that does not fit."""
         if not len(completion.token_ids):
             return None
         turn = make_turn(len(prompt), completion, text)
@@ -49,6 +51,8 @@ class TokenRows:
         if row is None:
             row = _Row(tokens=prompt, turns=())
             self._rows.append(row)
+        after = len(row.tokens) if row.turns else 0
+        row.columns += (columns_of_request(completion, turn.stop, after=after),)
         row.tokens, row.turns = np.concatenate((prompt, completion.token_ids)), (*row.turns, turn)
         return turn
 
@@ -58,7 +62,10 @@ class TokenRows:
 
     def chains(self) -> tuple[TokenSequence, ...]:
         """Returns the rows to train on; each turn is in one."""
-        return tuple(TokenSequence(token_ids=row.tokens, turns=row.turns) for row in self._rows)
+        return tuple(
+            TokenSequence(token_ids=row.tokens, turns=row.turns, columns=columns_of_row(row.columns, len(row.tokens)))
+            for row in self._rows
+        )
 
 
 Branch = Rewritten | Literal["edited", "again"]
@@ -89,7 +96,8 @@ class SampledTurn:
     branch: Branch | None
     rendered: RenderedPrompt  # its prompt; without its text once another row has extended the turn's
     previous_turn: SampledTurn | None
-    completion: Completion
+    completion: Completion  # has no columns
+    columns: Mapping[str, ColumnData]  # entries of the positions that it computed first
     added_tokens: TokenIds  # [n] int32, tokens of its prompt and completion after the row of ``previous_turn``
     length: int  # tokens of its row
     turn: Turn | None  # None if no token was sampled
@@ -178,7 +186,7 @@ class Conversation:
         """Adds what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
 
         Returns the turn at its place in its row; None without a sampled token. Raises UnsupportedMessages for another
-        role."""
+        role, and EngineError for a column that does not fit."""
         (answer,) = normalize_messages((message,))
         if answer["role"] != "assistant":
             raise UnsupportedMessages(f"a sampled message has the role {answer['role']!r}; it must be 'assistant'")
@@ -192,13 +200,15 @@ class Conversation:
         begun = 0
         if (before := prompt.previous_turn) is not None:
             begun, before.rendered = before.length, replace(before.rendered, text=None)
+        length = len(prompt.token_ids) + len(completion.token_ids)
         sampled = SampledTurn(
             branch=prompt.branch,
             rendered=prompt.rendered,
             previous_turn=prompt.previous_turn,
-            completion=completion,
+            completion=replace(completion, columns={}),
+            columns=columns_of_request(completion, length, after=begun),
             added_tokens=np.concatenate((prompt.token_ids[begun:], completion.token_ids)),
-            length=len(prompt.token_ids) + len(completion.token_ids),
+            length=length,
             turn=turn if len(turn.logprobs) else None,
         )
         node = prompt.node
@@ -218,10 +228,7 @@ class Conversation:
         return (one.row for one in self._ends())
 
     def chains(self) -> tuple[TokenSequence, ...]:
-        """Returns the rows to train on: each turn is in one of them, and is context in others that extend it.
-
-        Raises DataError for a column that does not fit.
-        """
+        """Returns the rows to train on: each turn is in one of them, and is context in others that extend it."""
         used, rows = set[int](), []
         for end in sorted(self._ends(), key=lambda one: one.turn is None):
             row = [end]
@@ -231,7 +238,7 @@ class Conversation:
             used |= {id(one) for one in row}
             if turns:
                 tokens = end.row[: turns[-1].stop]
-                columns = columns_of_row([(one.length, one.completion) for one in row], len(tokens))
+                columns = columns_of_row([one.columns for one in row], len(tokens))
                 rows.append(TokenSequence(token_ids=tokens, turns=turns, columns=columns))
         return tuple(rows)
 

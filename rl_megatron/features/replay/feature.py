@@ -80,9 +80,6 @@ _RULES: Sequence[Rule] = (
     Excludes(one=On("rollout.interrupt.earliest", Above(0)), other=_ROUTES,
              why="routes are of one request, and what is interrupted takes two", fix=_LEAVE_OUT),
     Excludes(one=On("algorithm.demonstration_gamma"), other=_ROUTES, why="no engine chose its experts", fix=_LEAVE_OUT),
-    Excludes(one=On("training_environments@function"), other=_ROUTES,
-             why="engines return the routes of one request, and a turn's last token gets its own with the next request "
-             "alone", fix="leave it out"),
     Excludes(one=_REPLAYS, other=On("shape.num_experts", 0, shown="shape.family"), where="shape",
              why="it has no experts, so there is no routing", fix="set algorithm.routing_replay=off"),
 )

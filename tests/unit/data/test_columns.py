@@ -23,10 +23,18 @@ from rl_megatron.columns import Column, ColumnReader, ColumnWriter, Ragged, read
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.rows import RankRows, SentRows, has_layers, select_layers
-from rl_megatron.data.samples import columns_of_row, for_pass, select, single_turns, split, to_samples
+from rl_megatron.data.samples import (
+    columns_of_request,
+    columns_of_row,
+    for_pass,
+    select,
+    single_turns,
+    split,
+    to_samples,
+)
 from rl_megatron.engines.answers import join_continuation
 from rl_megatron.engines.local.adapter import decode_completions, decode_request, encode_completions, encode_generation
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, EngineError
 from rl_megatron.learner.packed import pack_micro_batch
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, RolloutGroup, Samples, SamplingParams
 from tests.completions import columns_of, completion
@@ -137,17 +145,20 @@ def test_a_completion_that_a_push_cut_has_the_columns_of_both_parts() -> None:
 def test_a_row_of_two_requests_has_the_columns_of_both() -> None:
     """The second one's prompt has two tokens that nobody sampled."""
     first, second = answered([50, 51, 52], [7, 8]), answered([50, 51, 52, 7, 8, 90, 91], [9, 10])
-    row = columns_of_row([(5, first), (9, second)], 9)
+    parts = [columns_of_request(first, 5), columns_of_request(second, 9, after=5)]
+    row = columns_of_row(parts, 9)
     kept, marks = row["kept"], row["marks"]
     assert isinstance(kept, Ragged)
     assert kept.counts.tolist() == [0, 0, 3, 0, 0, 0, 1, 2]
     assert kept.values.tolist() == [*values_of(7), *values_of(9), *values_of(10)]
     assert marks[:].tolist() == [0, 0, 3.5, 4, 0, 0, 4.5, 5]
-    assert len(row["indices"]) == 8
-    assert columns_of_row([(5, first), (9, second)], 5)["kept"].counts.tolist() == [0, 0, 3, 0]  # type: ignore[union-attr]
+    assert row["indices"][:, 0, 0].tolist() == [*range(8)]  # type: ignore[index]
+    assert parts[1]["indices"].base is None  # type: ignore[union-attr]  # the request's other positions are freed
+    assert columns_of_row(parts, 5)["kept"].counts.tolist() == [0, 0, 3, 0]  # type: ignore[union-attr]
+    assert set(columns_of_row([parts[0], {"marks": parts[1]["marks"]}], 9)) == {"marks"}
     short = replace(second, columns={**second.columns, "marks": second.columns["marks"][:1]})
-    with pytest.raises(DataError, match=r"marks have 1 entries, but .* there must be 2: one of each sampled token"):
-        columns_of_row([(5, first), (9, short)], 9)
+    with pytest.raises(EngineError, match=r"marks have 1 entries, but .* there must be 2: one of each sampled token"):
+        columns_of_request(short, 9, after=5)
 
 
 def test_waiting_completions_keep_their_columns_in_a_checkpoint(tmp_path: Path) -> None:

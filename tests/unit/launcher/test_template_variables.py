@@ -191,6 +191,17 @@ def test_turns_are_in_one_row_of_a_template_that_appends(caplog: pytest.LogCaptu
     assert [row.token_ids[turn.start : turn.stop].tolist() for turn in row.turns] == [[*b"ab", EOS]] * 2
 
 
+def test_turns_ask_for_the_columns_that_the_run_needs_and_evaluations_for_none() -> None:
+    engine = Scripted(lambda text: "ab")
+    ours = source_of(engine, CHAT_TEMPLATE, keys=["algorithm.routing_replay=r3"])
+    asyncio.run(ours.groups(drawn(PROMPTS[:1], 1)))
+    assert {one.columns for one in engine.asked} == {("routes",)}
+    engine.asked.clear()
+    params = ours.params(temperature=1.0)
+    asyncio.run(ours.sample_eval(EvalRequest(purpose="x", prompts=PROMPTS[:1], samples=1, params=params)))
+    assert {one.columns for one in engine.asked} == {()}
+
+
 def test_a_template_that_rewrites_what_was_read_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     ours = source_of(Scripted(lambda text: "ab"), REWRITES, keys=["environment.max_tokens=99"])
     (record,) = caplog.records

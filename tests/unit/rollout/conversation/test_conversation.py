@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import count
@@ -21,14 +22,14 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from rl_megatron.agents.conversation.conversation import Conversation, TurnPrompt
+from rl_megatron.agents.conversation.conversation import Conversation, TokenRows, TurnPrompt
 from rl_megatron.agents.conversation.forms import TrainingConversation, check_turns
 from rl_megatron.agents.conversation.messages import UnsupportedMessages, normalize_messages
 from rl_megatron.agents.conversation.templates import PlainText
 from rl_megatron.agents.conversation.written import _BACK, _FRONT, ChatTemplate, ConversationRows
 from rl_megatron.data.samples import SupervisedRow, supervised_samples, to_samples
 from rl_megatron.engines.local.engine import LocalEngine
-from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.errors import ConfigError, DataError, EngineError
 from rl_megatron.models.tiny import TinySizes, byte_tokenizer, make_tiny_model
 from rl_megatron.types import (
     Completion,
@@ -389,11 +390,16 @@ def test_tokenizers_that_cannot_splice_are_refused() -> None:
         ChatTemplate(tokenizer)
 
 
+def numbered(positions: int, request: int) -> np.ndarray:
+    """Routes of one layer that say the request and the position."""
+    return (10 * request + np.arange(positions, dtype=np.uint8)).reshape(-1, 1, 1)
+
+
 def test_routes_of_a_row_are_those_of_the_requests_that_computed_its_positions_first() -> None:
     conversation, rng = Conversation(PlainText(byte_tokenizer())), random.Random(6)
 
     def routed(tokens: bytes, start: int, expert: int) -> Completion:
-        experts = np.full((start + len(tokens) - 1, 2, 1), expert, np.uint8)
+        experts = numbered(start + len(tokens) - 1, expert)
         return replace(completion([*tokens], rng), columns={"routes": experts})
 
     messages: list[dict[str, Any]] = [{"role": "user", "content": "ab"}]
@@ -402,10 +408,23 @@ def test_routes_of_a_row_are_those_of_the_requests_that_computed_its_positions_f
     asked = conversation.prompt_for(messages)
     conversation.add(asked, routed(b"fg", 5, 2), {"role": "assistant", "content": "fg"})
     (chain,) = conversation.chains()
-    assert chain.columns["routes"][:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]  # "d" is an input of the second alone
-    conversation.add(asked, routed(b"fg", 4, 2), {"role": "assistant", "content": "fg"})
-    with pytest.raises(DataError, match="routes have 5 entries, but its prompt and completion have 7 tokens"):
-        conversation.chains()
+    assert chain.columns["routes"].ravel().tolist() == [10, 11, 12, 23, 24, 25]  # "d" is an input of the second alone
+    edited = conversation.prompt_for([messages[0], {"role": "assistant", "content": "x"}, messages[2]])
+    conversation.add(edited, routed(b"h", 4, 3), {"role": "assistant", "content": "h"})
+    branch, again = conversation.chains()[::-1]  # a branch has those of its own request alone
+    assert again.columns["routes"].ravel().tolist() == [10, 11, 12, 23, 24, 25]
+    assert branch.columns["routes"].ravel().tolist() == [30, 31, 32, 33]
+    with pytest.raises(EngineError, match="routes have 5 entries, but its prompt and completion have 7 tokens"):
+        conversation.add(asked, routed(b"fg", 4, 2), {"role": "assistant", "content": "fg"})
+
+
+def test_rows_of_tokens_have_the_routes_of_their_requests() -> None:
+    rows, rng = TokenRows(), random.Random(6)
+    for prompt, tokens, expert in ((b"ab", b"cd", 1), (b"abcde", b"fg", 2), (b"ax", b"y", 3)):
+        experts = numbered(len(prompt) + len(tokens) - 1, expert)
+        rows.add(np.array([*prompt], np.int32), replace(completion([*tokens], rng), columns={"routes": experts}), "")
+    found = [row.columns["routes"].ravel().tolist() for row in rows.chains()]
+    assert found == [[10, 11, 12, 23, 24, 25], [30, 31]]
 
 
 # The rows of a conversation with a real engine, scored again by transformers' forward.
@@ -421,8 +440,23 @@ def rescored(model: Any, chains: tuple[TokenSequence, ...]) -> tuple[torch.Tenso
     return samples.rollout_logprobs[samples.mask], torch.cat(parts)[samples.mask]
 
 
+def differing_routes(model: Any, chains: Sequence[TokenSequence]) -> tuple[float, float]:
+    """The largest share of positions with other experts than in the model's one pass, and the smallest share if each
+    row's routes are those of the position before."""
+    found = []
+    for chain in chains:
+        with torch.no_grad():
+            said = model(torch.tensor(chain.token_ids[None, :-1], dtype=torch.int64), output_router_logits=True)
+        ours = torch.tensor(chain.columns["routes"]).sort(-1).values
+        theirs = torch.stack([x.topk(ours.shape[-1]).indices.sort(-1).values for x in said.router_logits], 1)
+        assert ours.shape == theirs.shape
+        found.append([float((one != theirs).flatten(1).any(1).double().mean()) for one in (ours, ours.roll(1, 0))])
+    exact, shifted = zip(*found, strict=True)
+    return max(exact), min(shifted)
+
+
 @pytest.mark.parametrize("kind", ["plain", "chat"])
-def test_a_forward_of_the_rows_gives_the_engines_logprobs(kind: str, tmp_path: Path) -> None:
+def test_a_forward_of_the_rows_gives_the_engines_logprobs_and_routes(kind: str, tmp_path: Path) -> None:
     folder = make_tiny_model(TinySizes(), tmp_path, seed=3)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     engine = LocalEngine(read_shape(folder), slots=4, dtype=torch.float32, device="cpu", max_length=256)
@@ -440,6 +474,7 @@ def test_a_forward_of_the_rows_gives_the_engines_logprobs(kind: str, tmp_path: P
             token_ids=tuple(asked.token_ids.tolist()),
             num_completions=1,
             params=replace(params, seed=number),
+            columns=("routes",),
         )
         ((completion,),) = engine.generate([request])
         said = {"role": "assistant", "content": tokenizer.decode(completion.token_ids, skip_special_tokens=True)}
@@ -454,6 +489,9 @@ def test_a_forward_of_the_rows_gives_the_engines_logprobs(kind: str, tmp_path: P
     shifted = tuple(replace(c, turns=tuple(replace(t, start=t.start - 1) for t in c.turns)) for c in chains)
     theirs, ours = rescored(model, shifted)
     assert (theirs - ours).abs().max() > 0.1
+    exact, misaligned = differing_routes(model, chains)
+    assert exact == 0
+    assert misaligned > 0.5
 
 
 # Written conversations as rows to learn, over the templates that seven families publish.
