@@ -43,7 +43,7 @@ def engine_problems(
         lacks = serving.lacks and f"the adapter of {adapter.name} {serving.lacks}"
         if why := sides[name].problem(given, device, server.dp) if name in sides else lacks:
             out.append(f"{serving.named(given)}: {why}")
-    if (limits := config.rollout.limits) and not adapter.renormalizes_top_p:
+    if (limits := config.rollout.limits) and not (adapter.renormalizes_top_p or config.limits_are_shared):
         out.append(
             f"{limits}: {adapter.name} computes log-probs before it leaves tokens out, so importance ratios would be "
             "wrong; set rollout.top_p=1 and rollout.top_k=0"

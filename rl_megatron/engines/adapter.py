@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
+from rl_megatron.columns import ColumnData
 from rl_megatron.config.sections.rollout import RunningRequests, same_option
 from rl_megatron.engines.answers import SampledColumns, TopLogprobs, make_spans, with_adapter_version
 from rl_megatron.engines.http import Server
@@ -267,9 +268,13 @@ class ForeignEngine(Adapter):
         read_routes: Callable[[str | None, int, ModelShape], NDArray[Any]],
     ) -> Completion:
         """Returns the first ``count`` tokens of ``answer``. ``spans``: (first token, version) of each part."""
-        columns = {}
+        columns: dict[str, ColumnData] = {}
         if "routes" in request.columns and count:
             columns["routes"] = read_routes(answer.routes, len(request.token_ids) + count - 1, self._shape)
+        if "kept" in request.columns and count:
+            if answer.kept is None or len(answer.kept) < count:
+                raise EngineError(f"it returned {len(answer.kept or ())} sampling masks of {count} tokens")
+            columns["kept"] = answer.kept[:count]
         return Completion(
             token_ids=answer.token_ids[:count],
             logprobs=answer.logprobs[:count],

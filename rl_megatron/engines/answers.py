@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_megatron.columns import ColumnData, LogProbs, TokenIds, one_after_the_other
+from rl_megatron.columns import ColumnData, LogProbs, Ragged, TokenIds, one_after_the_other
 from rl_megatron.errors import EngineError
 from rl_megatron.feature import declared_columns
 from rl_megatron.models.shape import ModelShape
@@ -45,6 +45,7 @@ class SampledColumns:
     spans: Sequence[LabeledSpan]
     routes: str | None
     counts: tuple[int, ...] = ()  # one for each of the features' ``counters``
+    kept: Ragged | None = None  # the tokens that each one was drawn from; log-probs are then over these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -206,6 +207,17 @@ def _joined_column(name: str, first: Completion, more: Completion) -> ColumnData
     if declared_columns()[name].of == "positions":
         return column if before is None else one_after_the_other([before, column[len(before) :]])
     return None if before is None else one_after_the_other([before, column])
+
+
+def read_kept(masks: Sequence[Sequence[int]], token_ids: TokenIds) -> Ragged:
+    """Returns the column of kept tokens from their ids for each sampled token. Raises ValueError for a sampled token
+    that is not among its own."""
+    values = np.array([token for mask in masks for token in mask], np.int32)
+    kept = Ragged(values, np.array([len(mask) for mask in masks], np.int32))
+    drawn = np.repeat(token_ids[: len(masks)], kept.counts[: len(token_ids)])
+    if len(masks) > len(token_ids) or int((values == drawn).sum()) != len(masks):
+        raise ValueError(f"its {len(masks)} sampling masks are not those of its {len(token_ids)} tokens")
+    return kept
 
 
 def check_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> NDArray[Any]:

@@ -89,6 +89,23 @@ def test_logprobs_under_top_p_are_of_the_nucleus(bench: Bench, models: tuple[Pat
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
 
 
+def test_logprobs_are_over_the_tokens_that_sampling_kept(bench: Bench, models: tuple[Path, Path]) -> None:
+    """Over what top_k and top_p leave; vLLM's first model runner returns no masks (rollout.sampling_masks)."""
+    bench.push(models[0], 1)
+    asked = replace(request(n=4, top_p=0.5, top_k=40), columns=("kept",))
+    if bench.name == "vllm":
+        return
+    for c in bench.generate(asked)[0]:
+        logits = logits_of(models[0], [*asked.token_ids, *c.token_ids])[len(asked.token_ids) - 1 : -1]
+        kept = c.columns["kept"]
+        assert len(kept) == len(c.token_ids)
+        for at, (row, token) in enumerate(zip(logits, c.token_ids.tolist(), strict=True)):
+            own = kept[at : at + 1].values.tolist()  # type: ignore[union-attr]
+            assert 1 < len(own) <= 40
+            assert set(own) == set(row.topk(len(own)).indices.tolist())
+            assert c.logprobs[at] == pytest.approx(float(row[token] - row[own].logsumexp(0)), abs=1e-4)
+
+
 @pytest.mark.parametrize("limit", ["top_p", "top_k", "min_p"])
 def test_evaluations_draw_from_what_a_limit_leaves(bench: Bench, models: tuple[Path, Path], limit: str) -> None:
     bench.push(models[0], 1)

@@ -47,6 +47,7 @@ from rl_megatron.engines.answers import (
     completion_seed,
     decode_as,
     logprob_column,
+    read_kept,
     token_column,
 )
 from rl_megatron.engines.http import AttemptFailed, Server, ServerRefusal, decode_in_thread
@@ -190,7 +191,8 @@ _IDLE_SECONDS = 60.0  # limit until a scheduler without requests is idle; SGLang
 
 
 class SGLangAdapter(ForeignEngine):
-    """The adapter for SGLang. Its log-probs are from before top-p, top-k and min-p (sampler.py): evaluations only."""
+    """The adapter for SGLang. Its log-probs are from before top-p, top-k and min-p (sampler.py): for evaluations, and
+    for requests with sampling masks, whose log-probs are over these."""
 
     name = "SGLang"
     module = "sglang"
@@ -302,8 +304,8 @@ class SGLangAdapter(ForeignEngine):
     @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         p = request.params
-        limits = token_limits(p)
-        if limits and request.exact_logprobs:
+        limits, masked = token_limits(p), "kept" in request.columns
+        if limits and request.exact_logprobs and not masked:
             raise EngineError(f"SGLang computes log-probs before {', '.join(limits)} is applied; set rollout.top_p=1")
         sampling = {
             "temperature": p.temperature,
@@ -322,6 +324,7 @@ class SGLangAdapter(ForeignEngine):
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": "routes" in request.columns,
+            **({"return_sampling_mask": True} if masked else {}),
             **labels(server, request.start_version or 0),
             **version_fields(request.named),
         }
@@ -336,6 +339,8 @@ class SGLangAdapter(ForeignEngine):
             count = len(answer.token_ids)
             if "routes" in request.columns and answer.routes is None and answer.finish_reason == "abort":
                 count = 0  # it had lost its cache, and so its routes: its tokens are sampled again
+            if masked and answer.finish_reason == "abort":
+                count = min(count, len(answer.kept or ()))
             spans = ((span.start, self.labels.version(span.version)) for span in answer.spans[: count or 1])
             completions.append(self._completion(answer, request, spans, count, read_routes))
         return completions
@@ -547,6 +552,8 @@ class _Meta(msgspec.Struct):
     weight_version: Any = None
     weight_versions: list[LabeledSpan] | None = None
     routed_experts: str | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
 
 
 class _ScoredMeta(msgspec.Struct):
@@ -626,10 +633,16 @@ def read_routes(given: str | None, positions: int, shape: ModelShape) -> NDArray
 
 
 def _answer(meta: _Meta, counts: tuple[int, ...]) -> SampledColumns:
-    tokens = meta.output_token_logprobs
+    tokens, masks = meta.output_token_logprobs, meta.output_token_sampling_mask
+    token_ids, logprobs = token_column([one.token for one in tokens]), [one.logprob for one in tokens]
+    if masks is not None:
+        logprobs = meta.output_token_sampling_logprobs or []
+        if len(logprobs) != len(masks):
+            raise ValueError(f"{len(logprobs)} log-probs over {len(masks)} sampling masks")
     return SampledColumns(
-        token_ids=token_column([one.token for one in tokens]),
-        logprobs=logprob_column([one.logprob for one in tokens]),
+        token_ids=token_ids,
+        logprobs=logprob_column(logprobs),
+        kept=None if masks is None else read_kept(masks, token_ids),
         finish_reason=meta.finish_reason.type,
         spans=meta.weight_versions or [LabeledSpan(start=0, version=meta.weight_version)],
         routes=meta.routed_experts,

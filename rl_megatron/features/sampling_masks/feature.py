@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.columns import Column
 from rl_megatron.feature import Feature
-from rl_megatron.rules import Above, Excludes, Needs, On, Rule
+from rl_megatron.rules import Above, Excludes, Needs, On, OneOf, Rule
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
@@ -29,14 +29,20 @@ def _asks(config: RunConfig) -> str | None:
 
 
 _MASKS = On("rollout.sampling_masks", True)
+_SGLANG = On("rollout.engine", "sglang")
 _LEAVE_OUT = "leave one of them out"
 # fmt: off
 _RULES: Sequence[Rule] = (
     Needs(when=_MASKS, all=On("rollout.top_k", Above(0)),
           why="a mask has an id for each token that is kept, and top_p may keep the whole vocabulary",
           fix="set rollout.top_k=512"),
-    Needs(when=_MASKS, all=On("rollout.engine", "local"), why="no other engine is asked for masks",
-          fix="set rollout=local, or leave it out"),
+    Needs(when=_MASKS, all=On("rollout.engine", OneOf(("local", "sglang"))),
+          why="vLLM 0.32.0 returns masks only from its second model runner, which needs a GPU and was not tried, and "
+          "other adapters ask for none", fix="set rollout=local or sglang, or leave it out"),
+    Excludes(one=(_MASKS, _SGLANG), other=On("rollout.top_k", Above(4096)),
+             why="SGLang returns at most as many ids of a token by default", fix="set top_k to 4096 or less"),
+    Excludes(one=(_MASKS, _SGLANG), other=On("rollout.server.draft_tokens", Above(0)),
+             why="SGLang returns no masks beside proposals", fix=_LEAVE_OUT),
     Excludes(one=_MASKS, other=On("algorithm.needs_top", True, "algorithm.kl.estimator"),
              why="it compares probabilities of tokens that sampling may not have kept",
              fix="set kl.estimator=k1, k2 or k3"),

@@ -132,7 +132,9 @@ def test_the_note_on_limits_falls_with_masks() -> None:
     ("keys", "said"),
     [
         (["rollout.top_k=0"], "set rollout.top_k=512"),
-        (["rollout=vllm"], "no other engine is asked for masks"),
+        (["rollout=vllm"], "only from its second model runner"),
+        (["rollout=sglang", "rollout.top_k=5000"], "set top_k to 4096 or less"),
+        (["rollout=sglang", "rollout.server.draft_tokens=2", "learner.draft.train=true"], "no masks beside proposals"),
         (["algorithm=gkd", "algorithm.kl.reference=tests"], "tokens that sampling may not have kept"),
         (["algorithm=dpo"], "pairs have no ratio to the engine"),
         (["algorithm=luffy"], "no engine sampled it"),

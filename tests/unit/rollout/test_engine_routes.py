@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rl_megatron.columns import Ragged
 from rl_megatron.engines.adapter import StartOptions
 from rl_megatron.engines.local.engine import LocalEngine, uniform_to_normal
 from rl_megatron.engines.sglang.adapter import SGLangAdapter
@@ -135,6 +136,49 @@ def test_what_sglang_aborts_outside_its_cache_begins_again(shape: ModelShape) ->
     assert (len(found.token_ids), len(found.logprobs), found.finish_reason, found.columns) == (0, 0, "abort", {})
     assert by_sglang(EXPERTS, shape, end="abort").columns["routes"].tolist() == EXPERTS[:, 1:].tolist()
     assert len(by_sglang(None, shape, replace(ASKED, columns=()), end="abort").token_ids) == 2
+
+
+MASKED = replace(ASKED, columns=("kept",), params=replace(ASKED.params, top_p=0.9, top_k=8))
+
+
+def masked_by_sglang(shape: ModelShape, masks: list[list[int]] | None, end: str = "length") -> Completion:
+    """Two tokens, 5 and 6, with log-probs of the whole vocabulary, and of ``masks``."""
+    adapter = SGLangAdapter(shape)
+    said: dict[str, Any] = {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]]}
+    said |= {"weight_version": adapter.labels.verified(1), "finish_reason": {"type": end}}
+    if masks is not None:
+        said |= {"output_token_sampling_mask": masks, "output_token_sampling_logprobs": [-0.5, -0.25][: len(masks)]}
+    server = Answering([{"meta_info": said}])
+    (completion,) = asyncio.run(adapter.generate(server, MASKED, "x"))
+    assert server.asked["return_sampling_mask"]
+    assert server.asked["sampling_params"][0]["top_k"] == 8
+    return completion
+
+
+def test_sglangs_log_probs_are_over_its_masks(shape: ModelShape) -> None:
+    found = masked_by_sglang(shape, [[7, 5], [6, 1, 2]])
+    kept = found.columns["kept"]
+    assert isinstance(kept, Ragged)
+    assert (kept.values.tolist(), kept.counts.tolist()) == ([7, 5, 6, 1, 2], [2, 3])
+    assert found.logprobs.tolist() == [-0.5, -0.25]
+    ended = masked_by_sglang(shape, [[7, 5]], "abort")
+    assert (len(ended.token_ids), len(ended.logprobs), len(ended.columns["kept"])) == (1, 1, 1)
+    lost = masked_by_sglang(shape, None, "abort")
+    assert (len(lost.token_ids), lost.columns) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("masks", "why"),
+    [
+        (None, "it returned 0 sampling masks of 2 tokens"),
+        ([[7, 5]], "it returned 1 sampling masks of 2 tokens"),
+        ([[6], [5]], "2 sampling masks are not those of its 2 tokens"),
+        ([[5], [6], [7]], "2 log-probs over 3 sampling masks"),
+    ],
+)
+def test_masks_of_other_tokens_are_refused(shape: ModelShape, masks: list[list[int]] | None, why: str) -> None:
+    with pytest.raises((EngineError, ValueError), match=why):
+        masked_by_sglang(shape, masks)
 
 
 @pytest.mark.parametrize("adapter", [SGLangAdapter, VLLMAdapter])
