@@ -41,7 +41,8 @@ def describe(run: Path) -> str:
     """
     found = _current(run)
     if found is None and not (run / "config.yaml").is_file():  # its log may have been rotated
-        raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
+        folder = "; `rl-megatron experiment status STUDY.yaml` lists a study's" if (run / "cells").is_dir() else ""
+        raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder{folder}")
     try:
         from rl_megatron.config.io import load_config  # takes most of a second
 

@@ -146,14 +146,14 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
                 logger.info(line)
             _plan(config, folder)
             loop_watch = LoopWatch(config, folder / "stacks")
-            goes_on = f"rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume goes on"
+            advice = f"continue with: rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume"
             finished: bool | None = None  # not begun
             try:
                 async with _open_sinks(config, folder, start) as sinks, keep_report_current(config, folder):
                     finished = await _train(parts, progress, stop, start, loop_watch, sinks)
                     sinks.end = RunEnd(state="finished") if finished else sinks.end
             except StopRequested as early:
-                progress.stopped(f"{early}; nothing is lost, and {goes_on}")
+                progress.stopped(f"{early}; nothing is lost; {advice}")
             except (RLMegatronError, OSError) as error:
                 if (first := _hidden(error)) is not None:
                     logger.error("after %s: %s", type(first).__name__, error)
@@ -168,7 +168,7 @@ async def run_training(config: RunConfig, reward: RewardFunction, models: Reward
             if finished or (finished is False and stop.exports):  # else its job ends soon: a report may take minutes
                 await _report(config, folder, progress, stop)
             if finished is False:
-                progress.stopped(f"stopped and saved; {goes_on}")
+                progress.stopped(f"stopped and saved; {advice}")
             log_outcome("finished" if finished else "stopped")
     return folder
 

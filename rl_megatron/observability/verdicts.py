@@ -206,7 +206,8 @@ def _learning(run: _Run, needs_differences: bool) -> Verdict | None:
     accuracy = ""
     if held_out is not None:
         gained = 100 * (held_out.last - float(run[_ACCURACY][0]))
-        accuracy = f", and held-out accuracy changed by {gained:+.0f} points to {_share(held_out.last)}"
+        accuracy = f", and held-out accuracy {'rose' if gained > 0 else 'fell'} by {abs(gained):.0f} points"
+        accuracy += f" to {_share(held_out.last)}"
     if reward.rose:
         error = f"± {2 * reward.error:.2g}"
         by = f"Reward rose by {reward.last - reward.first:.3g} {error} to {reward.last:.3g}{accuracy}."

@@ -472,7 +472,7 @@ class Estimate:
         if self.step is not None:
             seconds = self.push.seconds if self.pushes else 0.0
             yield from self.step.lines()
-            yield f"  of it: a push {self.step.share(seconds)}"
+            yield f"  share of a push: {self.step.share(seconds)}"
         yield "all speeds are assumed, none is measured (slurm.speeds)"
 
     def warnings(self) -> Iterator[str]:

@@ -306,8 +306,12 @@ def test_convert_says_what_it_made_and_lacks(folders: Path, tmp_path: Path, caps
 
 @pytest.mark.parametrize("phase", STEPS)
 def test_the_status_without_job_is_a_step(phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("status", tmp_path) == 1
-    assert "it holds no run, and no job was submitted from it" in capsys.readouterr().err
+    (tmp_path / "study" / "cells").mkdir(parents=True)
+    for folder, advice in ((tmp_path, "give a run's folder\n"), (tmp_path / "study", "experiment status STUDY.yaml")):
+        assert status_of("status", folder) == 1
+        said = capsys.readouterr().err
+        assert "it holds no run, and no job was submitted from it" in said
+        assert advice in said
     at = "2026-11-24 08:16:18,508"
     ours = f"{at} INFO    [rank 1] launcher.worker: the last words\n"
     (tmp_path / "config.yaml").touch()

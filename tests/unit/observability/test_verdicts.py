@@ -42,6 +42,8 @@ def test_a_run_that_learns() -> None:
         *(("learning", "good"), ("groups", "good"), ("entropy", "good"), ("mismatch", "good"), ("time", "good")),
     ]
     assert {name for one in found for name in one.charts} <= set(READS)
+    learned = read_run(rows(lambda k: {"eval/accuracy": k / STEPS}))[0].sentence
+    assert "held-out accuracy rose by 96 points to 96 %" in learned
     assert "rose by 0.8 " in found[0].sentence  # the mean of the last ten steps, less that of the first ten
     assert found[1].sentence.startswith("50 % of the groups have a gradient")
     assert found[4].sentence == "A step takes 2 s: sampling 50 %, training 25 %."
