@@ -17,7 +17,6 @@ Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
 Word = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;&|<>()]+$")]
 Features = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;<>]+$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 
 _OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=[^\x00-\x1f\x7f]+)?")
 _REQUESTS_GPUS = re.compile(r"--(gpus\b|(gres|tres-per-\w+)=(none$|.*\bgpu\b))")
@@ -52,7 +51,9 @@ def _check_options(options: tuple[str, ...]) -> tuple[str, ...]:
     for option in options:
         found = _OPTION.fullmatch(option)
         if found is None:
-            raise PydanticCustomError("option", "Input should be options of sbatch, each as --name or --name=value")
+            raise PydanticCustomError(
+                "option", "Input should be options of sbatch, each as --name or --name=value, with quotes around spaces"
+            )
         for name, key in _SET_BY.items():
             if name.startswith(found[1]):  # sbatch takes abbreviations
                 given = {"name": name, "key": key}
@@ -60,6 +61,15 @@ def _check_options(options: tuple[str, ...]) -> tuple[str, ...]:
     return options
 
 
+def _check_duration(given: str) -> str:
+    if re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", given, re.ASCII) is None:
+        raise PydanticCustomError(
+            "words", "Input should be a time limit of Slurm, as 240 (minutes), 4:00:00 or 1-12:00:00"
+        )
+    return given
+
+
+Duration = Annotated[str, Field(coerce_numbers_to_str=True), AfterValidator(_check_duration)]
 Options = Annotated[tuple[str, ...], BeforeValidator(_split_options), AfterValidator(_check_options)]
 SignalSeconds = Annotated[int, Field(ge=1, le=65_535), NUMBER]  # limits of sbatch --signal
 

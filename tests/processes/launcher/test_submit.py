@@ -93,7 +93,7 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         (("slurm.options=--comment=a\nb",), "each as --name or --name=value"),
         (("slurm.options='",), "options as in a shell: no closing quotation"),
         (("slurm.partition=a b",), "slurm.partition='a b'"),
-        (("slurm.time=tomorrow",), "slurm.time='tomorrow'"),
+        (("slurm.time=tomorrow",), "slurm.time='tomorrow': must be a time limit of Slurm, as 240 (minutes)"),
         (("slurm.setup=a\nb",), "slurm.setup="),
         (("slurm.signal_seconds=65536",), "slurm.signal_seconds=65536: must be less than or equal to 65535"),
         (("slurm.engines.nodes=1",), "slurm.engines.nodes=1 with rollout.engine=local: this engine samples in"),
