@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rl_megatron.models.named import NAMED
 from tools.migrate.given import SKIP, ToSet
 
 
@@ -37,6 +38,12 @@ def model_folder(value: object) -> object:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         return ToSet(text, f"model.path: download {text} (hf download {text} --local-dir FOLDER), and give its folder")
     return text
+
+
+def public_name(value: object) -> object:
+    """The known model that a folder's or a hub's name is of. Plans have its sizes without the folder."""
+    name = re.sub(r"(-(base|instruct|chat|thinking|\d{4}))+$", "", str(value).rstrip("/").rsplit("/", 1)[-1].lower())
+    return name if name in NAMED else SKIP
 
 
 def data_file(value: object) -> object:

@@ -329,7 +329,7 @@ def find_value(tree: Mapping[str, Any], key: str) -> object:
 
 def _is_text(key: str) -> bool:
     """True if a value of our key is a text that the user can complete: a path or a name."""
-    return key.startswith((*_FILES, "run.", "log.", "reward."))
+    return key.startswith((*_FILES, "model.name", "run.", "log.", "reward."))
 
 
 def _matches(key: str, name: str) -> bool:

@@ -162,6 +162,19 @@ def test_defaults_that_change_the_loss_are_written_as_theirs(tmp_path: Path) -> 
     assert "their default" in lines["learner.optimizer.weight_decay"].source
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/models/Qwen2.5-32B/", "qwen2.5-32b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("$MODELS/Qwen3-8B-Base", "qwen3-8b"),
+        ("Qwen/Qwen2.5-0.5B", None),
+    ],
+)
+def test_a_known_model_is_named_so_that_plans_need_no_folder(tmp_path: Path, path: str, name: str | None) -> None:
+    assert import_script(tmp_path, f"actor_rollout_ref.model.path={path}").config.model.name == name
+
+
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
 REJECTION = "algorithm.rollout_correction.rollout_rs"
