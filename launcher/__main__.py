@@ -34,7 +34,7 @@ _COMMANDS = {
     "eval": "launcher.commands.evaluate:evaluate",
     "doctor": "launcher.commands.doctor:app",
 }
-"""In the order of the help, as entry points are written; those of tools and of other packages follow."""
+"""The commands in the order of the help, as entry points; commands of tools and other packages follow."""
 
 
 class _Imported(Mapping[str, Any]):

@@ -85,7 +85,7 @@ def template_texts(
     Raises TemplateUnbounded if the chats together exceed a limit, SandboxError if something else ends the process."""
     try:
         source = tokenizer.get_chat_template()
-    except ValueError as error:  # it has none, or none called default
+    except ValueError as error:  # it has no template, or none called default
         return [TemplateFailed(f"ValueError: {error}")] * len(chats)
     variables = {**tokenizer.special_tokens_map, "tools": None, "documents": None, "add_generation_prompt": opened}
     return _texts(source, [{**variables, "messages": chat} for chat in chats])

@@ -263,7 +263,7 @@ class _ByName(_Numbers):
     def decoded(self, given: object, info: ValidationInfo) -> Any:
         get = super().decoded
 
-        def decode_bytes(text: object) -> Any:  # base64 of older checkpoints has two letters of its own
+        def decode_bytes(text: object) -> Any:  # older checkpoints have URL-safe base64
             return get(text.translate({ord("-"): "+", ord("_"): "/"}) if isinstance(text, str) else text, info)
 
         if not isinstance(given, dict):

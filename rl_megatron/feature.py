@@ -171,8 +171,8 @@ class Serving:
     engines: Mapping[str, str]
     """``package.module:Class`` of its `EngineHooks`, by the engine's name."""
     misfit: str = ""
-    """Why a server that runs ``{found}`` does not fit ``{given}``, the key with its value; empty if all servers that a
-    run may have fit."""
+    """The reason why a server that runs ``{found}`` does not fit ``{given}``, the key with its value. Empty if all
+    servers that a run may have fit."""
     key: str | None = None
     """The key that turns it on; None: ``given`` names it, with its value."""
     lacks: str | None = None
@@ -237,7 +237,7 @@ class Feature:
     """Values of fields of `tools.planner.time.LearnerWork`, for predictions of a step's seconds. The number is the mean
     length of sequences in tokens."""
     passes: Callable[[RunConfig], float] = lambda _: 0.0
-    """For the same: the number of its passes of the policy without gradients over a step's rows."""
+    """Also for predictions: the number of its passes of the policy without gradients over a step's rows."""
     changes: Mapping[str, str] = field(default_factory=dict)
     """A change that makes each of its terms of ``memory`` smaller, for messages."""
     check_files: str | None = None
@@ -246,7 +246,7 @@ class Feature:
     metrics: MetricTuples = ()
     """Rows of the table of metrics."""
     recorded: Mapping[str, tuple[On, str]] = field(default_factory=dict)
-    """By the name of a metric: the condition for a run to record it, and the fix if it does not hold."""
+    """Metric -> the condition for a run to record it, and the fix if it does not hold."""
     adapters: str | None = None
     """``package.module:function`` that makes the `AdapterLayouts` of a learner's section if the feature is active:
     layouts of parameters that it adds to the model. A run trains and saves only these."""
@@ -255,7 +255,7 @@ class Feature:
     columns: Sequence[Column] = ()
     """Columns that engines return for its sides to read."""
     asks: Mapping[str, Callable[[RunConfig], str | None]] = field(default_factory=dict)
-    """By the name of a column: the key and value for which engines return it; None: they need not."""
+    """Column -> the key and value for which engines return it; None: they need not."""
     wants: Callable[[RunConfig], frozenset[Want]] = lambda _: frozenset()
     """Scores that it needs from the policy at the start of each step."""
     moves_reference: Callable[[RunConfig], bool] = lambda _: False

@@ -70,7 +70,7 @@ class RunCosts:
         self._why = str(config) if isinstance(config, RLMegatronError) else ""  # the hours are not counted
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Counts a row, if it is of a step."""
+        """Counts a row if it belongs to a step."""
         if self._why or row.get("seconds/step") is None or row.get("phase") not in (*STEPS, "warm_start"):
             return
         try:

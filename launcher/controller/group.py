@@ -191,7 +191,7 @@ _GRACE_SECONDS = 1.0
 
 
 class Failure:
-    """Why the run cannot continue: the first error of any rank, but a killed rank before its peers' errors.
+    """The reason why the run cannot continue: the first error of any rank, but a killed rank before its peers' errors.
 
     A rank that dies breaks its peers' collectives, and their errors may arrive before the news of its end.
     """

@@ -30,7 +30,7 @@ from rl_megatron.weights.formats.hf_folder import weight_files
 logger = logging.getLogger(__name__)
 
 START_FOLDER = "hf_start"
-"""In a run's folder: the model that training starts from, where it is the frozen reference."""
+"""Folder, in a run's, of the model that training starts from, if it is the frozen reference."""
 _MAX_LINES = 20
 _MOST_PATH = 500  # characters of a path; two paths may differ at the end
 

@@ -55,7 +55,7 @@ class EpisodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryKey:
-    """Which trajectory it is: everything that it depends on besides the weights."""
+    """Identifies a trajectory by everything that it depends on besides the weights."""
 
     task: Prompt
     name: str  # name of its group
@@ -263,7 +263,7 @@ class Episode(ConversationHandler):
         if not rows:
             return 0
         known = 0
-        for row in reversed(rows):  # the newest has most in common; of the others one token says that it has no more
+        for row in reversed(rows):  # the newest row shares most; one token tells whether another shares more
             if known < min(len(row), len(token_ids)) and row[known] == token_ids[known]:
                 known = max(known, _common_length(row, token_ids))
         return len(token_ids) - known

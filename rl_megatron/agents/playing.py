@@ -43,7 +43,7 @@ class EnvironmentCallError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryEnd:
-    """How a trajectory ended; ``reward`` is finite. ``problem`` says what was given up at its time limit."""
+    """The end of a trajectory; ``reward`` is finite. ``problem`` names what was given up at its time limit."""
 
     stop: StopReason
     reward: float

@@ -47,7 +47,7 @@ from rl_megatron.types import (
 logger = logging.getLogger(__name__)
 
 SECONDS, CALLS, BAD_CALLS = "seconds", "tool_calls", "bad_calls"
-"""In a trajectory's metrics: its seconds, its calls of tools, and its turns with one that cannot be read."""
+"""Metrics of a trajectory: its seconds, its calls of tools, and its turns with one that cannot be parsed."""
 BRANCHES, OWN, ENDPOINT = "branches/", "own/", "endpoint/"
 """The beginnings of names there: of why rows began, of its environment's own, and of what its clients asked for."""
 

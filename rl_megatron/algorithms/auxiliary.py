@@ -73,7 +73,7 @@ def orpo(better: Tensor, worse: Tensor, beta: float) -> Tensor:
 
 _MOST_CERTAIN = -1e-7  # a mean log-prob above it would have odds that are not finite
 PAIR_LOSSES: Mapping[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "hinge": hinge, "orpo": orpo}
-"""By the names of ``loss`` in the sections of pairs."""
+"""Name of ``loss`` in the sections of pairs -> loss."""
 
 
 @functools.cache

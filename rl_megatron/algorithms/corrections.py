@@ -63,7 +63,7 @@ def _from_ratios(
 
 def _reject(one: CorrectionSection, inputs: LossInputs, lengths: Tensor) -> Tensor:
     divergence = k3(inputs.rollout_logprobs, inputs.old_logprobs)
-    level = LEVELS.get(one.level)  # none of the worst token: its divergence is no sum over ranks, a count is
+    level = LEVELS.get(one.level)  # None for the worst token: ranks add up a count, not its divergence
     near = (
         _mask_geometric(divergence, inputs, one.high)
         if level is None

@@ -45,7 +45,7 @@ def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "top_k": k1}
-"""At a sampled token. Under ``top_k`` the loss has the divergence itself, and metrics have k1."""
+"""The estimators at a sampled token. Under ``top_k`` the loss has the divergence itself, and metrics have k1."""
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:

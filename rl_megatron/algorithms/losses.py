@@ -41,7 +41,7 @@ MEANS_OF_RATIOS = (
     *("clip_fraction", "clip_fraction/low", "clip_fraction/high"),
     *("ratio/mean", "ratio/second_moment", "ratio/share"),
 )
-"""Of tokens, or where ratios are of sequences or turns, of all sequences, those without a trained token included."""
+"""Means over tokens, or with ratios of sequences or turns, over all sequences, even without a trained token."""
 
 
 def policy_loss(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:

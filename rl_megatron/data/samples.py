@@ -54,7 +54,7 @@ Decode = Callable[[Sequence[int]], str]
 _CONTEXT = 8  # tokens that are decoded before those that are counted: some decoders drop what a text begins with
 
 STOPS: Mapping[FinishReason, StopReason] = {"stop": "done", "length": "length", "abort": "abandoned"}
-"""Why a trajectory of one turn ended, by how the turn did."""
+"""How a turn ended -> why its trajectory, of one turn, did."""
 
 
 def single_turns(

@@ -92,7 +92,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineGauges:
-    """How busy a server is, over all of its schedulers."""
+    """The load of a server, over all of its schedulers."""
 
     running: int  # requests
     waiting: int

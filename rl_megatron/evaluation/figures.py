@@ -149,7 +149,7 @@ def _low_end(values: Sequence[float]) -> float:
 
 
 FEW = 4
-"""So many problems that say something weigh as much as the beta's."""
+"""This many problems with information weigh as much as the beta's."""
 
 _Array = NDArray[np.float64]
 _LIKENESS = np.geomspace(0.1, 100.0, 25)  # a beta's a + b; equally likely in logarithms

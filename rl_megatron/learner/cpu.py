@@ -105,7 +105,7 @@ def _fused_all_reduce(own: Callable[..., None], upstream: Callable[..., Any]) ->
         into: torch.Tensor, out_of: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool, **others: Any
     ) -> dist.Work | None:
         sums = others.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
-        if async_op or not sums or dist.get_backend(group) != "gloo":  # such as a dry run's
+        if async_op or not sums or dist.get_backend(group) != "gloo":  # e.g. in a dry run
             work: dist.Work | None = upstream(into, out_of, group=group, async_op=async_op, **others)
             return work
         own(into, out_of, group=group)

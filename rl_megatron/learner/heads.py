@@ -508,7 +508,7 @@ class VocabHead(Head):
     vocab_size: int
     chunk: int
     top_k: int = 0
-    """How many tokens ``top`` names."""
+    """The number of tokens that ``top`` names."""
     top_below: int = EXACT
     """``top`` names tokens with smaller ids alone."""
 

@@ -38,7 +38,7 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
         optimizer: MegatronOptimizer = load_side(features()[name].optimizer)(config, chunks)
     else:
         optimizer = get_megatron_optimizer(config, list(chunks), overrides(config))
-        # Where only experts have adapters, the dense parameters' optimizer steps none on any rank.
+        # If only experts have adapters, the optimizer of dense parameters has nothing to step on any rank.
         optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
     for part in inner_optimizers(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine

@@ -90,7 +90,7 @@ class MegatronScorer:
         restore_float32_buffers(models)
         self._shape = shape
         self._observers = Observers(models, shape, device)
-        self._hooks: Sequence[LearnerHooks] = ()  # a frozen model has none, and so replays nothing
+        self._hooks: Sequence[LearnerHooks] = ()  # empty for a frozen model, so it replays nothing
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -25,8 +25,8 @@ MAX_DENSE_WASTE_FLOPS = 12e6
 # Costs of an expert's products outside the grouped product, where a flop of that one costs 1: of the two calls, and of
 # a flop.
 OVERFLOW_FLOPS, OVERFLOW_SLOWDOWN = 20e6, 3
-# Where MKL is faster otherwise: from 2^19 numbers on the packed copy saves up to a seventh of an Intel Xeon's time; at
-# 2^18 it costs a tenth, at 2^15 it takes two to four times as long.
+# If MKL is faster, the packed copy saves up to a seventh of an Intel Xeon's time from 2^19 numbers on. At 2^18 it
+# costs a tenth, and at 2^15 it takes two to four times as long.
 MIN_PACKED = 2**19
 # oneDNN prepares kernels for each new C, then keeps them.
 ROW_MULTIPLE = 4
@@ -229,7 +229,7 @@ class GatedExperts(ExpertMlp):
     def __init__(self, shape: ModelShape, names: ExpertNames, zeros: Zeros) -> None:
         self._shape, self._names = shape, names
         self._router = zeros(shape.num_experts, shape.hidden_size)
-        # As in transformers, whatever the dtype: rounded, it would choose others.
+        # Its dtype is always float32, like in transformers: a rounded bias would choose other experts.
         bias = shape.router.selection_bias
         self._selection_bias = zeros(shape.num_experts, dtype=torch.float32) if bias else None
         self._w13 = zeros(shape.num_experts, 2 * shape.expert_width, shape.hidden_size)  # gate rows, then up rows

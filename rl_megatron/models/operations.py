@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Where oneDNN leads it takes half the time of MKL from about this size on: below, its overhead of 8 us shows.
+# If oneDNN leads, it takes half the time of MKL from about this size on. Below, its 8 us of overhead show.
 MIN_ONEDNN_FLOPS = 4e6
 
 

@@ -349,7 +349,7 @@ class _Watch:
         self._lines = b""
         self._news: dict[str, Any] = {}
         self._status: int | None = None
-        self._cpu: dict[tuple[int, str], tuple[float, float]] = {}  # (pid, start) -> CPU seconds of its own, and added
+        self._cpu: dict[tuple[int, str], tuple[float, float]] = {}  # (pid, start) -> CPU seconds: its own, added
 
     def wait_until_end(self) -> dict[str, Any]:
         """Returns once the program has ended by itself, or has reached a limit; its processes may still run."""

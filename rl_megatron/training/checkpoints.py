@@ -373,7 +373,7 @@ def _manifest(folder: Path) -> _Manifest:
     return manifest
 
 
-@lru_cache(4096)  # each names all files of a checkpoint, and each save asks for those of all that are kept
+@lru_cache(4096)  # each save asks for the scores of all kept checkpoints, and a manifest is long
 def _scored(folder: Path, version: tuple[int, int]) -> tuple[str, float | None]:
     """Returns how the accuracy was measured, and it; ``version``: of the manifest's file. Raises as `_manifest`."""
     return (manifest := _manifest(folder)).measured_by, manifest.accuracy

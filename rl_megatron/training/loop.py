@@ -30,7 +30,7 @@ class Intervals:
     metrics: int  # steps between rows of metrics
     evaluations: int
     checkpoints: int | None  # None: only when a stop is requested
-    sets_due: Callable[[int], bool] | None = None  # true if a set of problems with steps of its own is due after a step
+    sets_due: Callable[[int], bool] | None = None  # true if a set with its own steps is due after a step
 
 
 class Job(Protocol):
@@ -139,7 +139,7 @@ class Loop:
                 measured = await self._evaluated(watch)
                 row |= measured or {}
             if self._due(self.pace.metrics):
-                # before the checkpoint: a resume keeps rows up to its step
+                # The row precedes the checkpoint, because a resume keeps rows up to its step.
                 written, watch = await self.recorder.write(row | watch.row()), Stopwatch()
                 self.postponed_row = written if measured is None else None
             if self.pace.checkpoints is not None and self._due(self.pace.checkpoints):

@@ -103,7 +103,7 @@ _OVER: Mapping[Over, Callable[[Sequence[Metric[Any]]], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class KLLimitReached:
-    """No step was made: the policy is ``kl`` nats from the old one."""
+    """The step was skipped, because the policy is ``kl`` nats from the old one."""
 
     kl: float
 

@@ -106,7 +106,7 @@ class RankTasks:
 
 @dataclass(slots=True, kw_only=True)
 class Packers:
-    """How each role's batches are packed: for the learner's layout, or for one of the role's own."""
+    """The packing of each role's batches: for the learner's layout, or for the role's own."""
 
     config: RunConfig
     attention_cost: float

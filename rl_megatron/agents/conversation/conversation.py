@@ -82,7 +82,7 @@ class TurnPrompt:
     rendered: RenderedPrompt = field(repr=False)
     previous_turn: SampledTurn | None = field(repr=False)  # the turn with the row that it extends
     node: Node = field(repr=False)  # the last of its messages that is in the tree
-    new_messages: Sequence[ChatMessage] = field(repr=False)  # those after it
+    new_messages: Sequence[ChatMessage] = field(repr=False)  # the messages after that one
 
     def __post_init__(self) -> None:
         freeze(self.token_ids)

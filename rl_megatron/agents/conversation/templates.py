@@ -1,4 +1,4 @@
-"""How messages become tokens: what a conversation asks of a template, and texts appended as they are."""
+"""Turns messages into tokens: what a conversation asks of a template, and texts appended as they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[Mapping[str, Any]]
-"""As in OpenAI's requests: each has ``type`` and ``function``."""
+"""Tools like in OpenAI's requests: each has ``type`` and ``function``."""
 Rewritten = Literal["thinking", "context", "closing", "refused"]
 """The reasons why a template's new text cannot follow the last turn's tokens.
 

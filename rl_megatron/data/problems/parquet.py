@@ -292,7 +292,7 @@ class ParquetRows:
         names = batch.schema.names
         try:
             columns = [column_values(column) for column in batch.columns]
-        except (pa.ArrowException, ValueError, OverflowError) as error:  # such as bad UTF-8 in a list
+        except (pa.ArrowException, ValueError, OverflowError) as error:  # e.g. bad UTF-8 in a list
             if len(batch) == 1:
                 yield f"the row cannot be read: {truncate_text(str(error))}"
                 return
@@ -492,7 +492,7 @@ def read_records(path: Path, data: FileKeys, *, key: str, limit: int | None = No
             found = [
                 one if isinstance(one, str) else make_record(one, required_fields(data), lists=lists) for one in lines
             ]
-        except OSError as error:  # such as a name of more than 255 characters
+        except OSError as error:  # e.g. a name of more than 255 characters
             raise DataError(f"{shown}: cannot be read: {error.strerror or error}") from error
         if not found:
             raise DataError(f"{key}={path}: the file is empty; give at least one row")

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 64 << 20  # the rows that one read takes
 _LARGE_WINDOW_BYTES = 256 << 20  # the same for an epoch of many windows, since each reads every row group
-_MOST_WINDOWS = 16  # windows of an epoch: they grow, up to the size above, so that it has no more
+_MOST_WINDOWS = 16  # maximum windows of an epoch; they grow up to the size above instead
 _MOST_ROWS = 1 << 17
 
 
@@ -648,7 +648,7 @@ class PromptStream:
                     self.left_out.add(row)
             if tried % len(epochs.rows):
                 continue
-            if table is not None:  # it learns what was left out since the last step, at the cost of all rows
+            if table is not None:  # it then knows the rows dropped since the last step, at the cost of all rows
                 table.restore_retired(self.left_out)
             if self.left_out.issuperset(epochs.rows.tolist()) or (table is None and tried > len(epochs.rows)):
                 raise DataError("every prompt has too many tokens; the warnings before name the key to raise")

@@ -318,7 +318,7 @@ SAMPLED: LimitKeys = ("rollout.max_prompt_tokens", "rollout.on_long_prompt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """How a row becomes a prompt. ``teachers``: by name, those that read a prompt of their own in its place."""
+    """The form in which a row becomes a prompt. ``teachers``: name -> a teacher that reads its own prompt instead."""
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
@@ -329,7 +329,7 @@ class RowForm:
 
 
 class PromptExcess(NamedTuple):
-    """Why a prompt is left out: its ``length`` in words, the ``key`` of the limit, and that."""
+    """The reason why a prompt is dropped: its ``length`` in words, the ``key`` of the limit, and the limit."""
 
     length: str
     key: str

@@ -287,7 +287,7 @@ class SGLangAdapter(ForeignEngine):
         info, settings = await server.get("/model_info"), await server.get("/server_info")
         features, more = describe_settings(self.hooks, settings)
         # It rounds a prompt up to whole pages, and leaves one page and a token free (`max_new_tokens_for_memory`).
-        # Where its cache has no more room, it ends a completion as if it had all requested tokens.
+        # If its cache is full, it ends a completion as if it had all requested tokens.
         most_cached = int(settings["max_total_num_tokens"]) - 2 * int(settings["page_size"])
         if settings.get(_LOW_FIRST):
             problems.append(f"it has {_OVERFLOWS}")
@@ -539,7 +539,7 @@ class _Token(msgspec.Struct, array_like=True, gc=False):
 
 
 class _ScoredToken(msgspec.Struct, array_like=True, gc=False):
-    logprob: float | None  # the first has none
+    logprob: float | None  # None for the first token
 
 
 class _Finish(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""How engines propose tokens by a model's draft layer, and what they count of the proposals."""
+"""Makes engines propose tokens by a model's draft layer, and counts the proposals."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class GatheredState:
 
     def __init__(self, staged: StagingPool | None) -> None:
         self._staged, self._sent = staged, list[_Sent]()
-        self.tensors: list[Tensor] = []  # flat float32, each in a storage of its own; in the same order in each save
+        self.tensors: list[Tensor] = []  # flat float32, each in its own storage, in the same order in each save
         self._own = dict[int, int]()  # the number of each of their storages
 
     def collect(self, part: DistributedOptimizer, **_: Any) -> dict[Any, Any] | None:

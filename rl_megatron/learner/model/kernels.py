@@ -30,7 +30,7 @@ from rl_megatron.learner.packed import Slots
 from rl_megatron.models.operations import MIN_ONEDNN_FLOPS, through_onednn, through_wide_mkl
 
 Weights = Sequence[Tensor] | Tensor
-"""Of experts: a matrix each, or one tensor whose first dimension they are."""
+"""The experts' weights: a matrix each, or one tensor with experts as its first dimension."""
 _GENERATIONS = (9, 10)  # compute capabilities of Hopper, and of Blackwell in data centers
 
 
@@ -393,7 +393,7 @@ BATCHED_ROWS = 64  # positions of a block of `batched_attention`
 ROWS = 512  # queries of a block of `long_attention` at most
 SCORES = 2**18  # scores of a block at most: they fit the cache
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Of queries [B, L, H, d], keys [B, L, G, d], values [B, L, G, e] and a scale -> [B, L, H, e], with gradients; each
+"""Maps queries [B, L, H, d], keys [B, L, G, d], values [B, L, G, e] and a scale -> [B, L, H, e], with gradients; each
 position sees those up to it."""
 
 

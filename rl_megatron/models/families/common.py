@@ -18,7 +18,7 @@ from rl_megatron.models.json_files import Fields
 from rl_megatron.models.shape import Rope
 
 SILU: Mapping[str, object] = {"hidden_act": "silu"}
-"""For `require_fixed_values`: the activation of every gated MLP here but gpt-oss', which adds to it."""
+"""The activation of every gated MLP here but gpt-oss', which adds to it, for `require_fixed_values`."""
 _MAMBA = "its mamba layers are not computed here"
 _FACTORS = "factors of its config.json multiply embeddings, residuals and logits, which is not computed here"
 _POSITIONS = "its queries are scaled by their positions, which is not computed here"
@@ -41,9 +41,9 @@ REFUSED: Mapping[str, str] = {
         _TOWER,
     ),
 }
-"""Why models of other families are refused, by their ``model_type``."""
+"""``model_type`` -> why models of that family are refused."""
 _KINDS = ("default", "linear", "llama3", "yarn")
-_NULLABLE = {"q_lora_rank", "sliding_window", "num_key_value_heads", "n_group", "topk_group"}  # null: there is none
+_NULLABLE = {"q_lora_rank", "sliding_window", "num_key_value_heads", "n_group", "topk_group"}  # null: it is absent
 
 
 def text_model(raw: Mapping[str, Any], path: Path) -> Fields:

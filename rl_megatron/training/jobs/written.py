@@ -53,7 +53,7 @@ from rl_megatron.types import Batch, Loss, LossInputs, Prompt, Samples, Want
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 14  # rows of the data, before the first step
-_UNEQUAL = 1.1  # passes over one source, of those over another
+_UNEQUAL = 1.1  # ratio of the passes over two sources
 TOKENS_KEPT = 1 << 22  # tokens of rows that are looked at before the first step; 16 MiB
 
 Unit = tuple[SupervisedRow, ...]

@@ -164,7 +164,7 @@ Read = tuple[str, Box, int]
 
 
 Kinds = Mapping[str, frozenset[str]]
-"""By server, kinds of parameters (`parameter_kind`) that its kernels keep in private layouts."""
+"""Server -> kinds of parameters (`parameter_kind`) that its kernels keep in private layouts."""
 NO_KINDS: Kinds = MappingProxyType({})
 
 

@@ -45,7 +45,7 @@ _TOKENIZERS = (
 _DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"}  # DeepSeek's, MiniMax's, Qwen's
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
-"""In a draft layer: of the embedding, and of the output matrix by two names."""
+"""Ends of names in a draft layer: the copy of the embedding, and of the output matrix by two names."""
 _ANGLES = ".rotary_emb.inv_freq"  # a buffer in folders of old versions of transformers, computed from config.json
 _CACHE_SCALE = re.compile(r"\.self_attn\.(\w+_proj\.|attn\.)?((k|v|kv|q|prob|prob_output)_scale|output_scale)$")
 _LAYER = re.compile(r"^.*?\blayers\.\d+\.")

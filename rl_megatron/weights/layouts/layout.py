@@ -318,7 +318,7 @@ Reader = Callable[[dict[str, Any], Path], ModelShape]
 its value and what is allowed, for each setting that the family's rows do not cover."""
 
 
-_STACK = ".experts.gate_up_proj"  # is in the name of a tensor of all experts
+_STACK = ".experts.gate_up_proj"  # part of the name of a tensor of all experts
 
 
 def shape_as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:

@@ -158,11 +158,11 @@ class VerifiedProbe:
 
 
 Answers = Mapping[str, tuple[list[ScoredText], list[list[float]]]]
-"""By server: its scores of the probe's texts, and the learner's scores of the same tokens."""
+"""Server -> its scores of the probe's texts, and the learner's scores of the same tokens."""
 
 
 class PushVerifier:
-    """Which servers are verified, and which kinds of parameters each keeps in a private layout.
+    """Knows which servers are verified, and which kinds of parameters each keeps in a private layout.
 
     ``probes``: "auto" probes a server at its first version. After that it probes only servers whose checksums do not
     cover every tensor, with one text, and with all if that disagrees. The mirror file at ``path`` names the tensors.

@@ -42,9 +42,9 @@ NUMBERED = DraftNames(
     join=LAYER + _JOIN,
     final_norm=LAYER + "shared_head.norm.weight",
 )
-"""Of DeepSeek and GLM, which number draft layers on after those of the decoder."""
+"""Draft layers of DeepSeek and GLM, numbered after those of the decoder."""
 NUMBERED_WITH_FINAL_NORM = replace(NUMBERED, final_norm=LAYER + "final_layernorm.weight")
-"""Of Hunyuan 3, likewise."""
+"""Draft layers of Hunyuan 3, numbered in the same way."""
 ALONE = DraftNames(
     prefix="mtp.layers.0.",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",
@@ -52,7 +52,7 @@ ALONE = DraftNames(
     join="mtp.fc.weight",
     final_norm="mtp.norm.weight",
 )
-"""Of Qwen, which has one."""
+"""The draft layer of Qwen."""
 
 
 def with_drafts(

@@ -31,7 +31,7 @@ from rl_megatron.weights.layouts.tables.blocks import Block, attention, decoder,
 from rl_megatron.weights.layouts.tables.drafts import NUMBERED_WITH_FINAL_NORM, with_drafts
 from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Others, hidden, matrix, num_experts, vector, whole
 
-# without experts: Qwen2 and Qwen2.5; Qwen3; Llama 2 and 3, and Mistral, whose rows are the same
+# Models without experts: Qwen2 and Qwen2.5; Qwen3; Llama 2 and 3; Mistral, which has the rows of Llama
 _LLAMA = decoder(attention(), dense_mlp())
 LLAMA = Family(model_types=("llama",), read=read_llama, tables=_LLAMA, serves=True)
 MISTRAL = Family(model_types=("mistral",), read=read_mistral, tables=_LLAMA, serves=True)
@@ -42,7 +42,7 @@ QWEN3 = Family(
     model_types=("qwen3",), read=read_qwen3, tables=decoder(attention(qk_norm="head"), dense_mlp()), serves=True
 )
 
-# with experts in every layer
+# Models with experts in every layer
 _QWEN3_MOE = decoder(attention(qk_norm="head"), experts())
 HF_QWEN3_MOE, MEGATRON_QWEN3_MOE, ENGINE_QWEN3_MOE = _QWEN3_MOE["hf"], _QWEN3_MOE["megatron"], _QWEN3_MOE["engine"]
 QWEN3_MOE = Family(model_types=("qwen3_moe",), read=read_qwen3_moe, tables=_QWEN3_MOE, serves=True)
