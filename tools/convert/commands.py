@@ -29,6 +29,9 @@ _Upcycle = Annotated[
         help="make a mixture of experts of a dense HF folder: experts=8[,topk=2,granularity=1,noise=0,seed=0]"
     ),
 ]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="say what would be written and if it fits the disk; write nothing")
+]
 _Logprobs = Annotated[
     bool,
     typer.Option(
@@ -38,7 +41,7 @@ _Logprobs = Annotated[
     ),
 ]
 _READ: Mapping[str, frozenset[str]] = {
-    "a conversion": frozenset({"out", "config", "family", "dtype", "shard_gb", "upcycle", "merge", "part"}),
+    "a conversion": frozenset({"out", "config", "family", "dtype", "shard_gb", "upcycle", "merge", "part", "dry_run"}),
     "--verify": frozenset({"config", "family", "against", "logprobs"}),
     "--verify --logprobs": frozenset({"config", "family", "against", "logprobs", "layers", "texts", "tolerance"}),
     "--inspect": frozenset({"layout"}),
@@ -70,6 +73,7 @@ def convert(
     part: Annotated[
         str | None, typer.Option(help="K/N: write only this share of the files; under srun that of the task")
     ] = None,
+    dry_run: _DryRun = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="check SOURCE to the bit; status 1 if anything is wrong")
     ] = False,
@@ -143,6 +147,7 @@ def convert(
             upcycle=upcycle,
             merge=merge,
             part=part or part_of_step(os.environ),
+            dry_run=dry_run,
         )
 
 

@@ -7,8 +7,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +24,7 @@ from rl_megatron.features.lora.files import adapters_to_peft, peft_skips_note, s
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.megatron import is_megatron, total_bytes
-from rl_megatron.weights.checkpoints.streaming import OnProgress, Share, must_be_new
+from rl_megatron.weights.checkpoints.streaming import OnProgress, Share, Sink, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
 from tools.convert.inspection import describe, dropped_tensors, found
 
@@ -42,10 +45,12 @@ def run(
     upcycle: str | None = None,
     merge: bool = False,
     part: str | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Converts to the other kind; ``source``'s own kind is detected. Raises RLMegatronError.
 
     ``upcycle`` is the argument of `read_upcycling`, and ``part`` that of `read_share`; ``merge`` is only for adapters.
+    With ``dry_run`` it prints what it would write, and writes nothing.
     """
     share = read_share(part)
     source = found(source)
@@ -68,6 +73,11 @@ def run(
         variables = _template_variables(source, config, family)
         making = partial(convert.megatron_to_hf, config=config, family=family, variables=variables)
     making = making or partial(convert.hf_to_megatron, family=family)
+    if dry_run:
+        kept = backwards or merge or upcycle is not None
+        form = "adapters of peft" if adapted and not merge else "Hugging Face" if kept else "megatron torch_dist"
+        making(source, out, dtype=kind, share=replace(share, on_plan=partial(tell_plan, out, form)), **options)
+        return
     with display(source.name) as progress:
         missing = making(source, out, dtype=kind, on_progress=progress, share=share, **options)
     if missing:
@@ -155,6 +165,29 @@ def read_share(part: str | None) -> Share:
     if not 1 <= index <= count:
         raise ConfigError(f"part {part!r} must be K/N with 1 <= K <= N, as 2/8")
     return Share(index=index - 1, count=count)
+
+
+def tell_plan(out: Path, kind: str, sinks: Sequence[Sink], unwritten: Sequence[Sink]) -> None:
+    """Prints the files that a conversion to ``out`` would write. Raises ConfigError if the disk lacks space for those
+    ``unwritten``."""
+    counts: dict[DType, int] = {}
+    tensors = [tensor for sink in sinks for tensor in sink.tensors]
+    for tensor in tensors:
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + prod(tensor.shape)
+    values = ", ".join(f"{count:,} values in {dtype}" for dtype, count in counts.items())
+    size, files = sum(tensor.num_bytes for tensor in tensors), f"{len(sinks):,} file{'s' * (len(sinks) > 1)}"
+    print(f"would write {out}: {kind}, {files} of weights, {values}, {size:,} bytes")
+    left = sum(tensor.num_bytes for sink in unwritten for tensor in sink.tensors)
+    if len(unwritten) < len(sinks):
+        print(f"this command would write {len(unwritten):,} of them, {left:,} bytes; others have or write the rest")
+    folder = next(folder for folder in out.absolute().parents if folder.is_dir())
+    free = disk_usage(folder).free
+    if left > free:
+        raise ConfigError(
+            f"{out} needs {left:,} more bytes, and {folder} has {free:,} bytes free; make room, or give another OUT"
+        )
+    print(f"{folder} has {free:,} bytes free")
+    print("nothing was written and no weight was read; the conversion also rejects NaN and infinite values")
 
 
 def _tell(source: Path, out: Path, check: str, model: str) -> None:

@@ -240,10 +240,14 @@ _SEEN_SECONDS = 60  # the wait until a network file system shows what another no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The files that one of ``count`` processes writes: every ``count``-th from ``index`` on."""
+    """The files that one of ``count`` processes writes: every ``count``-th from ``index`` on.
+
+    With ``on_plan`` it writes nothing: that is called with all files, and with those that it would still write.
+    """
 
     index: int = 0
     count: int = 1
+    on_plan: Callable[[Sequence[Sink], Sequence[Sink]], None] | None = None
 
 
 class _SourceChanged(CheckpointError):
@@ -264,10 +268,11 @@ def write_files(
 ) -> list[int]:
     """Writes the missing ``sinks`` of ``share``. If none is missing then, calls ``finish`` and names the folder.
 
-    Returns the indices of the shares that lack files; none if ``out`` is complete. Files that an earlier process wrote
-    are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is full, or an earlier
-    process began with another source or other ``options``. The same if one of ``files`` changed since it was mapped,
-    or config.json or one of the `companions` of ``companion`` since the call. Raises WeightError like `numbers`.
+    Returns the indices of the shares that lack files; none if ``out`` is complete, or with ``share.on_plan``. Files
+    that an earlier process wrote are kept if they have their digests. Raises CheckpointError if ``out`` exists, the
+    disk is full, or an earlier process began with another source or other ``options``. The same if one of ``files``
+    changed since it was mapped, or config.json or one of the `companions` of ``companion`` since the call. Raises
+    WeightError like `numbers`.
     """
     beside = _sibling(companion)
     book = json.loads(json.dumps({"source": fingerprint(source), "files": [sink.name for sink in sinks], **options}))
@@ -275,12 +280,16 @@ def write_files(
     if _is_complete(out, book, share):
         return []
     _raise_changed(files.changed(), "")  # the mapped files are those that the book names
+    own = sinks[share.index :: share.count]
+    if share.on_plan is not None:
+        _must_match(partial, out, _read(partial / _NOTES / _BOOK) or book, book)
+        share.on_plan(sinks, [sink for sink in own if not (partial / sink.name).is_file()])
+        return []
     try:
         _begin(partial, out, book)
         if _is_complete(out, book, share):  # another part completed it between the two lines above
             shutil.rmtree(partial, ignore_errors=True)  # another part may write there now, and will remove it too
             return []
-        own = sinks[share.index :: share.count]
         total = sum(tensor.num_bytes for sink in own for tensor in sink.tensors)
         _write_own(partial, own, files, lambda n: on_progress(n, total))
         _raise_changed(
@@ -373,6 +382,10 @@ def _begin(partial: Path, out: Path, book: Mapping[str, Any]) -> None:
     found = _read(path)
     if not found:  # another part has removed or renamed the folder
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    _must_match(partial, out, found, book)
+
+
+def _must_match(partial: Path, out: Path, found: Mapping[str, Any], book: Mapping[str, Any]) -> None:
     if differing := _differing(found, book):
         raise CheckpointError(
             f"{partial} holds a conversion with another {', '.join(differing)}; continue it with its own source and "

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.grouped_query import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.family_models import save_model
 from tests.unit.launcher.commands import status_of
+from tools.convert import conversion
 from tools.convert.inspection import _layers
 from tools.convert.layouts import model_shape, parse_layout
 from tools.convert.verify import print_problems, verify
@@ -107,6 +109,23 @@ def test_a_dtype_is_converted_on_the_way_and_told_in_the_config(hf: Path, tmp_pa
     assert command(hf, tmp_path / "short", "--dtype", "bf16").returncode == 0
     assert read_index(tmp_path / "short") == read_index(tmp_path / "half")
     assert "'bf8' is unknown; one of: float32, " in command(hf, tmp_path / "other", "--dtype", "bf8").stderr
+
+
+def test_a_dry_run_tells_what_a_conversion_writes(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (hf, tmp_path / "new/out", "--shard-gb", "0.00003", "--dtype", "bf16")
+    told = command(*words, "--dry-run").stdout
+    assert not list(tmp_path.iterdir())
+    assert command(*words, "--part", "1/2").returncode == 0
+    rest = command(*words, "--dry-run").stdout
+    assert "holds a conversion with another files, dtype" in command(*words[:-2], "--dry-run").stderr
+    monkeypatch.setattr(conversion, "disk_usage", lambda folder: SimpleNamespace(free=9000))
+    assert f"{tmp_path / 'new'} has 9,000 bytes free; make room" in command(*words, "--dry-run").stderr
+    assert command(*words).returncode == 0
+    count = len(list((tmp_path / "new/out").glob("*.distcp")))
+    values = sum(prod(size) for size in read_index(tmp_path / "new/out")[0].values())
+    wanted = f"would write {words[1]}: megatron torch_dist, {count} files of weights, {values:,} values in bfloat16, "
+    assert told.startswith(f"{wanted}{2 * values:,} bytes\n{tmp_path} has ")
+    assert f"this command would write {count // 2} of them, " in rest
 
 
 def test_a_text_models_part_of_the_config_has_the_dtype_that_was_written(tmp_path: Path) -> None:
