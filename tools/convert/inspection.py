@@ -287,15 +287,17 @@ def show_layout(model: str, layout: str, *, rank: int | None = None, family: str
 
 
 def _ranks(layout: Layout, title: str) -> Table:
-    """Returns a table with a line per rank: its place, layers, experts and number of parameters."""
-    table = Table("rank", "tp", "pp", "ep", "etp", "layers", "experts", "parameters", "of all", title=title)
-    whole = sum(prod(s) for s in Layout(table=layout.table, shape=layout.shape).local_shapes(0).values())
-    for rank in range(layout.dims.world_size):
-        at, held = coordinates(layout.dims, rank), sum(prod(s) for s in layout.local_shapes(rank).values())
-        per = layout.shape.num_experts // layout.dims.ep
-        experts = f"{at.ep * per}–{(at.ep + 1) * per - 1}" if per else "none"
-        place = (rank, at.tp, at.pp, at.ep, at.etp, _layers(layout, at.pp), experts, f"{held:,}", f"{held / whole:.1%}")
-        table.add_row(*map(str, place))
+    """Returns a table with a line per rank: its place, layers, number of parameters and, if there are any, experts."""
+    shape, dims = layout.shape, layout.dims
+    places, kinds = (("tp", "pp", "ep", "etp"), ("experts",)) if shape.num_experts else (("tp", "pp"), ())
+    table = Table("rank", *places, "layers", *kinds, "parameters", "of all", title=title)
+    whole = sum(prod(s) for s in Layout(table=layout.table, shape=shape).local_shapes(0).values())
+    for rank in range(dims.world_size):
+        at, held = coordinates(dims, rank), sum(prod(s) for s in layout.local_shapes(rank).values())
+        per = shape.num_experts // dims.ep
+        experts = [f"{at.ep * per}–{(at.ep + 1) * per - 1}"] * len(kinds)
+        place = (rank, *(getattr(at, name) for name in places))
+        table.add_row(*map(str, place), _layers(layout, at.pp), *experts, f"{held:,}", f"{held / whole:.1%}")
     return table
 
 

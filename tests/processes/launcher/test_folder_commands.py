@@ -151,7 +151,11 @@ def test_a_run_names_the_model_of_its_configuration(
 
 def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("convert", "--inspect", "qwen3-30b-a3b", "--layout", "megatron,tp=2,ep=2") == 0
-    assert "15,272,458,240" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "15,272,458,240" in told
+    assert {"ep", "etp", "experts"} <= {*told.split()}
+    assert status_of("convert", "--inspect", "qwen3-8b", "--layout", "megatron,tp=2") == 0
+    assert not {"ep", "etp", "experts"} & {*capsys.readouterr().out.split()}  # a dense model
     assert status_of("convert", "--inspect", "qwen3-30b-a3b", "--layout", "megatron,tp=2,ep=2", "--rank", "2") == 1
     assert "--rank 2: the layout megatron,tp=2,ep=2 has 2 ranks" in capsys.readouterr().err
 
