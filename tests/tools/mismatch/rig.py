@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
+from rl_megatron.columns import Ragged
 from rl_megatron.data.problems.prompts import Prompt
 from rl_megatron.engines.local.engine import InProcessEngine, LocalEngine
 from rl_megatron.models.shape import ModelShape
@@ -59,7 +60,12 @@ class Learner:
         return {what: [[says[what](m) for m in row] for row in batch.micro_batches] for what in want}
 
     def _logprobs(self, samples: Samples) -> Tensor:
-        return (self._forward(samples) / self.temperature).log_softmax(-1).gather(1, samples.targets[:, None])[:, 0]
+        logits = self._forward(samples) / self.temperature
+        if isinstance(kept := samples.extra.get("kept"), Ragged):
+            out = (kept.counts > 0)[:, None].repeat(1, VOCABULARY)
+            out[torch.arange(len(kept)).repeat_interleave(kept.counts), kept.values.long()] = False
+            logits = logits.masked_fill(out, -torch.inf)
+        return logits.log_softmax(-1).gather(1, samples.targets[:, None])[:, 0]
 
     @torch.no_grad()
     def _forward(self, samples: Samples) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,18 @@ def test_a_top_p_that_the_run_itself_asks_for(policy: Policy) -> None:
     found = diagnose(Learner(model=policy.model), engine, weights=policy.check(engine), top_p=0.9)
     assert guilty(found) == ["sampling parameters"], told(found)
     assert "set rollout.top_p=1" in found["sampling parameters"].fix
+
+
+@pytest.mark.parametrize("limits", [{"top_p": 0.9, "top_k": 30}, {"top_k": 7}])
+def test_limits_that_the_learner_has_too_are_acquitted(policy: Policy, limits: dict[str, Any]) -> None:
+    """But not what masks do not explain, another temperature beside them."""
+    engine, learner = policy.engine(), Learner(model=policy.model)
+    found = diagnose(learner, engine, weights=policy.check(engine), columns=("kept", "routes"), **limits)
+    assert guilty(found) == [], told(found)
+    engine.change = requests_with(temperature=0.7)
+    found = diagnose(learner, engine, weights=policy.check(engine), columns=("kept", "routes"), **limits)
+    assert guilty(found) == ["sampling parameters"], told(found)
+    assert found["sampling parameters"].evidence.startswith("with temperature 0.7 (the learner: 1)")
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def _sampling_fix(pairs: Mapping[str, tuple[float, float]], setting: Setting) ->
     if "top_p" in pairs and abs(asked["top_p"] - pairs["top_p"][0]) < 0.02:
         return (
             f"rollout.top_p={asked['top_p']:g} makes the engine's log-probs those of the tokens it leaves, while the "
-            "learner's are of the whole vocabulary: set rollout.top_p=1, or a correction under algorithm.correction"
+            "learner's are of the whole vocabulary: set rollout.top_p=1, or rollout.sampling_masks=true"
         )
     where = "rollout.server.options or what the servers were started with" if setting.served else "the engine"
     settings = ", ".join(f"{name}={value:g}" for name, value in asked.items())

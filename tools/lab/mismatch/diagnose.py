@@ -138,7 +138,7 @@ class _Examination:
         setting = Setting(
             learner_dtype=dtype,
             engine_dtype=dtype,  # a server with another dtype was refused
-            configured=Parameters(temperature=rollout.temperature, top_p=rollout.top_p),
+            configured=Parameters(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k),
             served=rollout.served,
             replays="routes" in self.config.required_columns.keys() - wanted(self.config),  # not the learner's own
             head_dtype=self.config.learner.head_dtype,
@@ -149,7 +149,9 @@ class _Examination:
 
     def _bench(self) -> Bench:
         rollout, learner = self.config.rollout, self.roles.policy
-        routed = not rollout.served or "routes" in self.config.required_columns
+        asked = self.config.required_columns
+        routed = not rollout.served or "routes" in asked
+        kept = ("kept",) if "kept" in asked else ()
         return Bench(
             learner=learner,
             engine=self.roles.engine,
@@ -159,11 +161,12 @@ class _Examination:
             vocab_size=self.shape.vocab_size,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
+            top_k=rollout.top_k,
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_new_tokens=rollout.max_new_tokens,
             stop_token_ids=() if rollout.ignore_eos else self.data.stop_token_ids,
             special_token_ids=_special(self.data.tokenizer),
-            columns=("routes",) if self.shape.num_experts and routed else (),
+            columns=(*kept, *(("routes",) if self.shape.num_experts and routed else ())),
             seed=self.config.seed,
         )
 

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.segments import sequence_ids
+from rl_megatron.columns import Ragged
 from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.data.packing import Packer, unpack
-from rl_megatron.data.samples import dense_column, select, single_turns, to_samples
+from rl_megatron.data.samples import dense_column, drop_layer_columns, picked, select, single_turns, to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Span
@@ -196,6 +197,7 @@ class Bench:
     vocab_size: int
     temperature: float
     top_p: float
+    top_k: int = 0
     max_prompt_tokens: int
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
@@ -242,9 +244,9 @@ async def observe(bench: Bench, prompts: Sequence[Prompt], completions: int) -> 
     requests = [replace(r, columns=bench.columns) for r in requests]
     answers = await asyncio.gather(*(bench.engine.generate(r) for r in requests))
     samples = _samples(prompts, answers)
-    free = replace(samples, extra={})
+    free = drop_layer_columns(samples)  # tokens that sampling kept are no gap's cause: the learner has them, too
     detailed = _first_sampled(samples, MOST_LOGITS // bench.vocab_size)
-    logits = await _logits(bench, replace(free, mask=detailed))
+    logits = _left(await _logits(bench, replace(free, mask=detailed)), samples, detailed)
     if _routes_of(samples) is None:
         learner, routes, replayed = await _score(bench, free), None, None
     else:
@@ -303,7 +305,7 @@ async def _compare_one_token_prompts(bench: Bench) -> tuple[Tensor, Tensor | Non
     answers = await asyncio.gather(*(bench.engine.generate(r) for r in asked))
     prompts = [_prompt(r.id, r.token_ids) for r in asked]
     samples = _samples(prompts, answers)
-    scores = await _score(bench, replace(samples, extra={}))
+    scores = await _score(bench, drop_layer_columns(samples))
     said, own = samples.rollout_logprobs.double(), scores.double()
     engine, learner = (float((x[::2] - x[1::2]).abs().sum()) for x in (said, own))
     return said - own, _routes_of(samples), learner / engine if engine else math.nan
@@ -311,7 +313,7 @@ async def _compare_one_token_prompts(bench: Bench) -> tuple[Tensor, Tensor | Non
 
 async def _compare_packing(bench: Bench, observation: Observation) -> Tensor:
     """Compares the learner with itself: sequences of different lengths in one batch, and each alone."""
-    samples = replace(observation.samples, extra={})
+    samples = drop_layer_columns(observation.samples)
     lengths = samples.cu_seqlens.diff()
     order = lengths.argsort().tolist()
     picked = sorted({order[i * (len(order) - 1) // 7] for i in range(8)})
@@ -364,11 +366,13 @@ def _prompts_of(samples: Samples) -> list[tuple[tuple[int, ...], Completion]]:
     for number in range(samples.num_sequences):
         one = select(samples, torch.tensor([number]))
         first = int(one.mask.int().argmax())
+        sampled = {name: column[first:] for name, column in one.extra.items() if isinstance(column, Ragged)}
         completion = Completion(
             token_ids=one.targets[first:].int().numpy(),
             logprobs=one.rollout_logprobs[first:].numpy(),
             finish_reason="length",
             spans=(Span(0, 0),),
+            columns={name: Ragged(part.values.numpy(), part.counts.numpy()) for name, part in sampled.items()},
         )
         out.append((tuple(one.input_ids[: first + 1].tolist()), completion))
     return out
@@ -408,6 +412,18 @@ async def _logits(bench: Bench, samples: Samples) -> Tensor:
     return torch.cat([logits for row in answers for logits in row])[order]
 
 
+def _left(logits: Tensor, samples: Samples, detailed: Tensor) -> Tensor:
+    """Returns logits [m, V] without the tokens that sampling did not keep, if the engine has said which it kept."""
+    kept = samples.extra.get("kept")
+    if not isinstance(kept, Ragged):
+        return logits
+    own = picked(kept, detailed.nonzero().squeeze(1))
+    assert isinstance(own, Ragged)
+    out = (own.counts > 0)[:, None].repeat(1, logits.shape[1])
+    out[torch.arange(len(own)).repeat_interleave(own.counts), own.values.long()] = False
+    return logits.masked_fill(out, _LEFT_OUT)
+
+
 def _request(
     bench: Bench,
     name: str,
@@ -421,6 +437,7 @@ def _request(
     params = SamplingParams(
         temperature=0.0 if greedy else bench.temperature,
         top_p=1.0 if greedy else bench.top_p,
+        top_k=0 if greedy else bench.top_k,
         max_new_tokens=new or bench.max_new_tokens,
         stop_token_ids=() if greedy or new else bench.stop_token_ids,
         seed=seed,
@@ -446,6 +463,7 @@ def _prompt(name: str, ids: tuple[int, ...]) -> Prompt:
 
 
 _MOST_VALUES = 2**24  # the most values of logits that are examined
+_LEFT_OUT = -1e15  # a logit of probability 0; its square is finite
 _SURE = 6.0  # standard deviations: less than one in a billion by chance
 
 
