@@ -258,7 +258,7 @@ def test_in_half_precision_the_parts_that_may_differ_are_named(policy: Policy) -
 @pytest.mark.parametrize(("served", "named"), [(True, ["rollout.server", "learner"]), (False, ["learner"])])
 def test_the_modes_against_what_depends_on_the_batch_are_named(policy: Policy, served: bool, named: list[str]) -> None:
     engine, half = policy.engine(torch.bfloat16), {"learner_dtype": "bfloat16", "engine_dtype": "bfloat16"}
-    learner, seen = Learner(model=policy.model), {"together": torch.full((8,), 0.02), "packed": torch.full((8,), 0.01)}
+    learner, seen = Learner(model=policy.model), {"batched": torch.full((8,), 0.02), "packed": torch.full((8,), 0.01)}
     for planted in (seen, {name: torch.zeros(8) for name in seen}):
         finding = diagnose(learner, engine, weights=policy.check(engine), served=served, planted=planted, **half)[
             "dtype or kernels"

@@ -28,7 +28,7 @@ from rl_megatron.columns import Ragged
 from rl_megatron.config.sections.learner import PaddingSection
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import dense_column, drop_layer_columns, picked, select, single_turns, to_samples
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, EngineError
 from rl_megatron.interfaces import RolloutEngine, Scorer
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, Samples, SamplingParams, Span
 
@@ -449,7 +449,7 @@ def _samples(prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]])
     """Returns the samples, with columns if they fit: an engine that saw other prompts than were sent has others."""
     try:
         return to_samples([single_turns(*pair) for pair in zip(prompts, answers, strict=True)])
-    except DataError:
+    except (DataError, EngineError):
         without = [[replace(completion, columns={}) for completion in answer] for answer in answers]
         return to_samples([single_turns(*pair) for pair in zip(prompts, without, strict=True)])
 
