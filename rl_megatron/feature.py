@@ -121,6 +121,8 @@ class EngineHooks:
     """Environment variables of a server that is started with the feature."""
     counters: ClassVar[tuple[str, ...]] = ()
     """Integer fields of each completion in the engine's responses, for `answered`; 0 if a response lacks them."""
+    resends: ClassVar[bool] = False
+    """True if a push aborts requests at servers that run it, where others compute keys and values again."""
 
     def __init__(self, name: str, shape: ModelShape) -> None:
         self.name, self.shape = name, shape
@@ -283,8 +285,7 @@ class Feature:
     """``package.module:function`` that makes the `StepHooks` of a configuration and `RunComponents`; None: none."""
     served: str | None = None
     """``package.module:function`` that makes its models in servers, by role. It gets a run's configuration, the
-    policy's `ModelShape`, the maker of an engine's adapter, and a callback for progress. It raises EngineError for a
-    server that does not answer."""
+    policy's `ModelShape`, the maker of adapters, and a callback for progress. Raises EngineError for no answer."""
     sampler: str | None = None
     """``package.module:function`` that makes the `SamplerHooks` of a run's configuration and tokenizer; None: none."""
     encoding: str | None = None
@@ -535,8 +536,7 @@ class LearnerHooks:
     """The scores of positions that `scored` returns."""
 
     def started(self, folder: Path, family: str | None) -> None:
-        """Runs before the policy takes the weights of ``folder``, of either kind; not if a seed makes them.
-        ``family`` is ``learner.model``."""
+        """Runs before the policy takes ``folder``'s weights; not for those of a seed. ``family``: ``learner.model``."""
 
     def saving(self, folder: Path) -> None:
         """Runs before the model's shards are written into ``folder``. Raises OSError."""

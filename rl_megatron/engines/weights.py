@@ -132,14 +132,15 @@ class ReplicaWeights:
         clock = asyncio.get_running_loop()
 
         async def one(server: Server) -> list[ChecksumReport]:
-            server.paused, began = True, clock.time()
+            server.paused, began, mode = True, clock.time(), self._section.running_requests
+            if mode == "recompute" and any(hooks.resends and hooks.given(server) for hooks in self._adapter.hooks):
+                mode = "abort"
             try:
-                await self._adapter.pause(server, self._section.running_requests)
+                await self._adapter.pause(server, mode)
                 for hooks in self._adapter.hooks:
                     await hooks.paused(server)
                 # From now on, requests wait for the new weights. Another run may have cached by this version.
-                keeps = self._section.running_requests == "keep_cache"
-                server.salt = f"{version}-{uuid.uuid4().hex}" if keeps else None
+                server.salt = f"{version}-{uuid.uuid4().hex}" if mode == "keep_cache" else None
                 await self._reclaim_weights(server)
                 kinds = private.get(server.url, frozenset())
                 reports = await self._adapter.load(server, path, version, private=kinds, straight=bool(straight))

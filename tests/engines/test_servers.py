@@ -128,7 +128,8 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
         asked = replace(request(new=new), columns=("routes",) if server.name in RETURN_ROUTES else ())
         running = asyncio.create_task(server.engine.generate(asked))
         await server.sampling(running)
-        await server.engine.adapter.pause(one, "recompute")  # else a short request is over before a push has begun
+        if server.name != "sglang":  # else a short request is over before a push has begun
+            await server.engine.adapter.pause(one, "recompute")  # with routes, a push aborts at SGLang
         server.sync.folder = models[1]
         await server.weights.push(2)
         (completion,) = await running
@@ -150,9 +151,10 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
     assert completion.spans == ((0, 1), (by_first, 2))
     assert gaps[0][:by_first].max() < 1e-4
     assert gaps[1][by_first:].max() < 1e-4  # by the new weights alone: keys and values were computed again
-    if "routes" in completion.columns:  # of every position once; a kept request is computed again, by the new weights
+    if "routes" in completion.columns:  # of every position once, of the weights that computed it first
         found = torch.tensor(completion.columns["routes"]).sort(-1).values
-        wanted = routes_of(models[1], (*prompt, *token_ids)[:-1])
+        old, wanted = (routes_of(folder, (*prompt, *token_ids)[:-1]) for folder in models)
+        wanted[: len(prompt) + cut - 1] = old[: len(prompt) + cut - 1]
         assert found.shape == wanted.shape
         assert (found == wanted).double().mean() > 0.99  # a near tie may fall otherwise
     assert ("routes" in completion.columns) == (server.name in RETURN_ROUTES)

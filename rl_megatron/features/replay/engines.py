@@ -41,7 +41,10 @@ class VLLMRoutes(Routes):
 
 
 class SGLangRoutes(Routes):
-    """SGLang 0.5.21."""
+    """SGLang 0.5.21. It keeps routes by their place in its cache: of a completion that it computes again at a push it
+    returns those of the new weights for all tokens. So it is asked again for the rest, which costs the same prefill."""
+
+    resends = True
 
     @override
     def described(self, settings: Mapping[str, Any]) -> tuple[bool, Sequence[str]]:

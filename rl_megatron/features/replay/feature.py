@@ -66,14 +66,10 @@ _LEAVE_OUT = "leave one of them out"
 # fmt: off
 _RULES: Sequence[Rule] = (
     Excludes(one=On("rollout.server.running_requests", "keep_cache"),
-             other=(On("rollout.served", True, "rollout.engine"), _ROUTES),
-             why="keys and values in the cache were made by the experts that older weights chose, which the learner's "
-             "one pass cannot repeat", fix="set running_requests=abort, or leave routes out"),
-    Excludes(one=On("train.max_staleness", Above(0)), other=(
-                 _ROUTES, On("rollout.engine", "sglang"), On("rollout.server.running_requests", "recompute")),
-             why="SGLang keeps routes by their place in its cache, so of a completion that it computes again at a push "
-             "it returns those of the new weights for all tokens, also for those that older weights sampled",
-             fix="set running_requests=abort"),
+             other=(On("rollout.engine", Not("local")), _ROUTES),
+             why="a server whose cache is full computes a completion again, and then returns the experts of the new "
+             "weights for all tokens, also for those that older weights sampled",
+             fix="set running_requests=abort, or leave routes out"),
     Excludes(one=On("rollout.stop", Not(())), other=(On("rollout.engine", "vllm"), _ROUTES),
              why="vLLM finds texts outside of its engine, which then returns no routes",
              fix="set rollout=sglang or local, or leave one of them out"),

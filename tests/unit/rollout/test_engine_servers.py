@@ -27,6 +27,7 @@ from rl_megatron.engines.engine import ServerEngine
 from rl_megatron.engines.http import ConnectionBroken, Server
 from rl_megatron.engines.replicas import Event, Health, Replica, ReplicaSet, next_health
 from rl_megatron.errors import ConfigError, EngineError, SyncError
+from rl_megatron.features.replay.engines import SGLangRoutes
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import Completion, GenerationRequest, NamedVersion, SamplingParams, Span
 from rl_megatron.weights.checks.reports import ChecksumReport, packed_report
@@ -517,15 +518,32 @@ def test_sglang_keeps_its_cache_over_loads_and_other_orders(tmp_path: Path, salt
     assert told == [False, False, flushes]
 
 
-@pytest.mark.parametrize("asking", ["algorithm.routing_replay=r3", "train.route_flips=true"])
-def test_routes_of_other_weights_than_those_that_sampled_are_refused(asking: str) -> None:
+@pytest.mark.parametrize("routes", [True, False])
+@pytest.mark.parametrize(("mode", "sent"), [("recompute", "abort"), ("keep_cache", "keep_cache"), ("abort", "abort")])
+async def test_a_push_aborts_where_a_server_would_return_routes_of_other_weights(
+    fakes: list[Fake], mode: RunningRequests, sent: str, routes: bool
+) -> None:
     """What SGLang returns then: tests/engines/test_servers.py, test_a_running_request_goes_on_over_an_update."""
-    keys = ["rollout=sglang", asking, "train.max_staleness=2"]
-    with pytest.raises(ConfigError, match=rf"=2 with {asking} and .*recompute: SGLang .* older weights sampled"):
-        load_config("tiny_cpu", keys)
-    load_config("tiny_cpu", [*keys, "rollout.server.running_requests=abort"])
-    load_config("tiny_cpu", [*keys, "train.max_staleness=0"])  # no completion runs at a push
-    load_config("tiny_cpu", ["rollout=vllm", *keys[1:]])  # which returns each pass's as it is made
+    engine, modes = engine_of(fakes[:1], running_requests=mode), list[str]()
+    engine.adapter.hooks = (SGLangRoutes("replay", MOE),)
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if path == "/pause":
+            modes.append(body["mode"])
+        return 200, {}
+
+    fakes[0].answer = answer
+    (server,) = engine.servers
+    server.features = {"replay": routes}
+    await push(engine, 1)
+    assert modes == [sent if routes else mode]
+
+
+@pytest.mark.parametrize("asking", ["algorithm.routing_replay=r3", "train.route_flips=true"])
+def test_runs_with_routes_may_be_ahead(asking: str) -> None:
+    for engine, mode in (("sglang", "recompute"), ("sglang", "abort"), ("vllm", "recompute"), ("local", "keep_cache")):
+        keys = [f"rollout={engine}", asking, "train.max_staleness=2", f"rollout.server.running_requests={mode}"]
+        load_config("tiny_cpu", [*keys, *(["rollout.server.replicas=1"] if engine == "local" else [])])
 
 
 @pytest.mark.parametrize(
@@ -534,8 +552,8 @@ def test_routes_of_other_weights_than_those_that_sampled_are_refused(asking: str
         (("running_requests=keep",), r"what 'keep' did is called recompute"),
         (
             ("running_requests=keep_cache", "algorithm.routing_replay=r3"),
-            r"keep_cache with .*algorithm\.routing_replay=r3: keys and values in the cache were made by the experts "
-            r"that older weights chose.*set running_requests=abort, or leave routes out",
+            r"keep_cache with .*algorithm\.routing_replay=r3: a server whose cache is full computes a completion again"
+            r".*older weights sampled.*set running_requests=abort, or leave routes out",
         ),
         (("running_requests=keep_cache", "train.route_flips=true"), r"keep_cache with .*train\.route_flips=true"),
         (("running_requests=keep_cache", "rollout.server.colocated=true"), r"nothing is left to keep; leave one"),

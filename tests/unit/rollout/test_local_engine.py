@@ -458,13 +458,33 @@ def expected_by_version(
     return torch.cat(out)
 
 
+@torch.no_grad()
+def routes_by_version(
+    models: dict[int, Qwen3MoeForCausalLM], asked: GenerationRequest, got: Completion, *, keep: bool, late: int = 0
+) -> np.ndarray:
+    """The experts of each position, [positions, layers, k], ascending: those of the version that computed it first, so
+    that sampled the token after it. Versions change ``late`` positions later."""
+    text = [*asked.token_ids, *got.token_ids.tolist()]
+    out, cache, have = [], DynamicCache(), 0
+    for span, stop in zip(got.spans, [*(span.start for span in got.spans[1:]), len(got.token_ids)], strict=True):
+        end = min(len(asked.token_ids) - 1 + stop + late, len(text) - 1)
+        cache = cache if keep else DynamicCache()
+        ids = torch.tensor([text[have if keep else 0 : end]])
+        said = models[span.version](ids, past_key_values=cache, use_cache=True, output_router_logits=True)
+        chosen = torch.stack([one.topk(2).indices.sort(-1).values for one in said.router_logits], 1)
+        out.append(chosen[len(chosen) - (end - have) :])
+        have = end
+    return torch.cat(out).numpy()
+
+
 @pytest.mark.parametrize("slots", [32, 3])
 @pytest.mark.parametrize("mode", ["recompute", "keep_cache"])
-def test_each_token_is_of_its_version_whatever_came_and_went(
+def test_each_token_and_its_routes_are_of_its_version_whatever_came_and_went(
     theirs: Qwen3MoeForCausalLM, newer: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int, mode: RunningRequests
 ) -> None:
     engine, asked, models = make_engine(slots), staggered(), {0: theirs, 1: newer, 2: theirs}
-    running = RunningBatch(engine, slots=slots)
+    asked = [replace(one, columns=("routes",)) for one in asked]
+    running, late = RunningBatch(engine, slots=slots), list[bool]()
 
     def push(number: int) -> Ended:
         if number in (12, 21):
@@ -481,8 +501,14 @@ def test_each_token_is_of_its_version_whatever_came_and_went(
         for got in done[one.id]:
             versions.add(tuple(span.version for span in got.spans))
             assert len(got.token_ids) == one.params.max_new_tokens
-            wanted = expected_by_version(models, one, got, keep=mode == "keep_cache")
+            keep = mode == "keep_cache"
+            wanted = expected_by_version(models, one, got, keep=keep)
             np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
+            routes = np.sort(got.columns["routes"], -1)
+            np.testing.assert_array_equal(routes, routes_by_version(models, one, got, keep=keep))
+            if len(got.spans) > 1:
+                late.append(np.array_equal(routes, routes_by_version(models, one, got, keep=keep, late=1)))
+    assert not all(late)  # a version's routes that begin one position late are seen
     assert len(versions) >= 3
     assert (0, 1, 2) in versions
 
