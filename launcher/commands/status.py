@@ -210,7 +210,7 @@ def _state(part: Mapping[str, str]) -> str:
 def _prints_for(run: Path, job: str, log: str) -> bool:
     """True if a job's output goes to ``jobs`` of ``run``, or to the target of ``jobs/<job>.txt`` (slurm/job.sh).
 
-    The number is no proof: a copied folder has it, too. True also if Slurm does not report the output, or if spaces in
+    The number is not a proof: a copied folder has it. True also if Slurm does not report the output, or if spaces in
     the folder's name cut it short.
     """
     folder, told = run.resolve(), (run / "jobs" / f"{job}.txt").resolve()

@@ -25,7 +25,7 @@ from rl_megatron.placement.seats import server_placements
 from rl_megatron.weights.checks.libraries import torch_folder
 
 _CAPABILITIES: Mapping[str, float] = {"tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
-"""Recipe of ``learner.fp8`` -> the lowest with kernels, by TransformerEngine 2.11, pytorch/quantization.py."""
+"""Recipe of ``learner.fp8`` -> lowest compute capability with kernels (TransformerEngine 2.11, quantization.py)."""
 _SECONDS = 4.0  # the limit for the driver's answer
 _RANK_BYTES = 2**26  # the least that any rank needs: with tiny_cpu's model 117 MiB were measured
 

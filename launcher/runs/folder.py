@@ -159,8 +159,8 @@ def claim(folder: Path, *, resume: bool) -> Iterator[Claim]:
     """Makes the run's folder (a resume: finds it) and locks it against other processes while the context is open.
 
     Raises ConfigError if another process holds the lock, NameTaken if a new run's folder is there. The lock ends with
-    the process, however that ends. It is of a file for nothing else, as logs are rotated. Not of the folder, which NFS
-    cannot lock.
+    the process, however that ends. It has its own file, because logs are rotated and NFS
+    cannot lock the folder.
 
     Raises OSError that names what of the folder cannot be opened or locked, and then keeps no file open.
     """

@@ -153,7 +153,7 @@ class AttachedServer(ServerState):
 
 @dataclass(slots=True, kw_only=True)
 class FailedServer(ServerState):
-    """No server: the one of a resume's beginning did not come up, or did not pass its checks, and is gone."""
+    """The state without a server: at a resume's beginning it did not start, or failed its checks, and is gone."""
 
     server: Server
     reason: str

@@ -83,7 +83,7 @@ def split_thought(text: str, call: str, *, opened: bool) -> tuple[str, str]:
     """Returns the reasoning and the rest after it, without the line breaks that templates put around both.
 
     It ends at the first ``</think>``, or without one at a line that begins with ``call``, the mark of a call. A text
-    that has such a mark before ``</think>`` is no reasoning, if neither it nor its prompt opened one.
+    that has such a mark before ``</think>`` is not reasoning if neither it nor its prompt opened one.
     """
     thought, found, rest = text.partition("</think>")
     if not opened and not text.lstrip().startswith(_THINK) and (not found or call in thought):
@@ -167,7 +167,7 @@ _PAIR = re.compile(r"(?><arg_key>(.*?)</arg_key>)\s*+(?><arg_value>(.*?)</arg_va
 
 
 def glm(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> ParsedReply:
-    """Parses calls of GLM. A value is JSON, or text if it is no JSON or the tool's schema allows texts but not it."""
+    """Parses calls of GLM. A value is JSON, or text if it is not JSON or the tool's schema allows texts but not it."""
     reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, behind = rest.partition("<tool_call>")
     if not found:

@@ -83,7 +83,7 @@ MODES: Mapping[str, Callable[[CorrectionSection, LossInputs, Tensor], Tensor]] =
 def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: Tensor) -> Tensor:
     """Returns the weight of each token's loss, [T], without a gradient, for inputs already ``masked``; ``lengths`` [S].
 
-    It is of the ``level`` (the product over a sequence grows with its length, the length-normalized one does not) and
+    It is at the ``level`` (the product over a sequence grows with its length, the length-normalized one does not) and
     bounded by the ``mode``. Truncate clamps the weight to low .. high, mask zeroes a weight outside, band also replaces
     those inside by 1; reject drops what has a divergence above high. The weight is at most e^``LOG_RATIO_BOUND``.
     ``veto`` drops a whole sequence in which a token has pi_old / pi_rollout below it. ``off_policy_delta`` drops

@@ -59,7 +59,7 @@ class Unauthorized(EngineError):
 
 
 class TooManyOpenFiles(EngineError):
-    """This process may open no more files, so it has no connection: nothing is known of the server."""
+    """This process cannot open further files, so it has no connection and knows nothing about the server."""
 
 
 class Server:

@@ -45,7 +45,7 @@ def all_at_k(right: int, samples: int, k: int) -> float:
 def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     """Returns the share of right answers among those with the most votes (maj@k): 0 or 1 if one answer has the most.
 
-    ``answers`` and ``right`` are by sample. An empty answer is no vote; without a vote the problem counts 0. Where
+    ``answers`` and ``right`` are by sample. An empty answer is not a vote; without a vote the problem counts 0. Where
     samples of one answer are not judged alike, the answer counts by its share of right ones.
     """
     votes = Counter(answer for answer in answers if answer)

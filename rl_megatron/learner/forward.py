@@ -139,8 +139,8 @@ def _schedule(
 
 
 def _make_viewless(output: Tensor) -> Tensor:
-    """Returns the output as a tensor that is no view: megatron frees its memory once it is sent, and custom layers and
-    losses may give views."""
+    """Returns the output as a tensor that is not a view: megatron frees its memory once it is sent, and custom layers
+    and losses may give views."""
     whole: Tensor = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
     return whole
 

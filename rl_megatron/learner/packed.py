@@ -37,7 +37,7 @@ class LengthClass:
     positions: Tensor  # [count or 1, query_length], of the queries in their sequences
 
     def visible(self, window: int) -> Tensor:
-        """Returns the keys a query sees, [count or 1, 1, query_length, key_length] bool; a ``window`` of 0 is no limit.
+        """Returns the keys a query sees, [count or 1, 1, query_length, key_length] bool; ``window`` 0 means no limit.
 
         For one layer's call: its size is a square, and all micro-batches of a pass are packed together.
         """

@@ -39,7 +39,7 @@ def _yarn(plain: Tensor, theta: float, dim: int, rope: Rope) -> Tensor:
     """Scales as llama3's, with a linear ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
 
     def correction_dim(rotations: float) -> float:
-        """Returns the dimension that makes so many rotations over the original context."""
+        """Returns the dimension that makes this many rotations over the original context."""
         return dim * math.log(rope.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)

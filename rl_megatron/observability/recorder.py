@@ -37,7 +37,7 @@ class MetricsWriter:
         self._file, self._sinks = JsonlFile(folder / "metrics.jsonl"), sinks
 
     def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> dict[str, JsonValue]:
-        """Appends one row durably, with ``again`` in place of the last one if that is of the same phase and step.
+        """Appends one row durably, with ``again`` in place of the last one if that has the same phase and step.
         Returns the row as written. Raises ValueError as `checked_row` does."""
         out = checked_row(row)
         if again:

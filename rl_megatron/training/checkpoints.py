@@ -290,7 +290,7 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def _warning(folder: Path) -> Iterator[None]:
-    """Warns of what cannot be removed, as a file that a client of NFS holds open: it is no reason to end a run."""
+    """Warns about a file that cannot be removed, for example one that an NFS client has open. The run continues."""
     try:
         yield
     except OSError as error:

@@ -38,7 +38,7 @@ class Evaluator:
 
     async def row(self, step: int | None = None, *, pushed: int | None = None) -> Row:
         """Returns metrics of the sets that are due after ``step``; without one, of the first set. With the version
-        ``pushed`` for it, they include the share of sampled tokens that are of that version."""
+        ``pushed`` for it, they include the share of tokens sampled with that version."""
         row: Row = {}
         own = sampled = 0
         for one in self.sets[:1] if step is None else self._due(step):

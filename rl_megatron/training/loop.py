@@ -173,7 +173,7 @@ class Loop:
         return enough or self.steps_done >= self.pace.steps
 
     async def _first_row(self, watch: Stopwatch) -> bool:
-        """Returns whether the job has what it is for before its first step."""
+        """True if the job has reached its goal before its first step."""
         row = await self.job.start(fresh=True)
         if row is None:
             return False

@@ -135,7 +135,7 @@ def _table(contents: Contents) -> Table:
 def describe(folder: Path) -> Contents:
     """Reads the contents of a Hugging Face folder, a megatron ``torch_dist`` checkpoint, or peft's adapters.
 
-    Raises CheckpointError if the folder is torn, ConfigError if it is of another kind.
+    Raises CheckpointError if the folder is torn, ConfigError if it has another format.
     """
     if (folder / _ADAPTER).is_file():
         return _adapters(folder)

@@ -7,7 +7,7 @@ grid of (B, Cmid), each with its best R0 and A, then Levenberg-Marquardt in (R0,
 
 Intervals are studentized over seeds, because seeds are independent and points of one run are not. To first order the
 fit is the mean over seeds of influences G (J'J)^-1 J_s' e_s. Their spread gives the covariance (a sandwich, clustered
-by seed), with Student's t of G - 1 degrees. They are of the mean curve over seeds. bench/fits.py measures how often
+by seed), with Student's t of G - 1 degrees. They describe the mean curve over seeds. bench/fits.py measures how often
 they hold the truth: 94 to 97 % of 500 synthetic studies of 5 seeds, for each parameter.
 """
 

@@ -46,7 +46,7 @@ class ChatRenderer:
     """A tokenizer's chat template, with ``options`` for variables of its own (``enable_thinking``)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError as `get_chat_template`, and for a template that is no Jinja."""
+        """Raises ConfigError as `get_chat_template`, and for a template that is not Jinja."""
         alone, beside = (get_chat_template(tokenizer, with_tools=given) for given in (False, True))
         self._without_tools = _Jinja(alone)
         self._with_tools = self._without_tools if beside == alone else _Jinja(beside)

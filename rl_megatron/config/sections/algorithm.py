@@ -179,7 +179,7 @@ class KLSection(Section):
     """Estimator of the KL at a sampled token (docs/algorithms.md); top_k: no estimate but a divergence over the
     reference's most probable tokens and one bucket of all others (docs/sft.md)."""
     top_k: Positive = 64
-    """estimator=top_k: how many tokens the reference names at each position; all, where it has no more."""
+    """estimator=top_k: number of tokens that the reference names at each position; all if it has fewer."""
     beta: Fraction = 0.5
     """estimator=top_k: 0 is KL(reference‖policy), 1 is KL(policy‖reference); between them, the generalized
     Jensen-Shannon divergence."""

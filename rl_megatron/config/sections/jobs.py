@@ -73,7 +73,7 @@ class WarmStartSection(Section):
     """Supervised steps on correct answers with the same learner before RL; they end early at ``stop_at_accuracy``."""
 
     steps: NonNegative = 0
-    """Most supervised steps; 0 is no warm start."""
+    """Most supervised steps; 0 means no warm start."""
     batch_size: Positive = 256
     """Problems per supervised step."""
     learning_rate: PositiveFloat = 3e-3

@@ -480,7 +480,7 @@ class PromptTable:
         return TableState(**columns)
 
     def restore(self, state: TableState | None) -> None:
-        """Continues from ``state``. Raises CheckpointError if it is of other data."""
+        """Continues from ``state``. Raises CheckpointError if it belongs to other data."""
         found = 0 if state is None else len(state.visits)
         if state is None or found != len(self.visits):
             raise CheckpointError(
@@ -502,7 +502,7 @@ class PromptStream:
     """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order.
 
     With ``weights`` each prompt is of one of these sources, which follow each other by `Proportions`; without, all
-    prompts are of one source. ``left_out`` are the rows of ``prompts`` that are drawn no more. With a ``curriculum``
+    prompts are of one source. ``left_out`` are the rows of ``prompts`` that are no longer drawn. With a ``curriculum``
     `table` has their pass rates and says which are drawn; with a ``track_decay`` it has their values, too. The caller
     updates, saves and restores it.
     """

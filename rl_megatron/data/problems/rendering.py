@@ -668,7 +668,7 @@ def _split_template(text: str, problem: Example) -> tuple[str, str]:
 def _split_around(
     before: tuple[int, ...] | PromptExcess, suffix: tuple[int, ...] | PromptExcess, limit: int, key: str
 ) -> tuple[int, ...] | PromptExcess:
-    """Returns the tokens around another completion, with ``OTHER_COMPLETION_TOKEN`` between them, which is no token."""
+    """Returns the tokens around another completion, with ``OTHER_COMPLETION_TOKEN``, which is not a token, between."""
     if isinstance(before, PromptExcess):
         return before
     if isinstance(suffix, PromptExcess):

@@ -185,7 +185,7 @@ def _standing(
 def _places(
     items: Sequence[tuple[WriteItem, Any]], live: Sequence[Live], gathered: GatheredState
 ) -> list[_Place] | None:
-    """Returns the place of each item; None if one is no tensor, or in no memory that is known."""
+    """Returns the place of each item; None if one is not a tensor, or its memory is unknown."""
     starts = sorted((held.data_ptr(), number) for number, (_, held) in enumerate(live))
     places = []
     for item, data in items:

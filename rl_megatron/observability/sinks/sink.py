@@ -53,7 +53,7 @@ class MetricSink:
     """Base class of sinks. Only the controller has sinks, each in a thread of its own, which makes all calls in order.
 
     A method may raise any exception, and may take as long as it needs: training continues. A sink that raises in `open`
-    or for three rows in a row gets no more rows.
+    or for three rows in a row gets no further rows.
     """
 
     def __init__(self, settings: SinkSettings) -> None:

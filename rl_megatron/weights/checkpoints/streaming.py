@@ -118,7 +118,7 @@ class Copy:
     def blocks(self, on_bytes: OnBytes, *, multiple: int | None = None) -> Iterator[Bits]:
         """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous.
 
-        With ``multiple``, blocks have one size, a multiple of so many rows, except the last.
+        With ``multiple``, blocks have one size, a multiple of that many rows, except the last.
         """
         row = max(prod(self.shape[1:]) * self.dtype.itemsize, 1)
         unit = multiple or 1

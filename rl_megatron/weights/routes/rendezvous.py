@@ -93,14 +93,14 @@ def wire_device(group: dist.ProcessGroup | None) -> str:
 
 
 def deflated(value: object) -> bytes:
-    """A value as compressed JSON. Raises SyncError if that is of more than 1 GiB."""
+    """A value as compressed JSON. Raises SyncError if that exceeds 1 GiB."""
     data = json.dumps(value).encode()
     _checked(len(data))
     return zlib.compress(data, 1)
 
 
 def inflated(data: bytes, rank: int) -> Any:
-    """The value that rank ``rank`` `deflated`. Raises SyncError if it did not, or if it is of more than 1 GiB."""
+    """The value that rank ``rank`` `deflated`. Raises SyncError if it did not, or if it exceeds 1 GiB."""
     inflate = zlib.decompressobj()
     try:
         said = inflate.decompress(data, _MOST_BYTES + 1)
@@ -145,7 +145,7 @@ class Rendezvous:
 class RendezvousStore:
     """The controller's side; it listens only at ``host``.
 
-    Raises ConfigError if that is no address of this machine, or if this torch makes groups differently.
+    Raises ConfigError if that is not an address of this machine, or if this torch makes groups differently.
     """
 
     def __init__(self, host: str, seconds: float) -> None:
