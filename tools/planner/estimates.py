@@ -465,10 +465,14 @@ class Estimate:
         if self.push.before:
             yield f"{self.push.before / GB:,.1f} GB of frozen weights to each server, once before the first push"
         pushed = "adapters" if self.push.before else "weights"
-        yield f"{what} of {pushed} by {route.transport}, through {route.describe()}:"
-        yield from (f"  {hop.describe()}" for hop in self.push.hops)
-        yield self.save.describe()
-        yield self.save.describe_disk()
+        way = f"{what} of {pushed} by {route.transport}, through {route.describe()}"
+        if max([self.save.total, *(hop.total for hop in self.push.hops)]) < GB / 20:
+            yield f"{way}, or a checkpoint: less than 0.1 GB"
+        else:
+            yield f"{way}:"
+            yield from (f"  {hop.describe()}" for hop in self.push.hops)
+            yield self.save.describe()
+            yield self.save.describe_disk()
         if self.step is not None:
             seconds = self.push.seconds if self.pushes else 0.0
             yield from self.step.lines()

@@ -443,3 +443,9 @@ def test_engines_inside_the_node_use_its_links() -> None:
     ours = plan_cost(moves, BYTES, LINKS)
     assert (ours.bytes_within_nodes, ours.bytes_across_nodes) == (EXPERTS * BYTES, 0)
     assert ours.expected == ours.bound == pytest.approx(EXPERTS / 2 * BYTES / LINKS.nvlink)
+
+
+def test_sizes_that_would_be_printed_as_0_are_left_out() -> None:
+    lines = list(estimate(tiny(), SHAPE).lines())
+    assert lines[0].endswith(", or a checkpoint: less than 0.1 GB")
+    assert not [line for line in lines if "0.0 GB" in line]
