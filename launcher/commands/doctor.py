@@ -25,11 +25,11 @@ _PACKAGES = (
     ("torch", "torch", "required"),
     ("megatron-core", "megatron", "required: the learner"),
     ("transformers", "transformers", "required: configs and tokenizers"),
-    ("transformer-engine", "transformer_engine", "optional: fused layers and fp8 on GPUs; else torch layers are used"),
+    ("transformer-engine", "transformer_engine", "optional: fused layers and fp8 on GPUs; otherwise torch layers"),
     (
         "apex",
         "apex",
-        "optional: NVIDIA's fused optimizer, built from its repository; the index's apex is another project",
+        "optional: NVIDIA's fused optimizer, built from source (apex on PyPI is another project)",
     ),
     ("vllm", "vllm", "optional: rollout engine"),
     ("sglang", "sglang", "optional: rollout engine"),
@@ -48,10 +48,10 @@ def doctor(
     context: typer.Context,
     python: Annotated[
         list[Path] | None,
-        typer.Option(help="an engine's interpreter, to compare its torch and NCCL with the learner's; may be repeated"),
+        typer.Option(help="an engine's interpreter: compare its torch and NCCL with the learner's; repeatable"),
     ] = None,
 ) -> None:
-    """Say what this machine and this installation can run; or find the cause of a mismatch."""
+    """Show what this machine and this installation can run, or find the cause of a mismatch."""
     if context.invoked_subcommand is not None:
         return
     show(python or ())
@@ -112,7 +112,7 @@ def _learner() -> str:
             env=dict(os.environ),
         )
     except subprocess.TimeoutExpired:
-        return f"learner: was not imported in {IMPORT_SECONDS:g} s; look at the disk that {sys.prefix} is on"
+        return f"learner: the import took more than {IMPORT_SECONDS:g} s; check the disk of {sys.prefix}"
     if child.returncode == 0:
         return "learner: can be imported"
     lines = child.stderr.strip().splitlines()

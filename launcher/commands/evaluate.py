@@ -66,20 +66,20 @@ def evaluate(
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="of the results' file [default: the checkpoint's, with the next free number]")
+        str | None, typer.Option(help="name of the results file [default: the checkpoint's, with the next free number]")
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="two files of results: show what the second has more", metavar="A B"),
+        typer.Option(help="compare two files of results: print B - A", metavar="A B"),
     ] = None,
 ) -> None:
-    """Measure a model on the sets of problems in eval.sets, with the engine of rollout; print figures with intervals.
+    """Evaluate a model on the sets of problems in eval.sets, and print figures with confidence intervals.
 
     Results go to eval/<name>.json, in the run's folder or here. No learner is started (docs/evaluation.md).
     """
     if compare is not None:
         if model is not None:
-            raise ConfigError("--compare takes two files that rl-megatron eval wrote, and no MODEL")
+            raise ConfigError("--compare takes two files of rl-megatron eval and no MODEL")
         show_compared(*compare)
         return
     if model is None:
@@ -133,7 +133,7 @@ def _kept(path: Path, earlier: Results, sets: Sequence[EvalSet]) -> dict[str, Se
     except DataError as error:
         raise DataError(f"{error}, or remove it to measure all sets") from error
     if kept:
-        print(f"measured already, by an evaluation that was stopped: {', '.join(kept)} (remove {file} to do it again)")
+        print(f"already measured by a stopped evaluation: {', '.join(kept)} (remove {file} to measure again)")
     return kept
 
 
@@ -174,9 +174,9 @@ def show_compared(first: Path, second: Path) -> None:
         table.add_row(row.set, row.figure, *both, f"{row.difference.value:+.4f}", *_ends(row.difference, "+"))
     Console(markup=False).print(table)
     for name, unlike in differing_sampling_keys(one, other).items():
-        print(f"{name}: samples of the two were drawn otherwise: {', '.join(unlike)}")
+        print(f"{name}: A and B sampled differently: {', '.join(unlike)}")
     for name in sorted(one.sets.keys() ^ other.sets.keys()):
-        print(f"left out: {name}, which one of the two has not")
+        print(f"left out: {name}, which only one of the two has")
 
 
 @contextlib.contextmanager
@@ -187,8 +187,7 @@ def _claimed(path: Path) -> Iterator[None]:
     with path.with_name(f".{path.name}.lock").open("ab") as file:
         if not lock(file):
             raise ConfigError(
-                f"{path}: an evaluation that still runs will write it; wait for its end, or give another name with "
-                "--name"
+                f"{path}: another running evaluation will write it; wait for its end, or give another name with --name"
             )
         if path.exists():
             with contextlib.suppress(DataError):  # it holds no results, so that the sets that are measured stay
@@ -204,13 +203,13 @@ def _check(config: RunConfig) -> None:
         if isinstance(data, FileKeys) and data.fields["messages"] is not None:
             raise ConfigError(
                 f"{key}.fields.messages={data.fields['messages']!r}: conversations have no answers to compare samples "
-                "with; give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
+                "with; give a configuration with problems, for example --config gsm8k_tiny data.eval=FILE"
             )
     subject = PreflightContext(config, for_job=False)
     checks = {"data": problems_of_data.check, "engine": engine.check, "reward": own_code.check}
     problems = [
-        f"reward_models.{name}.path={one.path}: it has no config.json, as seen from {Path.cwd()}; give the whole path "
-        "of a sequence classifier's folder"
+        f"reward_models.{name}.path={one.path}: it has no config.json, seen from {Path.cwd()}; give the absolute path "
+        "of a sequence classifier"
         for name, one in config.reward_models.items()
         if not (one.path / "config.json").is_file()
     ]

@@ -32,7 +32,7 @@ _HOUR = 3600.0
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="run folders; the report compares several", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="run folders; several are compared", show_default=False)],
     out: Annotated[
         Path | None, typer.Option(help="the HTML file [default: report.html in the run; of several, comparison.html]")
     ] = None,
@@ -40,7 +40,7 @@ def report(
         Path | None, typer.Option(help="also write the timeline of one run, for ui.perfetto.dev; .gz compresses it")
     ] = None,
 ) -> None:
-    """Write a self-contained page about one run, or one that compares several, into the folder of the first."""
+    """Write an HTML page about one run, or one that compares several, into the folder of the first."""
     if trace is not None and len(runs) > 1:
         raise ConfigError(f"--trace writes the timeline of one run, but {len(runs)} folders are given; give one")
     costs = costs_of_run(runs[0]) if len(runs) == 1 else None
@@ -77,7 +77,7 @@ class RunCosts:
             self._count(row)
         except Exception as error:
             is_ours = isinstance(error, RLMegatronError)
-            logger.warning("the run's hours are not counted", exc_info=None if is_ours else error)
+            logger.warning("the report cannot count the run's hours", exc_info=None if is_ours else error)
             self._why = str(error) if is_ours else f"{type(error).__name__}: {error}"
 
     def _count(self, row: Mapping[str, Any]) -> None:
@@ -105,20 +105,20 @@ class RunCosts:
     def lines(self) -> list[str]:
         """Returns lines to show at a run's end and in its report; none before its first step."""
         if self._why:
-            return [f"the run's hours are not counted: {self._why}"]
+            return [f"the report cannot count the run's hours: {self._why}"]
         if not self.steps:
             return []
         assert isinstance(self._config, RunConfig)
         unit = "core" if self._config.learner.device == "cpu" else "GPU"
         total = sum(self.hours.values())
         roles = ", ".join(f"{role} {hours:,.3g}" for role, hours in self.hours.items())
-        rate = f", {self.trained / total:,.0f} trained a {unit}-hour" if total else ""
+        rate = f", {self.trained / total:,.0f} trained per {unit}-hour" if total else ""
         lines = [
-            f"spent in {self.steps:,} {'step' if self.steps == 1 else 'steps'}: {total:,.3g} {unit}-hours ({roles}); "
+            f"cost of {self.steps:,} {'step' if self.steps == 1 else 'steps'}: {total:,.3g} {unit}-hours ({roles}); "
             f"{self.trained:,.0f} tokens trained, {self.sampled:,.0f} sampled{rate}"
         ]
         if warm := sum(self.warm_start.values()):
-            lines.append(f"  before them the warm start: {warm:,.3g} {unit}-hours")
+            lines.append(f"  warm start before them: {warm:,.3g} {unit}-hours")
         return lines
 
 
@@ -140,7 +140,7 @@ def recorded(config: RunConfig) -> dict[str, JsonValue]:
     try:
         held = devices(config)
     except RLMegatronError as error:
-        logger.warning("metrics.jsonl does not say the devices of the run: %s", error)
+        logger.warning("the report cannot count the run's devices: %s", error)
         held = {}
     return {f"{_DEVICES}{role}": count for role, count in held.items()}
 

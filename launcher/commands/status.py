@@ -29,7 +29,7 @@ _EVALUATED = re.compile(r"step \d+ evaluated")
 
 
 def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
-    """Show the state of a run, or of its job, its last step, and the commands that follow and end the job."""
+    """Show the state of a run or its job, its last step, and the commands that follow or end the job."""
     print(describe(run))
 
 
@@ -42,7 +42,7 @@ def describe(run: Path) -> str:
     found = _current(run)
     if found is None and not (run / "config.yaml").is_file():  # its log may have been rotated
         folder = "; `rl-megatron experiment status STUDY.yaml` lists a study's" if (run / "cells").is_dir() else ""
-        raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder{folder}")
+        raise ConfigError(f"{run}: not a run's folder, and no job was submitted from it; give a run's folder{folder}")
     try:
         from rl_megatron.config.io import load_config  # takes most of a second
 
@@ -71,7 +71,7 @@ def _describe_local(run: Path, steps: Sequence[str], last_step: int | None) -> l
     last = last_line(run) or ""
     is_exported = last_step is not None and (run / f"hf_step_{last_step:06d}").is_dir()
     if (runs := is_running(run)) is None:
-        how, end = "not known to run, as its file system has no locks", [last]
+        how, end = "state unknown, because its file system has no locks", [last]
     elif runs:
         how, end = "running", [last]
     elif outcome in ("failed", "interrupted", "stopped"):
@@ -79,10 +79,10 @@ def _describe_local(run: Path, steps: Sequence[str], last_step: int | None) -> l
     elif outcome == "finished" or is_exported or (last_step is not None and not outcome):
         how, end = "done", []
     elif outcome == "began":
-        how, end = "killed: its process is gone, and log.txt has no end", [last, resume]
+        how, end = "killed: its process is gone, and log.txt does not say why", [last, resume]
     else:
         how, end = "not running", [resume]
-    return [f"{run}: a run without a job, {how}", *steps, *filter(None, end)]
+    return [f"{run}: {how}", *steps, *filter(None, end)]
 
 
 def _verdicts(run: Path, needs_differences: bool) -> list[str]:
@@ -191,7 +191,7 @@ def job_status(job: str, run: Path) -> Status:
         said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "State").splitlines()
         if states := list(filter(None, said)):
             return Status(name=states[0].split()[0], text=states[0])
-    return Status(name="GONE", text="gone from Slurm's memory")
+    return Status(name="GONE", text="forgotten by Slurm")
 
 
 def _shown(job: str) -> list[dict[str, str]]:

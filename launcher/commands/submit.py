@@ -55,12 +55,12 @@ def submit(
         bool, typer.Option("--dry-run", help="write and check the script, but do not submit it")
     ] = False,
     off_cluster: Annotated[
-        bool, typer.Option("--elsewhere", help="with --dry-run, away from the cluster: leave out checks of its files")
+        bool, typer.Option("--elsewhere", help="with --dry-run, off the cluster: skip the checks of its files")
     ] = False,
     smoke: Annotated[
         bool,
         typer.Option(
-            "--smoke", help="submit two steps of the run instead, kill them, wait for the resume; status 1 if it fails"
+            "--smoke", help="submit two steps instead, kill them and wait for the resume; status 1 if it fails"
         ),
     ] = False,
 ) -> None:
@@ -68,7 +68,7 @@ def submit(
     if smoke and dry_run:
         raise ConfigError("--smoke submits a job and waits for it, but --dry-run submits none; leave one out")
     if off_cluster and not dry_run:
-        raise ConfigError("--elsewhere: only --dry-run works away from the cluster; add it")
+        raise ConfigError("--elsewhere works only with --dry-run; add it")
     loaded, stem = load_config(config, overrides or [], missing=find_missing_code), Path(config).stem
     if smoke:
         loaded, stem = make_smoke_run(for_slurm(loaded)), f"{stem}{SUFFIX}"
@@ -76,7 +76,7 @@ def submit(
         print(job.checked.describe(), job.findings.describe(), sep="\n", flush=True)
         verify_script(job, cluster=not dry_run)
         if dry_run:
-            print(f"nothing was sent; this sends it: sbatch {job.script}")
+            print(f"not submitted; to submit it: sbatch {job.script}")
             return
         sent = send(job)
         commands = job_commands(job.folder, sent)
@@ -140,7 +140,7 @@ def _roles(config: RunConfig) -> str:
         ("engine", not config.fills_files),
     )
     held = [name for name, needed in named if needed and name not in separate(config)]
-    return f"in every rank beside the policy: {', '.join(held)}" if held else ""
+    return f"in every rank besides the policy: {', '.join(held)}" if held else ""
 
 
 def for_slurm(config: RunConfig) -> RunConfig:
@@ -162,7 +162,7 @@ def find_unsent(folder: Path) -> bool:
 def _advice(folder: Path) -> str:
     script = folder / "job.sbatch"
     if find_unsent(folder):
-        return f"sbatch {script} sends the job that a dry run of other keys left there, or "
+        return f"sbatch {script} submits the job of an earlier dry run with other keys, or "
     return f"sbatch {script} continues it once it has ended, or " if script.is_file() else ""
 
 
@@ -227,8 +227,8 @@ def verify_script(prepared: PreparedJob, *, cluster: bool) -> None:
         if "generic resource" not in str(error):
             raise
         raise ConfigError(
-            f"{error}; Slurm has no such GPUs here: request a kind that it has, as slurm.options=[--gres=gpu:h100:8], "
-            "or, if it knows of no GPUs, none by slurm.options=[--gres=none]"
+            f"{error}; Slurm has no such GPUs here: request a type that it has, for example slurm.options="
+            "[--gres=gpu:h100:8], or, if it does not know the GPUs, none: slurm.options=[--gres=none]"
         ) from error
 
 
@@ -281,7 +281,7 @@ def make_smoke_run(config: RunConfig) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(["its smoke run cannot be:", *explain_errors(error.errors())])) from error
+        raise ConfigError("\n".join(["its smoke run is not valid:", *explain_errors(error.errors())])) from error
 
 
 def watch_smoke(config: RunConfig, folder: Path, job: str) -> bool:
@@ -294,7 +294,7 @@ def watch_smoke(config: RunConfig, folder: Path, job: str) -> bool:
         failures.append(str(error))
     finally:
         failures += watched.end()
-        print(*(f"FAILED: {each}" for each in failures) if failures else ("ok: no part failed",), sep="\n", flush=True)
+        print(*(f"FAILED: {each}" for each in failures) if failures else ("all parts passed",), sep="\n", flush=True)
     return not failures
 
 
@@ -312,14 +312,14 @@ class SmokeJob:
         self._wait(f"{_STEPS} steps and a checkpoint", lambda: len(self._rows()) >= _STEPS and self._saved() > 0)
         self._show(self._rows())
         self._kill()
-        self._wait("kill until the run has named a node", (self._attempt(0) / "failed_node").exists)
+        self._wait("kill until the run names the failed node", (self._attempt(0) / "failed_node").exists)
         saved, logged = self._saved(), len(self._log())
         self._wait("back from the queue", self._is_back)
         self._wait("resume and a step", lambda: len(self._again(0)) > 0)
         self._show(self._again(0), logged)
         found = re.search(r"resuming from \S*step_(\d+)", (self._attempt(1) / "controller.txt").read_text())
         if found is None or int(found[1]) != saved:
-            where = "its beginning" if found is None else f"step {int(found[1])}"
+            where = "the start" if found is None else f"step {int(found[1])}"
             raise NotReachedError(f"it resumed from {where}, but its newest checkpoint is of step {saved}")
         print(f"resumed from the checkpoint of step {saved}, its newest", flush=True)
         self._compare(self._again(saved))
@@ -336,7 +336,7 @@ class SmokeJob:
                 time.sleep(_LOOK_SECONDS)
             remove_folder(self._folder / "checkpoints")
         except (RLMegatronError, OSError) as error:
-            return [f"{error}; end it by scancel {self._job}, and remove {self._folder / 'checkpoints'}"]
+            return [f"{error}; end it with scancel {self._job}, and remove {self._folder / 'checkpoints'}"]
         return []
 
     def _wait(self, what: str, true: Callable[[], bool]) -> None:
@@ -364,7 +364,7 @@ class SmokeJob:
         listed = call_slurm(["squeue", "--steps", f"--job={self._job}", "--noheader", "--format=%i %j"])
         steps = [words[0] for line in listed.splitlines() if (words := line.split())[1:] == [LEARNER]]
         if not steps:
-            raise NotReachedError(f"Slurm names no step of the learner that runs: {listed.strip() or 'no step at all'}")
+            raise NotReachedError(f"Slurm lists no running step of the learner: {listed.strip() or 'no step at all'}")
         call_slurm(["scancel", "--signal=KILL", *steps])
 
     def _attempt(self, restart: int) -> Path:
@@ -413,8 +413,8 @@ class SmokeJob:
                 continue
             unlike = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
             if not unlike:
-                print(f"step {now['step']} was made twice, equal to the bit")
+                print(f"step {now['step']} ran twice, with bit-equal results")
             elif self._is_exact:
-                raise NotReachedError(f"step {now['step']} was made twice, unlike in {', '.join(unlike)}")
+                raise NotReachedError(f"step {now['step']} ran twice, and differs in {', '.join(unlike)}")
             else:
-                print(f"step {now['step']} was made twice, unlike in {len(unlike)} metrics, as servers and GPUs may")
+                print(f"step {now['step']} ran twice, and differs in {len(unlike)} metrics, as GPUs and servers may")

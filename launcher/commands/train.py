@@ -103,10 +103,10 @@ def train(
                     raise
                 named = choose(loaded, Path(config).stem, resume=resume)
                 folder = named.run.dir / str(named.run.name)
-                print(f"rl-megatron: run {folder}, as another run took that name", flush=True)
+                print(f"rl-megatron: run {folder}, because another run took that name", flush=True)
     except KeyboardInterrupt:
         goes_on = "--resume continues from the last checkpoint, or starts over if there is none"
-        said = goes_on if folder.is_dir() else "the run had not begun, so start it again"
+        said = goes_on if folder.is_dir() else "the run had not started, so start it again"
         print(f"interrupted; {said}", file=sys.stderr)
         raise typer.Exit(130) from None
 
@@ -221,7 +221,7 @@ async def _report(config: RunConfig, folder: Path, progress: Progress, stop: Sto
         progress.note(f"the report is left out; {later}")
     except Exception as error:
         ours = not isinstance(error, (RLMegatronError, OSError))
-        logger.warning("the report is not written: %s; %s", error, later, exc_info=ours)
+        logger.warning("the report could not be written: %s; %s", error, later, exc_info=ours)
     finally:
         costs.is_over = True
 
@@ -250,7 +250,7 @@ async def _write_reports(config: RunConfig, folder: Path, seconds: float) -> Non
             costs.is_over = True
             await asyncio.wait([writing])
             if error := writing.exception():  # raised before the first row, for example
-                logger.debug("the report is not written now: %s", error)
+                logger.debug("the report could not be written now: %s", error)
         pause = max(seconds, _REPORT_SHARE * (time.monotonic() - began))
 
 
@@ -287,7 +287,7 @@ class _LoggedCosts(_EndingCosts):
 
 
 def _left_out(progress: Progress, why: str) -> None:
-    progress.note(f"left out of the report: {why}")
+    progress.note(f"not in the report: {why}")
 
 
 def _plan(config: RunConfig, folder: Path) -> None:
@@ -298,7 +298,7 @@ def _plan(config: RunConfig, folder: Path) -> None:
         found = load_own(PLANNER, "metrics")(config, starting_shape(config))
         write_atomically(folder / "plan.json", json.dumps(found).encode())
     except Exception as error:
-        logger.warning("the report has no plan beside memory and MFU: %s", error, exc_info=True)
+        logger.warning("the report plans only memory and MFU: %s", error, exc_info=True)
 
 
 async def _train(

@@ -95,4 +95,4 @@ def start_node(muster: Muster) -> subprocess.Popen[bytes]:
 
 
 async def _end(ended: asyncio.Future[int]) -> str:
-    return f"the process that ranks are forked from ended with status {await asyncio.shield(ended)}"
+    return f"the process that forks the ranks ended with status {await asyncio.shield(ended)}"

@@ -56,7 +56,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
     ranks = sum(ranks_by_role(config).values())
     said = "is not set" if visible is None else f"is {visible!r}"
     if count is None:
-        yield unchecked("how many GPUs are here: nvidia-smi is missing or does not answer")
+        yield unchecked("the number of GPUs here: nvidia-smi is missing or does not answer")
     elif count == 0:
         yield problem(
             f"{given}, but no GPU is visible here (CUDA_VISIBLE_DEVICES {said}); run it on a machine with GPUs, or set "
@@ -65,7 +65,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
     elif ranks > count:
         yield problem(
             f"{given} with {_count_ranks(config)}, but {count} GPUs are visible here "
-            f"(CUDA_VISIBLE_DEVICES {said}): NCCL takes one rank a GPU; lower learner.tp, cp, dp, pp or ep"
+            f"(CUDA_VISIBLE_DEVICES {said}): NCCL needs one GPU per rank; lower learner.tp, cp, dp, pp or ep"
         )
     elif said_of_gpus := _float8_on(config) or _servers_on(subject):
         yield problem(said_of_gpus)
@@ -77,7 +77,7 @@ def _processes(config: RunConfig) -> Iterator[Finding]:
     if ranks * _RANK_BYTES > memory:
         yield problem(
             f"{_count_ranks(config)} are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
-            f"each {_RANK_BYTES >> 20} MiB at the very least; lower learner.tp, cp, dp, pp or ep"
+            f"and each needs at least {_RANK_BYTES >> 20} MiB; lower learner.tp, cp, dp, pp or ep"
         )
     if said := limits.problem_of_ranks(ranks):
         yield problem(said)
@@ -121,7 +121,7 @@ def _float8_on(config: RunConfig) -> str:
         return ""
     able = " or ".join(name for name, least in _CAPABILITIES.items() if here >= least)
     return (
-        f"learner.fp8={fp8} needs GPUs of compute capability {_CAPABILITIES[fp8]:g} or more, and those here have "
+        f"learner.fp8={fp8} needs GPUs of compute capability {_CAPABILITIES[fp8]:g} or more, but those here have "
         f"{here:g}; {f'set {able}, or ' if able else ''}leave it out"
     )
 
@@ -201,7 +201,7 @@ def check_node_fit(config: RunConfig) -> Iterator[Finding]:
         places = config.rollout.served or slurm.container_runtime == "apptainer"  # both need the number
         yield (problem if places else note)(
             f"learner.device={config.learner.device}, but slurm.gpus_per_node=0: the job requests no GPUs; set it to "
-            "the GPUs of a node, with slurm.options=[--gres=none] if Slurm itself knows of no GPUs"
+            "the number of GPUs per node, with slurm.options=[--gres=none] if Slurm does not know the GPUs"
         )
     for role in (LEARNER, *separate(config)):
         try:
@@ -221,21 +221,21 @@ def _controller(slurm: SlurmSection) -> Iterator[Finding]:
     there = has_module("torch", Path(slurm.python))
     key = f"slurm.python={slurm.python}"
     if there is None:
-        yield unchecked(f"torch in {key}, in which the controller runs, outside of containers")
+        yield unchecked(f"torch in {key}, which runs the controller outside of containers")
     elif not there:
         yield problem(
-            f"{key}: torch is not installed there, and the controller runs in it, outside of containers; install this "
+            f"{key}: torch is not installed there, but the controller runs there, outside of containers; install this "
             "package and torch there (docs/cluster.md)"
         )
 
 
 def _variables(slurm: SlurmSection) -> Iterator[Finding]:
-    """Yields a note on each variable that looks as if bash read its value, which may be a secret."""
+    """Yields a note on each variable with a value that looks like a bash expression. The value may be a secret."""
     for name, value in slurm.environment.items():
         if _READ_BY_BASH.search(value):
             yield note(
-                f"slurm.environment.{name} is set as it is written, with its $ or ~, in place of what the "
-                f"job had; if bash is to read it, give it as 'slurm.setup=export {name}=...'"
+                f"slurm.environment.{name} is set literally, with its $ or ~, and replaces the value of "
+                f"the job; to let bash expand it, set 'slurm.setup=export {name}=...'"
             )
 
 
@@ -243,8 +243,8 @@ def _time(slurm: SlurmSection) -> Iterator[Finding]:
     """Yields a note on a job that has no time except for saving. A limit of 0 means no limit."""
     if 0 < 60 * parse_minutes(slurm.time) <= slurm.signal_seconds:
         yield note(
-            f"slurm.time={slurm.time} is no longer than slurm.signal_seconds={slurm.signal_seconds}: the run is asked "
-            "to save and come back as soon as it starts; raise slurm.time, or lower slurm.signal_seconds"
+            f"slurm.time={slurm.time} is no longer than slurm.signal_seconds={slurm.signal_seconds}, so Slurm "
+            "tells the run to save and restart as soon as it starts; raise slurm.time, or lower slurm.signal_seconds"
         )
 
 
@@ -260,6 +260,6 @@ def _idle(config: RunConfig) -> Iterator[Finding]:
         span = server.span(each)
         fit = len(engines or nodes[LEARNER]) // span * (each // (server.ranks // span))
         yield note(
-            f"servers sample on {used} of the {there} GPUs {whose}, and the others are idle meanwhile; "
+            f"servers sample on {used} of the {there} GPUs {whose}, and the others are idle; "
             f"rollout.server.replicas={fit} uses {fit * server.ranks}"
         )

@@ -31,7 +31,7 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
         return
     key = f"rollout.python={given or sys.executable}"
     if given is not None and not given.is_file():
-        yield problem(f"{key}: no such file; set the interpreter that {rollout.engine} is installed in")
+        yield problem(f"{key}: no such file; set it to the interpreter that has {rollout.engine} installed")
         return
     try:
         module = find_server_module(rollout.engine)
@@ -41,14 +41,14 @@ def check(subject: PreflightContext) -> Iterator[Finding]:
     package = module.partition(".")[0]
     there = has_module(package, given) if given else importlib.util.find_spec(package) is not None
     if there is None:
-        yield unchecked(f"whether {package} is installed in {key}, which does not answer")
+        yield unchecked(f"whether {package} is installed in {key}, because the interpreter does not answer")
     elif not there:
         yield problem(
             f"{key}: {package} is not installed there; install it (docs/engines.md), and set "
             "rollout.python=<its environment>/bin/python"
         )
     else:
-        yield unchecked(f"that {module} starts")
+        yield unchecked(f"whether {module} starts")
 
 
 def find_server_module(engine: str) -> str:

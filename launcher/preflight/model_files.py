@@ -87,18 +87,18 @@ def _served(subject: PreflightContext, name: str, folder: Path) -> Iterator[Find
     key = f"algorithm.kl.teachers.{name}.path"
     named, longest = longest_scored_row(subject.config, teacher_role(name))
     if not (folder / "config.json").is_file():
-        what = f"give the Hugging Face folder of what the server serves{download_hint(folder)}"
+        what = f"give the Hugging Face folder of the model that the server serves{download_hint(folder)}"
         yield problem(f"{key}={folder}: it has no config.json; {what}")
         return
     try:
         most = read_shape(folder).max_positions
     except ConfigError:
-        yield unchecked(f"the lengths of {key}={folder}: the learner does not know its family")
+        yield unchecked(f"the lengths of {key}={folder}: its model family is unknown here")
     else:
         if most <= longest:
             yield problem(
-                f"{named} = {longest}, with the token that a server makes behind each "
-                f"text, is more than max_position_embeddings={most} of {key}={folder}; lower them"
+                f"{named} = {longest}, with one more token that the server samples, is "
+                f"more than max_position_embeddings={most} of {key}={folder}; lower them"
             )
     yield from _same_tokens(subject.model_folder, folder, key)
 
@@ -112,8 +112,8 @@ def _policy(subject: PreflightContext) -> Iterator[Finding]:
         return
     if not has_tokenizer(folder):
         yield problem(
-            f"model.path={folder}: it has no tokenizer (tokenizer.json, tokenizer.model, ...); copy one from "
-            "the model that this one was made from"
+            f"model.path={folder}: it has no tokenizer (tokenizer.json, tokenizer.model, ...); copy it from "
+            "the base model"
         )
     else:
         yield from run_check("model files", _tokenizer(subject, folder))
@@ -121,7 +121,7 @@ def _policy(subject: PreflightContext) -> Iterator[Finding]:
     if subject.config.model.random_weights:
         return
     if is_megatron(folder):
-        yield unchecked("the weights, a megatron checkpoint: rl-megatron convert --verify reads them all")
+        yield unchecked("the weights, in a megatron checkpoint (rl-megatron convert --verify reads them all)")
         return
     found = [*_weights(folder, "model.path")]
     yield from found
@@ -153,7 +153,7 @@ def _tokenizer(subject: PreflightContext, folder: Path) -> Iterator[Finding]:
         if header := unwritten_header(template):
             yield note(
                 f"{next(iter(keys))}: the chat template of model.path={folder} ignores add_generation_prompt, so a "
-                f"prompt ends without {header!r:.60}, which the policy samples; give it a template that writes it"
+                f"prompt ends without {header!r:.60} and the policy samples it; give a template that writes it"
             )
 
 
@@ -163,9 +163,9 @@ def _check_vocabulary_rows(folder: Path, rows: int) -> Iterator[Finding]:
     if beyond:
         first = min(beyond)
         yield unchecked(
-            f"whether the data uses tokens of model.path={folder} for which its embedding has no row: the tokenizer "
-            f"has {len(beyond)}, as {beyond[first]!r:.40}, {first}, and the embedding {rows} rows. A text with one "
-            "ends the run; give the model its own tokenizer, or resize its embedding (resize_token_embeddings)"
+            f"whether the data uses tokens of model.path={folder} without a row in its embedding: the tokenizer has "
+            f"{len(beyond)}, for example {beyond[first]!r:.40} ({first}), and the embedding {rows} rows. A text with "
+            "one ends the run; give the model its own tokenizer, or resize its embedding (resize_token_embeddings)"
         )
 
 
@@ -177,8 +177,8 @@ def _generated(config: RunConfig) -> Iterator[Finding]:
         if isinstance(data, FileKeys) and data.fields["messages"] is not None:
             yield problem(
                 f"{key}.fields.messages={data.fields['messages']!r}, but the chat template of the tiny model, which "
-                "the run makes as model.path is not given, ends a turn with no token, so a model would not learn to "
-                "stop; set model.path to a model whose tokenizer has a chat template that ends turns"
+                "the run makes without model.path, ends no turn with a token. So the model would not learn to stop; "
+                "set model.path to a model with a chat template that ends turns"
             )
 
 
@@ -203,8 +203,8 @@ def _classifier(subject: PreflightContext) -> Iterator[Finding]:
     code = Path(spec.origin).parent / "models" / family / f"modeling_{family}.py"
     if not code.is_file() or CLASSIFIER not in code.read_text(encoding="utf-8"):
         yield problem(
-            f"job={subject.config.job}: transformers has no sequence classifier of model_type={family!r}, so nothing "
-            "could load the model; start from a model of another family, as qwen3_moe, qwen3, llama or deepseek_v3"
+            f"job={subject.config.job}: transformers has no sequence classifier for model_type={family!r}, so nothing "
+            "could load the model; start from another family, for example qwen3_moe, qwen3, llama or deepseek_v3"
         )
 
 
@@ -215,13 +215,13 @@ def _frozen(subject: PreflightContext, role: str, folder: Path, key: str) -> Ite
     shape, given = role_shape(config, own, role), f"{key}={folder}"
     if role not in separate(config) and (apart := _differing_sizes(shape, own)):
         yield problem(
-            f"{given}: its {apart} differ from the policy's, whose ranks hold its weights in the "
-            "policy's place; set roles.reference=separate, which gives it ranks of its own"
+            f"{given}: its {apart} differ from the policy's, but the same ranks hold both in "
+            "turn; set roles.reference=separate, which gives it its own ranks"
         )
     elif shape.vocab_size < own.vocab_size:
         yield problem(
-            f"{given} has {shape.vocab_size} tokens, fewer than the policy's {own.vocab_size}: it has no log-prob of "
-            "the others; give a model of the same tokenizer"
+            f"{given} has {shape.vocab_size} tokens, fewer than the policy's {own.vocab_size}: it has no log-prob "
+            "for the others; give a model with the same tokenizer"
         )
     elif too_long := length_problem(shape, *longest_scored_row(config, role)):
         yield problem(f"{given}: {too_long}")
@@ -257,11 +257,11 @@ def _critic(subject: PreflightContext, key: str, folder: Path) -> Iterator[Findi
         own,
     ):
         yield problem(
-            f"{given}: its {apart} differ from the policy's, which the critic has too; give a model of the policy's "
-            "sizes, as a reward model that was trained from it"
+            f"{given}: its {apart} differ from the policy's, but a critic needs the same; give a model of the policy's "
+            "sizes, for example a reward model that was trained from it"
         )
     if sharded:
-        yield unchecked(f"the weights of {given}, a megatron checkpoint: rl-megatron convert --verify reads them all")
+        yield unchecked(f"the weights of {given}, a megatron checkpoint (rl-megatron convert --verify reads them all)")
     else:
         yield from _weights(folder, key)
     yield from _same_tokens(subject.model_folder, folder, key)
@@ -274,7 +274,7 @@ def _check_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Finding
             shards, replace(own, has_score_head=True, tie_embeddings=False, num_draft_layers=False), of_critic=True
         )
     except RLMegatronError as error:
-        yield problem(f"{given} is no checkpoint of a critic of the policy's sizes:\n{error}")
+        yield problem(f"{given} is not a checkpoint of a critic with the policy's sizes:\n{error}")
 
 
 def _scoring(subject: PreflightContext, role: str, folder: Path, key: str) -> Iterator[Finding]:
@@ -282,11 +282,11 @@ def _scoring(subject: PreflightContext, role: str, folder: Path, key: str) -> It
     config, own, given = subject.config, subject.shape, f"{key}={folder}"
     shape = role_shape(config, own, role)
     if not has_tokenizer(folder):
-        yield problem(f"{given}: it has no tokenizer, which its texts are read by; copy it from its base model")
+        yield problem(f"{given}: it has no tokenizer to read texts with; copy it from its base model")
     elif (ids := _token_ids(folder)) and (most := max(ids.values())) >= shape.vocab_size:
         yield problem(
-            f"{given}: its tokenizer has a token {most}, and its embedding {shape.vocab_size} rows; give the tokenizer "
-            "that it was trained with"
+            f"{given}: its tokenizer has a token {most}, but its embedding {shape.vocab_size} rows; give the "
+            "tokenizer that it was trained with"
         )
     yield from _laid_out(config, own, shape, role, given)
     yield from _weights(folder, key)
@@ -322,12 +322,12 @@ def _same_tokens(policy: Path | None, reference: Path, key: str) -> Iterator[Fin
     read = [_token_ids(folder) for folder in (policy, reference)]
     mine, theirs = read
     if mine is None or theirs is None:
-        yield unchecked(f"that {key} has the policy's tokens: not both have a tokenizer.json")
+        yield unchecked(f"whether {key} has the policy's tokens: not both have a tokenizer.json")
     elif apart := sorted(token for token, number in mine.items() if theirs.get(token) != number):
         token = apart[0]
         yield problem(
-            f"{key}={reference}: {len(apart)} of the policy's {len(mine)} tokens have other ids, as "
-            f"{token!r:.40}, {mine[token]} and {theirs.get(token, 'none')}; give a model of the same tokenizer"
+            f"{key}={reference}: {len(apart)} of the policy's {len(mine)} tokens have other ids, like "
+            f"{token!r:.40}, {mine[token]} and {theirs.get(token, 'none')}; give a model with the same tokenizer"
         )
 
 
@@ -365,7 +365,7 @@ def fitting_problems(config: RunConfig, needed: int, when: str = "") -> Iterator
         size, room = gigabytes(needed, has)
         yield problem(
             f"weights.folder={weights_folder(config)} needs {size}{when} for the file of weights, but "
-            f"{NODE_MEMORY} has {room} here; give the container more (docker run --shm-size="
+            f"{NODE_MEMORY} has {room} here; give the container more shared memory (docker run --shm-size="
             f"{math.ceil(needed / 2**30)}g; in Kubernetes a volume of memory at {NODE_MEMORY}), or set weights.folder "
             "to a folder on disk that all nodes see"
         )
@@ -379,7 +379,7 @@ def usable_problems(config: RunConfig, *, here: bool) -> Iterator[Finding]:
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     if not nearest.is_dir() or (here and not os.access(nearest, os.W_OK | os.X_OK)):
         what = "it cannot be written to" if nearest.is_dir() else "it is not a folder"
-        yield problem(f"weights.folder={folder}: the file of weights cannot be made in {nearest}: {what}; give another")
+        yield problem(f"weights.folder={folder}: cannot create the file of weights in {nearest}: {what}; give another")
 
 
 def seen_problems(config: RunConfig) -> Iterator[Finding]:
@@ -389,9 +389,9 @@ def seen_problems(config: RunConfig) -> Iterator[Finding]:
         return
     if away := [host for host in address_hosts(addresses) if _is_remote(host)]:
         yield problem(
-            f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at "
-            f"{', '.join(dict.fromkeys(away))} do not see; give a folder that all see, or leave it out; a server on "
-            f"this machine may be given as 127.0.0.1, or {socket.gethostname()}"
+            f"weights.folder={folder} is in the memory of a node, which the servers of rollout.server.addresses at "
+            f"{', '.join(dict.fromkeys(away))} do not see; give a folder that all see, or leave it out. A server on "
+            f"this machine has the address 127.0.0.1 or {socket.gethostname()}"
         )
 
 

@@ -250,7 +250,7 @@ def _tried(subject: PreflightContext, what: str, name: str) -> Iterator[Finding]
         return
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        yield unchecked(f"{name}: its process ended with status {done.returncode}, and printed {last:.200}")
+        yield unchecked(f"{name}: its process ended with status {done.returncode} and printed {last:.200}")
         return
     for kind, text in json.loads(done.stdout):
         if kind == "raised":  # a server that it needs may start with the job

@@ -49,7 +49,7 @@ _TEXT_ALONE = "a run reads text alone, so leave out the rows that need it"
 _OF_ROWS: Mapping[str, str] = {
     "system": f"{_OF_SYSTEM}, with {{key}}.chat_template=true",
     "system_prompt": f"{_OF_SYSTEM}, with {{key}}.chat_template=true",
-    "input": "write it into the text of the question",
+    "input": "write it into the question",
 }
 _OF_CONVERSATIONS: Mapping[str, str] = {
     **dict.fromkeys(("system", "system_prompt"), _OF_SYSTEM),
@@ -119,7 +119,7 @@ class _Reader:
         self._empty: dict[str, list[str]] = {"train": [], "eval": []}  # reasons, one a file: no row left, or ""
 
     def prepare(self, subject: PreflightContext) -> Iterator[Finding]:
-        """Reads what the run makes tokens by, and yields why that fails, unless another check does."""
+        """Reads the tokenizer, and yields why that fails, unless another check does."""
         try:
             tokenizer = subject.tokenizer
         except (RLMegatronError, OSError):  # the check of the model's files tells it
@@ -236,7 +236,7 @@ class _Reader:
             return
         told = without.describe(f"the first {len(shown)} rows of {key}", config)
         is_empty = is_whole and shown and len(shown) == len(prompts) and not fit
-        why = f"{key}: no row is left: {'; '.join(told) or 'all are too long'}" if is_empty else ""
+        why = f"{key}: no row remains: {'; '.join(told) or 'all are too long'}" if is_empty else ""
         self._empty[key.rpartition(".")[2]].append(why)
         yield from map(note, () if is_empty else told)
 
@@ -268,7 +268,7 @@ def _check_first_prompts(prompts: Sequence[Prompt], rows: LearnedRows) -> Iterat
         except UnsupportedMessages as error:
             refused.append(f"{prompt.id}: {error}")
     if refused:
-        yield note(f"{refused[0]}; an environment cannot begin with {len(refused)} of {len(prompts)} rows as they are")
+        yield note(f"{refused[0]}; an environment cannot start from {len(refused)} of {len(prompts)} rows")
 
 
 def _refused(prompts: Sequence[Prompt], units_of: Callable[[Sequence[Prompt]], list[Any]]) -> list[str]:
@@ -317,8 +317,8 @@ def _odd_answers(
         lambda one: (
             not (data.chat_template or asked in one.meta) and isinstance(next(iter(_list_in(one.raw)), None), dict)
         ),
-        f"{{key}}.fields.prompt={asked!r} is the JSON text of a list, and the policy reads that; set "
-        "{key}.chat_template=true, which renders messages",
+        f"{{key}}.fields.prompt={asked!r} is the JSON text of a list, and the policy reads it as text; set "
+        "{key}.chat_template=true to render it as messages",
     )
     if compared:
         yield from first(
@@ -331,7 +331,7 @@ def _odd_answers(
     if compared or learns:
         yield from first(
             lambda one: isinstance(value(one), dict),
-            f"{field} is an object, and {end}; a field in it is named {{key}}.fields.answer={answer}.<field>",
+            f"{field} is an object, and {end}; name a field in it with {{key}}.fields.answer={answer}.<field>",
         )
         yield from first(
             lambda one: isinstance(value(one), list), f"{field} is a list, and {end}; write one answer as text"
@@ -339,8 +339,8 @@ def _odd_answers(
     if final_number in compared:
         yield from first(
             lambda one: not isinstance(value(one), dict | list) and is_formula(one.answer),
-            "the answer is a formula, and final_number compares its last number alone, 2 of \\frac{1}{2}; "
-            "reward.function=math_verify reads it whole",
+            "the answer is a formula, and final_number compares only its last number (2 for \\frac{1}{2}); "
+            "set reward.function=math_verify to compare all of it",
         )
 
 
@@ -367,7 +367,7 @@ def _unread(problems: Sequence[Example], data: FileKeys, learns: bool) -> Iterat
             continue
         if count := sum(one.meta.get(name) not in (None, "", [], {}, "[]") for one in problems):
             yield (
-                f"{count} of the first {len(problems)} rows have a field {name!r}, which no key of {{key}} names, so "
+                f"{count} of the first {len(problems)} rows have a field {name!r}, but no key of {{key}} names it, so "
                 f"the policy does not read it; {advice}"
             )
 
@@ -382,9 +382,9 @@ def _null_arguments(problems: Sequence[Example]) -> Iterator[Finding]:
     """Yields which conversations have a call of a tool with null for an argument."""
     if nulls := [one.place for one in problems if _has_null_argument(one.text)]:
         yield note(
-            f"{nulls[0]}: a call of a tool has null for an argument, as in {len(nulls)} of the first {len(problems)} "
-            "rows: it is read as meant. If the file was written of a table of Arrow's, where each call has the keys of "
-            "other functions, leave these out or train on the parquet file"
+            f"{nulls[0]}: a tool call has null as an argument, as in {len(nulls)} of the first {len(problems)} rows, "
+            "and the run keeps it. If the file comes from an Arrow table, where each call gets the keys of the other "
+            "functions, remove these keys or train on the parquet file"
         )
 
 

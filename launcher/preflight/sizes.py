@@ -62,7 +62,7 @@ def _servers(subject: PreflightContext) -> Iterator[Finding]:
     try:
         from launcher.servers.engines import KNOWN, engine_problems
     except ImportError:  # no torch on a login node
-        yield unchecked(f"whether {engine} takes what servers are given: torch cannot be imported here")
+        yield unchecked(f"whether {engine} accepts the options of the servers: torch cannot be imported here")
         return
     if engine in KNOWN:
         yield from map(problem, engine_problems(config, KNOWN[engine](shape), shape, environment))
@@ -111,8 +111,8 @@ def check_batches(subject: PreflightContext) -> Iterator[Finding]:
     mode, mean_of = config.rollout.dynamic_sampling, config.algorithm.advantage_mean
     if mode != "off" and not config.algorithm.needs_differences:
         yield note(
-            f"rollout.dynamic_sampling={mode} leaves out groups of equal rewards, which algorithm.advantage_mean="
-            f"{mean_of} learns from where they are not 0 (REINFORCE-Rej); to train on them, set "
+            f"rollout.dynamic_sampling={mode} drops groups of equal rewards, but algorithm.advantage_mean="
+            f"{mean_of} learns from them unless they are 0 (REINFORCE-Rej); to train on them, set "
             "rollout.dynamic_sampling=off"
         )
     yield from _check_ratio(config)
@@ -120,25 +120,25 @@ def check_batches(subject: PreflightContext) -> Iterator[Finding]:
     alone = config.algorithm.critic.only_steps
     if config.algorithm.needs_critic and alone >= config.train.steps:
         yield note(
-            f"algorithm.critic.only_steps={alone} covers all of train.steps={config.train.steps}, so only the critic "
-            "is trained and the policy stays as it is; raise train.steps, or lower the former"
+            f"algorithm.critic.only_steps={alone} covers all of train.steps={config.train.steps}, so the run "
+            "trains only the critic, never the policy; raise train.steps, or lower the first key"
         )
 
 
 def _check_ratio(config: RunConfig) -> Iterator[Finding]:
-    """Notes samples that are not of the current policy, where the objective takes them for such."""
+    """Yields a note if the objective assumes samples of the current policy, but gets older ones."""
     a, train = config.algorithm, config.train
     if not config.kind.samples or READS["objective"].get(a.objective) != ():  # a ratio has keys
         return
-    given = f"algorithm.objective={a.objective} has no ratio, and takes samples for those of the current policy, but"
+    given = f"algorithm.objective={a.objective} has no ratio and assumes samples of the current policy, but"
     if train.minibatches * train.epochs > 1:
         yield note(
             f"{given} train.minibatches={train.minibatches} * train.epochs={train.epochs} are optimizer steps on one "
-            "batch, and only the first is on such; set both to 1, or algorithm.objective=importance"
+            "batch, and only the first is on such samples; set both to 1, or algorithm.objective=importance"
         )
     if train.max_staleness and a.correction.mode == "none":
         yield note(
-            f"{given} train.max_staleness={train.max_staleness} has them sampled by older ones; set "
+            f"{given} train.max_staleness={train.max_staleness} lets older policies sample; set "
             "algorithm.correction.mode=truncate, or train.max_staleness=0"
         )
 
@@ -173,14 +173,14 @@ def _trajectories(config: RunConfig) -> Iterator[Finding]:
     at_servers = f"{turns} turns ({groups} * rollout.group_size={group})"
     if min(most, wanted) > turns:
         yield note(
-            f"{min(most, wanted)} trajectories are under way at once (environment.concurrency={most}), but servers "
-            f"have at most {at_servers} in flight; the wait of the others counts for their environment.seconds: raise "
+            f"{min(most, wanted)} trajectories run concurrently (environment.concurrency={most}), but servers have "
+            f"at most {at_servers} in flight, and waiting counts toward environment.seconds; raise "
             "rollout.server.max_concurrent_groups, or lower environment.concurrency"
         )
     elif most < min(turns, wanted):
         yield note(
-            f"environment.concurrency={most} trajectories are under way at once, of {wanted} that there are to sample, "
-            f"though servers may have {at_servers} in flight: they may be idle meanwhile; raise environment.concurrency"
+            f"environment.concurrency={most} of {wanted} trajectories run concurrently, but "
+            f"servers could have {at_servers} in flight, so they may be idle; raise environment.concurrency"
         )
 
 
@@ -194,7 +194,7 @@ def _written(config: RunConfig, ranks: int) -> Iterator[Finding]:
         )
     if config.written.epochs is not None and len(data_sources(config.data)) > 1:
         yield note(
-            f"{config.job}.epochs={config.written.epochs:g} counts the {what} of all sources, and each source is drawn "
-            f"by its data.sources.<name>.weight: unless weights are in proportion to the sources' numbers of {what}, "
-            f"some {what} are drawn more often than others, or never"
+            f"{config.job}.epochs={config.written.epochs:g} counts the {what} of all sources, but "
+            f"data.sources.<name>.weight decides how often each source is drawn: unless weights are proportional to "
+            f"the numbers of {what}, some {what} are drawn more often than others, or never"
         )

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 async def _play(config: RunConfig, key: str) -> tuple[str, str]:
-    """Leads one trajectory, whose first reply is the answer of the problem."""
+    """Runs one trajectory; its first reply is the answer of the problem."""
     section = config.environments[key]
     made = resolve_environment(section, config.sandbox, key=key)
     if isinstance(made, Agent):

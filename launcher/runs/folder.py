@@ -64,7 +64,7 @@ def lock(file: BinaryIO) -> bool:
         path = os.readlink(f"/proc/self/fd/{file.fileno()}")
         if error.errno not in _NO_LOCKS:
             raise OSError(error.errno, error.strerror, path) from error
-        said = "%s cannot be locked (%s): nothing keeps a second process out, so start none (docs/cluster.md)"
+        said = "%s cannot be locked (%s); do not start a second process in the folder (docs/cluster.md)"
         logger.warning(said, path, error.strerror)
     return True
 
@@ -123,7 +123,7 @@ def choose(
         if resume and not there:
             raise ConfigError(f"--resume: there is no run {config_name!r} in {root}; {_relative_dir_note(root)}")
         if not resume and names[-1] in there:
-            raise ConfigError(f"{root} has {names[-1]}, the last of its numbers; set run.name, or another run.dir")
+            raise ConfigError(f"{root} has {names[-1]}, the highest number; set run.name, or another run.dir")
         name = names[0] if not there else there[-1] if resume else names[names.index(there[-1]) + 1]
     elif resume and not (root / name).is_dir():
         raise ConfigError(f"--resume: {root / name} does not exist; {_relative_dir_note(root)}")
@@ -149,8 +149,8 @@ def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> No
         away = "" if here.parent.resolve() == config.run.dir.resolve() else f" run.dir={shlex.quote(str(here.parent))}"
         other = f", or run.name={config.run.name} to continue {named}" if named.is_dir() else ""
         raise ConfigError(
-            f"--resume: {file} is of the run {named}, but lies in {here}, as after a copy or a move, or where the "
-            f"current folder is another; add run.name={here.name}{away} to continue the run that is there{other}"
+            f"--resume: {file} belongs to run {named}, but is in {here}: it was copied or moved, or the current "
+            f"folder is another; add run.name={here.name}{away} to continue the run that is there{other}"
         )
 
 
@@ -247,12 +247,12 @@ class Claim:
     def _lock_again(self) -> None:
         if (file := _locked(self.folder)) is None:
             raise CheckpointError(
-                f"{self._path} was removed, and another process runs in the folder since; this one ends, and writes "
-                "neither checkpoint nor export: what both wrote there is mixed, so resume from a checkpoint of before"
+                f"{self._path} was removed, and another process now runs in the folder; this process ends, and writes "
+                "no checkpoint or export. The folder mixes files of both, so resume from an earlier checkpoint"
             )
         self.file.close()
         self.file = file
-        said = "%s was removed, and is made and locked again: it keeps other processes out of the run"
+        said = "%s was removed, and was created and locked again: it keeps other processes out of the run"
         logger.warning(said, self._path)
 
 
@@ -264,6 +264,6 @@ def _refuse_another(folder: Path, claimed: os.stat_result) -> None:
     except OSError as error:
         now = str(error.strerror)
     raise CheckpointError(
-        f"{folder} is no longer the folder that this run began in ({now}), so neither checkpoint nor export is "
-        "written there: it was moved or removed, or its file system was unmounted; put it back, and resume"
+        f"{folder} is no longer the folder that this run began in ({now}), so the run writes no checkpoint or "
+        "export there: it was moved or removed, or its file system was unmounted; put it back, and resume"
     )

@@ -72,7 +72,7 @@ def _check_reference(config: RunConfig, folder: Path) -> None:
     except CheckpointError as error:
         path, remedy = config.model.path, "put it back"
         if path is not None and not (config.warm_start.steps or config.model.random_weights):
-            remedy += f", or copy model.path={path} there, which it is"
+            remedy += f", or copy model.path={path} there"
         raise CheckpointError(
             f"{error.args[0].partition(';')[0]}. It is the model that this run started from, its frozen reference "
             f"(algorithm.kl.reference=null); {remedy}, or begin another run.name"
@@ -96,7 +96,7 @@ def _check_same(
     held, then = then, {**lacked, **{key: value for key, value in then.items() if not is_free(key) or _is_held(key)}}
     for key in [key for key in then if key not in now]:
         if (name := renamed(key)) is not None and (name in now or is_free(name)):
-            logger.warning("%s: %s is called %s now", folder, key, name)
+            logger.warning("%s: %s is now called %s", folder, key, name)
             old = then.pop(key)
             if name in now and (old is not None or name not in held):  # an older version may hold both
                 then[name] = old
@@ -120,9 +120,9 @@ def _check_same(
     if changed:
         advice = "resume with the version that wrote it" if gone.keys() > dropped.keys() else "give these as they were"
         if moved:
-            advice += " (what lies elsewhere now, by a link or a mount at the path then)"
+            advice += " (if files moved, make a link or a mount at the old path)"
         raise CheckpointError(
-            f"--resume with another configuration than {folder} was trained with:\n"
+            f"--resume with a different configuration from {folder}:\n"
             + "\n".join(changed)
             + f"\n{advice}, or begin another run.name; docs/cluster.md says what may change"
         )
@@ -162,7 +162,7 @@ def record_start(run_folder: Path, *, step: int, engine: Path | None) -> list[st
     now: JsonRow = {"step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **_versions(engine)}
     file.append([now])
     file.close()
-    return [f"{why}; the run goes on without it" for why in damaged] + (_changes(before[-1], now) if before else [])
+    return [f"{why}; the run continues without it" for why in damaged] + (_changes(before[-1], now) if before else [])
 
 
 def _changes(before: JsonRow, now: JsonRow) -> list[str]:

@@ -40,7 +40,7 @@ class StopSignal(asyncio.Event):
             self._report.set()
             return
         if not self.is_set():
-            self._progress.note(f"{by}: finishing and saving the current step; press Ctrl-C again to stop at once")
+            self._progress.note(f"{by}: finishing and saving the current step; press Ctrl-C again to stop immediately")
         if by == _COME_BACK.name:
             self.comes_back, self.exports = True, False
         self.set()

@@ -217,7 +217,7 @@ class Supervisor:
                 replica.apply(Event.GIVEN_UP)
                 if left := self.engine.replicas.survivors():
                     names = ", ".join(str(one.number) for one in left)
-                    logger.warning("%s is given up; the run goes on with %s", replica.title, names)
+                    logger.warning("%s has no restarts left; the run continues with %s", replica.title, names)
                 return
             standing = again
             await replica.server.close()
@@ -274,7 +274,7 @@ class Supervisor:
             status = await server.health(seconds=period)
             if not (status or await _Meter(self.engine.adapter, server).moves(period)):
                 await asyncio.sleep(_GRACE_SECONDS)  # an ended server's exit status and log say more
-                return f"{error}; and it did not answer a health check within {period:g} s"
+                return f"{error}; it also did not answer a health check within {period:g} s"
             replica.trust()
 
     async def _hangs(self, replica: Replica) -> str:
@@ -316,7 +316,7 @@ class Supervisor:
             still = still + 1 if await meter.moves(period) is False else 0
             await asyncio.sleep(max(0.0, began + period - loop.time()))
         return (
-            f"{replica.server.url} made no token in rollout.server.timeout_seconds={limit:g}, though "
+            f"{replica.server.url} generated no token in rollout.server.timeout_seconds={limit:g}, although "
             f"{replica.server.in_flight} completions wait for tokens"
         )
 
@@ -330,7 +330,7 @@ class Supervisor:
             except TooManyOpenFiles:
                 raise
             except (AttemptFailed, EngineError, SyncError) as error:
-                return f"{replica.server.url} cannot be refitted: {error}"
+                return f"{replica.server.url} cannot load the weights: {error}"
         return await _unused_argument()
 
 

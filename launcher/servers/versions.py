@@ -110,7 +110,7 @@ def find_loaded_libraries(python: Path, environment: Mapping[str, str], seconds:
         why = f"it did not answer within {seconds:g} s"
     except (ValueError, TypeError):
         why = f"status {done.returncode}: {done.stderr.strip()[-200:]}"
-    raise EngineError(f"{python}: the versions of its libraries cannot be read: {why}")
+    raise EngineError(f"{python}: cannot read the versions of its libraries: {why}")
 
 
 ANSWER_SECONDS = 60.0  # an interpreter on a slow disk of a network starts in some ten
@@ -121,8 +121,8 @@ async def check_interpreter(python: Path, adapter: Adapter) -> None:
     there = await run_in_own_thread("interpreter", has_module, adapter.module.partition(".")[0], python)
     if there is None:
         raise ConfigError(
-            f"rollout.python={python}: it does not start, or has not said in {ANSWER_SECONDS:g} s whether "
-            f"{adapter.name} is installed; give the engine's interpreter, and look at the disk that it is on"
+            f"rollout.python={python}: it does not start, or did not report within {ANSWER_SECONDS:g} s whether "
+            f"{adapter.name} is installed; give the engine's interpreter, and check the disk that it is on"
         )
     if not there:
         raise ConfigError(

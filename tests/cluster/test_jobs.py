@@ -218,9 +218,9 @@ DUO = ("slurm.nodes=2", "slurm.partition=trio", "slurm.memory_per_node=3000", "s
 
 def test_two_steps_are_made_killed_and_resumed_on_other_nodes(cluster: Cluster) -> None:
     page = cluster.call(sys.executable, "-m", "launcher", "submit", "tiny_cpu", "--smoke", *TINY, *DUO)
-    assert page.splitlines()[-1] == "ok: no part failed"
+    assert page.splitlines()[-1] == "all parts passed"
     assert "resumed from the checkpoint of step " in page
-    first, second = page.split("kill until the run has named a node: ")
+    first, second = page.split("kill until the run names the failed node: ")
     for part, restart in ((first, 0), (second, 1)):
         assert f", restart {restart}:\n  2 ranks on 2 nodes, 1 on each\n    node" in part
     run = cluster.work / "runs" / "tiny_cpu-smoke"

@@ -128,7 +128,7 @@ def test_a_study_that_was_killed_and_stopped_goes_on_to_its_end(
     said.seek(0)
     text = said.read()
     assert "cells that failed are left as they are; --retry starts them again" in text
-    assert f"{cells[0].name}: goes on" in text
+    assert f"{cells[0].name}: resumes" in text
 
     assert status_of("experiment", "status", str(place.folder / "three.yaml")) == 0
     assert "3 cells: 3 done" in capsys.readouterr().out

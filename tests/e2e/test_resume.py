@@ -176,7 +176,7 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
 
     run = start(resume=True, before=partial(ctrl_c_at, IN_THE_WARM_START)).finish()  # it starts over
     assert [p.name for p in folder.glob("checkpoints/*")] == ["warm_start_000003"]
-    assert "--resume goes on" in run.text()
+    assert "continue with: rl-megatron train" in run.text()
     for point, left in ((NAMED, "step_000000"), (RANKS_WRITE, ".writing-step_000002")):
         start(resume=True, before=Witness(folder=place.folder, point=point)).killed()
         assert (folder / "checkpoints" / left / "learner").is_dir()

@@ -593,7 +593,7 @@ def test_a_new_run_has_the_number_that_a_resume_without_a_name_takes(tmp_path: P
 
 def test_a_folder_that_has_the_last_number_of_a_name_is_told_in_words(tmp_path: Path) -> None:
     config = load_config("tiny_cpu", [f"run.dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"has tiny_cpu-9999, the last of its numbers; set run\.name, or another"):
+    with pytest.raises(ConfigError, match=r"has tiny_cpu-9999, the highest number; set run\.name, or another"):
         choose(config, "tiny_cpu", resume=False, taken=lambda _: True)
 
 

@@ -373,7 +373,7 @@ def test_the_longest_that_it_reads_behind_its_own_prompt_is_compared_with_its_po
     prompts = [*own("me", 1019), *own("near", 1019), *own("far", 1018)]
     config = loaded(f"model.path={policy}", *held("near", policy), *teacher("far", policy), *prompts)
     said = [one.text for one in check(PreflightContext(config=config, for_job=False))]
-    places = {"me": "the model's max", "near": f"{KEY}.near.path={policy}: {KEY}", "far": "that a server makes"}
+    places = {"me": "the model's max", "near": f"{KEY}.near.path={policy}: {KEY}", "far": "that the server samples"}
     for name, (before, whole) in {"me": (1019, 1025), "near": (1019, 1025), "far": (1018, 1024)}.items():
         keys = f"{KEY}.{name}.max_prompt_tokens={before} + rollout.max_new_tokens=6 = {whole}"
         assert [places[name] in one for one in said if keys in one] == [True], name

@@ -186,7 +186,7 @@ class _Series:
             pid=child.pid, began=states.process_birth(child.pid), starts=(last.starts if last else 0) + 1, seconds=used
         )
         states.write_record(cell, record)
-        self.display.note(f"{cell.name}: {'goes on' if resume else 'starts'}")
+        self.display.note(f"{cell.name}: {'resumes' if resume else 'starts'}")
         try:
             status = await self._wait(cell, child, record)
         except asyncio.CancelledError:

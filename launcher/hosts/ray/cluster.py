@@ -134,7 +134,7 @@ def join_cluster(call: NodeCall, wanted: set[str], wait: Wait) -> None:
         except (ConnectionError, RuntimeError) as error:
             if str(error).startswith(_MISMATCH):
                 raise ConfigError(
-                    f"Ray rejected the controller, and a retry cannot help: {' '.join(str(error).split())}; use the "
+                    f"Ray rejected the controller, and a retry will not help: {' '.join(str(error).split())}; use the "
                     f"same environment on all nodes ({sys.executable} here), and do not change it while a job starts"
                 ) from error
             wait.what = f"this node's raylet, of which Ray says: {error}"

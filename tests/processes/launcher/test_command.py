@@ -260,7 +260,7 @@ def test_a_written_layout_is_a_configuration_that_submit_takes_without_torch(tmp
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout)
     assert "on 16 h100, goal=tokens" in texts[0]
-    assert "nothing was sent; this sends it" in texts[1]
+    assert "not submitted; to submit it" in texts[1]
     config = load_config(str(tmp_path / "runs" / "here" / "config.yaml"), [])
     assert config.learner.dims.world_size + config.slurm.engines.nodes * 8 == 16
     assert f"learner.ep={config.learner.ep}" in texts[0] or config.learner.ep == 1

@@ -182,7 +182,7 @@ def test_what_cannot_be_compared_is_refused(folder: Path, here: Path, capsys: py
         (str(here),): "neither .metadata",
         (str(here / "adapters"),): "it has peft's adapters alone; give the checkpoint of their run",
         (str(folder), "reward.function=ranks:judge", "reward_models.judge.path=away/judge"): (
-            f"reward_models.judge.path=away/judge: it has no config.json, as seen from {here}; give the whole path"
+            f"reward_models.judge.path=away/judge: it has no config.json, seen from {here}; give the absolute"
         ),
         (str(folder), "eval.sets.a.data.type=files", "eval.sets.a.data.eval=none.jsonl"): "none.jsonl",
         (
@@ -279,7 +279,7 @@ async def test_of_two_at_once_with_one_name_the_second_is_refused(folder: Path, 
     measured = [measure_model(target, name) for name in ("a", "b", "a")]
     first, other, second = await asyncio.gather(*measured, return_exceptions=True)
     assert (first, other) == (Path("eval/a.json"), Path("eval/b.json"))
-    assert str(second).startswith("eval/a.json: an evaluation that still runs will write it; wait for its end, or give")
+    assert str(second).startswith("eval/a.json: another running evaluation will write it; wait for its end, or give")
     assert isinstance(second, ConfigError)
     assert sorted((here / "eval").glob("*.json")) == [here / "eval" / "a.json", here / "eval" / "b.json"]
     (here / "eval" / f"{target.name}.json").touch()
@@ -310,7 +310,7 @@ def test_sets_measured_before_a_stop_are_kept(folder: Path, here: Path, capsys: 
     capsys.readouterr()
     assert asked(folder) == (0, Counter({4: 5, 3: 5}))
     said = " ".join(capsys.readouterr().out.split())
-    assert "measured already, by an evaluation that was stopped: one (remove eval/.all.json.unfinished" in said
+    assert "already measured by a stopped evaluation: one (remove eval/.all.json.unfinished" in said
     again = json.loads(whole.read_text())
     for results in (uninterrupted, again):
         for one in results["sets"].values():

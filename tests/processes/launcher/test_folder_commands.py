@@ -314,7 +314,7 @@ def test_the_status_without_job_is_a_step(phase: str, tmp_path: Path, capsys: py
     for folder, advice in ((tmp_path, "give a run's folder\n"), (tmp_path / "study", "experiment status STUDY.yaml")):
         assert status_of("status", folder) == 1
         said = capsys.readouterr().err
-        assert "it holds no run, and no job was submitted from it" in said
+        assert "not a run's folder, and no job was submitted from it" in said
         assert advice in said
     at = "2026-11-24 08:16:18,508"
     ours = f"{at} INFO    [rank 1] launcher.worker: the last words\n"

@@ -222,7 +222,7 @@ def test_a_file_in_this_machines_memory_is_refused_for_servers_elsewhere(address
         for one in checks.memory(PreflightContext(load_config("tiny_cpu", keys), for_job=False))
         if one.kind == "problem"
     ]
-    told = f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at"
+    told = f"weights.folder={folder} is in the memory of a node, which the servers of rollout.server.addresses at"
     assert [one.startswith(told) for one in found] == [True] * (not seen)
 
 

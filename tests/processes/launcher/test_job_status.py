@@ -64,10 +64,7 @@ def test_status_reads_the_end_of_metrics_alone(tmp_path: Path) -> None:
     rows = ['{"phase": "rl", "step": 7}', '{"phase": "eval", "step": 5}', '{"phase": "rl", "step": 8']  # torn
     (tmp_path / "metrics.jsonl").write_text("\n".join(["broken", *rows]))
     resume = f"rl-megatron train --config {tmp_path}/config.yaml --resume"
-    assert (
-        describe(tmp_path)
-        == f"{tmp_path}: a run without a job, not running\nstep 7/{RunConfig().train.steps}\n{resume}"
-    )
+    assert describe(tmp_path) == f"{tmp_path}: not running\nstep 7/{RunConfig().train.steps}\n{resume}"
 
 
 def test_status_of_a_run_here_has_its_figures_and_whether_it_runs(tmp_path: Path) -> None:
@@ -78,10 +75,10 @@ def test_status_of_a_run_here_has_its_figures_and_whether_it_runs(tmp_path: Path
             print(json.dumps({"phase": "rl", "step": step, **row}), file=file, flush=True)
         assert lock(held)
         told = describe(tmp_path).splitlines()
-        assert told[0].endswith("a run without a job, running")
+        assert told[0].endswith("running")
         assert told[1:] == ["step 1/4 reward=0.1 accuracy=0.5", "step 2/4 reward=0.25 seconds=30 eta=1m00s"]
         print(json.dumps({"phase": "rl", "step": 4}), file=file, flush=True)
-    assert describe(tmp_path).splitlines()[::2] == [f"{tmp_path}: a run without a job, done", "step 4/4"]
+    assert describe(tmp_path).splitlines()[::2] == [f"{tmp_path}: done", "step 4/4"]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +87,8 @@ def test_status_of_a_run_here_has_its_figures_and_whether_it_runs(tmp_path: Path
         ("failed", 3, "failed", ["error: no disk\n  is left", "RESUME"]),
         ("interrupted", 3, "interrupted", ["RESUME"]),
         ("stopped", 3, "stopped", ["RESUME"]),
-        ("began", 3, "killed: its process is gone, and log.txt has no end", ["RESUME"]),
-        ("began", 4, "killed: its process is gone, and log.txt has no end", ["RESUME"]),  # while it exported
+        ("began", 3, "killed: its process is gone, and log.txt does not say why", ["RESUME"]),
+        ("began", 4, "killed: its process is gone, and log.txt does not say why", ["RESUME"]),  # while it exported
         ("finished", 3, "done", []),  # of a number of epochs
         ("finished", 4, "done", []),
     ],
@@ -105,7 +102,7 @@ def test_status_says_how_a_run_here_ended(
         log_outcome("began")
         log_outcome(outcome, "no disk\n  is left" if outcome == "failed" else "")
     resume = f"rl-megatron train --config {tmp_path}/config.yaml --resume"
-    wanted = [f"{tmp_path}: a run without a job, {how}", f"step {steps}/4", *also]
+    wanted = [f"{tmp_path}: {how}", f"step {steps}/4", *also]
     assert describe(tmp_path) == "\n".join(wanted).replace("RESUME", resume)
 
 
@@ -195,7 +192,7 @@ def test_no_ended_job_is_ended_by_number(tmp_path: Path, monkeypatch: pytest.Mon
     assert "scancel" not in describe(run)
     stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=PENDING Restarts=1 StdOut={run}/jobs/7.txt")
     copied = shutil.copytree(run, tmp_path / "runs" / "copied")
-    assert describe(copied) == f"{copied}: job 7, gone from Slurm's memory\nno step yet"
+    assert describe(copied) == f"{copied}: job 7, forgotten by Slurm\nno step yet"
     assert describe(run).splitlines()[-1] == "scancel 7"
     monkeypatch.setenv("SBATCH_CLUSTERS", "gpu1")
     assert describe(run).splitlines()[-1] == "scancel --clusters=gpu1 7"
@@ -248,4 +245,4 @@ def test_a_run_whose_script_was_sent_by_hand_is_known_before_it_begins(
     (tmp_path / "state").write_text("COMPLETED")
     assert describe(run) == f"{run}: job 7, COMPLETED, restart 0\nno step yet"
     (run / "jobs" / "id").unlink()
-    assert "it holds no run, and no job was submitted" in Said("status", capsys)(str(run), status=1)
+    assert "not a run's folder, and no job was submitted" in Said("status", capsys)(str(run), status=1)

@@ -250,7 +250,7 @@ def open_files(process: psutil.Process) -> list[str]:
 
 
 async def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "the process that ranks are forked from ended with status 3 before rank 0, 1 on .* connected; their output"
+    said = "the process that forks the ranks ended with status 3 before rank 0, 1 on .* connected; their output"
     with pytest.raises(WorkerFailure, match=said):
         async with child(tmp_path, "import os\nos._exit(3)\n", monkeypatch):
             pass

@@ -125,7 +125,7 @@ def test_the_tiny_model_has_a_chat_template() -> None:
         (remove("data/eval.jsonl"), (), "eval.jsonl: no such file"),
         (None, ("data.fields.prompt=text",), "train.jsonl:1: no field 'text'; it has answer, question"),
         (None, ("data.prompt_template=Q:",), "data.prompt_template='Q:' has no '{prompt}'"),
-        (remove("vllm/bin/python"), (), "vllm/bin/python: no such file; set the interpreter that vllm is installed"),
+        (remove("vllm/bin/python"), (), "vllm/bin/python: no such file; set it to the interpreter that has vllm"),
         (None, ("rollout=sglang",), "sglang is not installed in "),
         (None, ("reward.function=preflight_rewards:nope",), "'nope' of preflight_rewards is not there"),
         (None, ("reward.function=preflight_rewards:short",), "returned 1 rewards for 2 completions; it must return"),
@@ -170,12 +170,12 @@ def test_all_that_is_wrong_is_told_together_and_nothing_is_made(tmp_path: Path, 
         (
             ("slurm.nodes=8", "learner.dp=16"),
             "servers sample on 8 of the 64 GPUs of the learner's nodes, which it shares, and the others "
-            "are idle meanwhile; rollout.server.replicas=8 uses 64",
+            "are idle; rollout.server.replicas=8 uses 64",
         ),
         (("slurm.nodes=8", "learner.dp=16", "rollout.server.replicas=8"), None),
         (
             ("slurm.engines.nodes=2", "rollout.server.tp=4", "rollout.server.memory_fraction=0.9"),
-            "servers sample on 4 of the 16 GPUs of the servers' own nodes, and the others are idle meanwhile; "
+            "servers sample on 4 of the 16 GPUs of the servers' own nodes, and the others are idle; "
             "rollout.server.replicas=4 uses 16",
         ),
         (
@@ -206,7 +206,7 @@ def test_groups_that_are_left_out_although_they_teach_are_noted(
 ) -> None:
     row = ("algorithm=reinforce", *(f"algorithm.{each}" for each in algorithm), f"rollout.dynamic_sampling={mode}")
     texts = preflight(job(keys, *row), for_job=True).texts("note")
-    said = "leaves out groups of equal rewards, which algorithm.advantage_mean=none learns from where they are not 0"
+    said = "drops groups of equal rewards, but algorithm.advantage_mean=none learns from them unless they are 0"
     assert any(f"dynamic_sampling={mode} {said}" in text for text in texts) == (noted and mode != "off"), texts
 
 
@@ -222,7 +222,7 @@ def test_groups_that_are_left_out_although_they_teach_are_noted(
 def test_a_run_without_policy_steps_is_noted(keys: tuple[str, ...], more: tuple[str, ...], noted: str | None) -> None:
     texts = [text for text in preflight(job(keys, *more), for_job=True).texts("note") if "only_steps" in text]
     assert len(texts) == (noted is not None)
-    assert all(text.startswith(f"{noted}, so only the critic is trained") for text in texts)
+    assert all(text.startswith(f"{noted}, so the run trains only the critic") for text in texts)
 
 
 def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...]) -> None:
@@ -259,7 +259,7 @@ def test_equal_rewards_for_right_and_wrong_are_noted(keys: tuple[str, ...]) -> N
         (("slurm.engines.container=/images/rl.sqsh",), "whether vllm is installed in slurm.engines.container"),
         (("slurm.python=/other/python", "rollout.python=null"), "whether vllm is installed in slurm.python=/other/"),
         (("slurm.python=/other/python", "reward.function=gone:reward"), "the reward gone:reward, in slurm.python=/oth"),
-        (("slurm.python=/other/python",), "torch in slurm.python=/other/python, in which the controller runs"),
+        (("slurm.python=/other/python",), "torch in slurm.python=/other/python, which runs the controller"),
         (("slurm.gpu_memory_gb=null",), "the memory of the GPUs, because slurm.gpu_memory_gb is not set"),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_controllers_environment_without_torch_is_refused(keys: tuple[str, ...
     (tmp_path / "pyvenv.cfg").touch()
     given = job(keys, f"slurm.python={python}", "slurm.container=/images/rl.sqsh", "slurm.engines.container=/e.sqsh")
     (found,) = preflight(given, for_job=True).texts("problem")
-    assert found.startswith(f"slurm.python={python}: torch is not installed there, and the controller runs in it, outs")
+    assert found.startswith(f"slurm.python={python}: torch is not installed there, but the controller runs there, out")
     (packages / "torch").mkdir()
     assert preflight(given, for_job=True).texts("problem") == []
 
@@ -487,8 +487,8 @@ def test_an_answer_that_is_an_object_is_noted_and_its_field_can_be_named(tmp_pat
     found = preflight(job(keys, *given), for_job=True)
     (said,) = {text for text in found.texts("note") if "object" in text}
     assert said == (
-        f"{path}:1: data.fields.answer='judge' is an object, and completions are compared with its JSON; a field "
-        "in it is named data.fields.answer=judge.<field> (1 of the first 1 rows)"
+        f"{path}:1: data.fields.answer='judge' is an object, and completions are compared with its JSON; name a "
+        "field in it with data.fields.answer=judge.<field> (1 of the first 1 rows)"
     )
     assert preflight(job(keys, *given, "reward.function=length"), for_job=True).texts("note") == []
     found = preflight(job(keys, *given, "data.fields.answer=judge.ground_truth"), for_job=True)
@@ -526,7 +526,7 @@ def test_fields_of_published_data_that_no_key_reads_are_noted(
     keys = [f"data.{key}" for key in (f"train={path}", f"eval={path}", "type=files", "on_leak=keep", *given)]
     chats = ["data.chat_template=true"] if "fields.system=system" in given and "m" not in row else []
     found = preflight(load_config("sft_tiny" if job_of == "sft" else "gsm8k_tiny", [*keys, *chats])).texts("note")
-    said = [text for text in found if "which no key of" in text]
+    said = [text for text in found if "but no key of" in text]
     assert [text.split(" have a field ")[1].split(",")[0] for text in said] == [repr(name) for name in noted]
     assert all(text.startswith(f"{path}: 1 of the first 1 rows") for text in said)
 
@@ -580,12 +580,12 @@ def test_a_folder_for_weights_that_no_run_can_use_is_refused(tmp_path: Path, ins
 
     for for_job in (False, True):
         (said,) = found(file / inside, for_job=for_job)
-        assert said.endswith(f"cannot be made in {file}: it is not a folder; give another")
+        assert said.endswith(f"cannot create the file of weights in {file}: it is not a folder; give another")
     assert found(tmp_path / "new" / "er") == found(Path("/nonexistent"), for_job=True) == []
     if os.access("/proc", os.W_OK):
         return
     (said,) = found(Path("/proc/x"))
-    assert said.endswith("cannot be made in /proc: it cannot be written to; give another")
+    assert said.endswith("cannot create the file of weights in /proc: it cannot be written to; give another")
 
 
 # What a preflight sees of this machine: its GPUs and memory, and the packages of an interpreter.
@@ -639,8 +639,8 @@ def test_float8_on_gpus_of_which_an_engine_packs_the_scales_is_refused(
 @pytest.mark.parametrize(
     ("recipe", "capability", "said"),
     [
-        ("mxfp8", "9.0", "capability 10 or more, and those here have 9; set tensorwise or blockwise, or leave it out"),
-        ("tensorwise", "8.0", "capability 8.9 or more, and those here have 8; leave it out"),
+        ("mxfp8", "9.0", "capability 10 or more, but those here have 9; set tensorwise or blockwise, or leave it out"),
+        ("tensorwise", "8.0", "capability 8.9 or more, but those here have 8; leave it out"),
         ("mxfp8", "10.3", ""),
         ("blockwise", "9.0", ""),
         ("mxfp8", "", ""),

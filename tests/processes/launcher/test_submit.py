@@ -143,8 +143,8 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     )
     assert "a checkpoint, every 20 steps: 428.0 GB, up to 428.0 GB by one node" in done.stdout
     assert (
-        "not checked: whether vllm takes what servers are given: torch cannot be imported here; the tokenizer and its "
-        "chat template, because torch is not installed here; the tokens of rows, because" in done.stdout
+        "not checked: whether vllm accepts the options of the servers: torch cannot be imported here; the tokenizer "
+        "and its chat template, because torch is not installed here; the tokens of rows, because" in done.stdout
     )
     assert "16 ranks on 2 nodes, 8 on each" in done.stdout
     assert "tp=4: inside a node" in done.stdout
@@ -221,7 +221,7 @@ def test_no_submit_changes_a_folder_whose_job_may_wait(
     assert submitted("seed=1", "--dry-run") == submitted("seed=1", "--dry-run") == f"{runs}/tiny_cpu/job.sbatch"
     assert submitted("seed=2", "--dry-run") == f"{runs}/tiny_cpu-2/job.sbatch"
     said = submitted("seed=3", "run.name=tiny_cpu", fails=True)
-    assert "sbatch runs/tiny_cpu/job.sbatch sends the job that a dry run of other keys left there, or" in said
+    assert "sbatch runs/tiny_cpu/job.sbatch submits the job of an earlier dry run with other keys, or" in said
     typo = ("run.name=typo", "seed=4", "slurm.partition=typo")
     assert submitted(*typo, "--dry-run") == f"{runs}/typo/job.sbatch"
     assert "sbatch --test-only" in submitted(*typo, fails=True)
@@ -272,7 +272,7 @@ def test_a_cluster_without_gpus_in_slurm_is_told_the_key(tmp_path: Path, monkeyp
     program(tmp_path / "sbatch", "#!/bin/sh\necho 'Invalid generic resource (gres) specification' >&2; exit 1\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with (
-        pytest.raises(ConfigError, match=r"or, if it knows of no GPUs, none by slurm.options=\[--gres=none\]"),
+        pytest.raises(ConfigError, match=r"or, if it does not know the GPUs, none: slurm.options=\[--gres=none\]"),
         submit.prepare(config_of("learner.device=cuda", "slurm.gpus_per_node=2"), "x") as job,
     ):
         submit.verify_script(job, cluster=True)
@@ -386,7 +386,7 @@ def test_the_page_says_what_ran_where_and_how_it_went_on(slurm: Path, capsys: py
     waits = [line.partition(":")[0] for line in page if line.endswith(" s")]
     assert waits == [
         *("in the queue", "start and first step", "2 steps and a checkpoint"),
-        *("kill until the run has named a node", "back from the queue", "resume and a step"),
+        *("kill until the run names the failed node", "back from the queue", "resume and a step"),
     ]
     for restart, node in enumerate(("n1", "n2")):
         at = page.index(f"RUNNING on n[1-2], restart {restart}:")
@@ -395,8 +395,8 @@ def test_the_page_says_what_ran_where_and_how_it_went_on(slurm: Path, capsys: py
         assert page[at + 4 + (not restart)] == "  step 2: 2.5 s (rollout 2.0)"
     assert page[-3:] == [
         "resumed from the checkpoint of step 1, its newest",
-        "step 2 was made twice, equal to the bit",
-        "ok: no part failed",
+        "step 2 ran twice, with bit-equal results",
+        "all parts passed",
     ]
     assert (slurm / "killed").read_text() == "--signal=KILL 7.3\n"
     assert (slurm / "state").read_text() == "CANCELLED\n"
@@ -408,9 +408,9 @@ def test_the_page_says_what_ran_where_and_how_it_went_on(slurm: Path, capsys: py
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        ("unlike", "step 2 was made twice, unlike in reward/mean"),
-        ("over", "it resumed from its beginning, but its newest checkpoint is of step 1"),
-        ("no_step", "Slurm names no step of the learner that runs: 7.batch batch\n7.4 critic"),
+        ("unlike", "step 2 ran twice, and differs in reward/mean"),
+        ("over", "it resumed from the start, but its newest checkpoint is of step 1"),
+        ("no_step", "Slurm lists no running step of the learner: 7.batch batch\n7.4 critic"),
         ("ends", "start and first step: job 7 ended before: FAILED on n[1-2], restart 0; failed with status 1: error:"),
     ],
 )
@@ -421,7 +421,7 @@ def test_a_part_that_fails_is_named_and_the_job_is_ended(
     assert status_of("submit", "tiny_cpu", "--smoke") == 1
     out = capsys.readouterr().out
     assert f"\nFAILED: {said}" in out
-    assert "no part failed" not in out
+    assert "all parts passed" not in out
     assert (slurm / "state").read_text() == ("FAILED\n" if mode == "ends" else "CANCELLED\n")
 
 
@@ -448,7 +448,7 @@ def test_every_kind_of_run_has_one(name: str) -> None:
 def test_what_cannot_be_is_said(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("submit", "tiny_cpu", "--smoke", "--dry-run") == 1
     assert "--smoke submits a job and waits for it" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"its smoke run cannot be:\nrun\.name"):
+    with pytest.raises(ConfigError, match=r"its smoke run is not valid:\nrun\.name"):
         make_smoke_run(load_config("tiny_cpu", [f"run.name={'x' * 200}"]))
 
 
@@ -458,7 +458,7 @@ def test_a_dry_run_elsewhere_names_what_only_the_cluster_has(
     monkeypatch.chdir(tmp_path)
     keys = ("model.path=/away/model", "rollout.python=/away/python", "slurm.partition=p", "run.name=x")
     assert status_of("submit", "qwen3_30b_a3b", "--elsewhere", *keys) == 1
-    assert "only --dry-run works away from the cluster" in capsys.readouterr().err
+    assert "--elsewhere works only with --dry-run" in capsys.readouterr().err
     assert status_of("submit", "qwen3_30b_a3b", "--dry-run", "--elsewhere", *keys) == 0
     said = capsys.readouterr().out
     assert "memory: up to 112.6 GB a GPU" in said

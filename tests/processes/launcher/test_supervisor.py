@@ -226,7 +226,7 @@ async def test_a_server_that_hangs_is_left(fakes: list[Fake], path: str, monkeyp
         assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
         assert it.places[0].was_ended
         assert fakes[2].asked.count("/generate") == 1
-        said = "it hangs or was stopped" if path == "/health" else "made no token in rollout.server.timeout_"
+        said = "it hangs or was stopped" if path == "/health" else "generated no token in rollout.server.timeout_"
         assert said in it.engine.replicas.all[0].reason
         go.set()
         health.set()

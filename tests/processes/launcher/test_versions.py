@@ -171,7 +171,7 @@ def test_the_nccl_that_torch_links_is_asked_where_none_is_beside_it(tmp_path: Pa
 def test_an_interpreter_that_says_nothing_is_named(tmp_path: Path) -> None:
     silent = program(tmp_path / "python", "#!/bin/sh\necho no libraries >&2; exit 3\n")
     for path, said in ((silent, "status 3: no libraries"), (tmp_path / "none", "No such file or directory")):
-        with pytest.raises(EngineError, match=f"{path}: the versions of its libraries cannot be read: {said}"):
+        with pytest.raises(EngineError, match=f"{path}: cannot read the versions of its libraries: {said}"):
             find_loaded_libraries(path, UNSET)
 
 
@@ -220,9 +220,9 @@ def test_an_interpreter_that_does_not_answer_is_not_waited_for(tmp_path: Path, m
     adapter = VLLMAdapter(model_shape("qwen3-30b-a3b"))
     monkeypatch.setattr(versions, "ANSWER_SECONDS", 0.2)
     silent = program(tmp_path / "python", "#!/bin/sh\nexec sleep 600\n")
-    with pytest.raises(ConfigError, match=r"has not said in 0\.2 s whether vLLM is installed"):
+    with pytest.raises(ConfigError, match=r"did not report within 0\.2 s whether vLLM is installed"):
         asyncio.run(versions.check_interpreter(silent, adapter))
-    with pytest.raises(ConfigError, match=r"nowhere: it does not start, or has not said"):
+    with pytest.raises(ConfigError, match=r"nowhere: it does not start, or did not report"):
         asyncio.run(versions.check_interpreter(tmp_path / "nowhere", adapter))
     monkeypatch.setattr(versions, "ANSWER_SECONDS", 60.0)
     silent.write_text("#!/bin/sh\necho False\n")
@@ -318,7 +318,7 @@ def test_a_damaged_record_is_named_and_ends_neither_the_start_nor_the_page(tmp_p
         said = record_start(run, step=2, engine=None)
         damaged = [line for line in said if line.startswith(f"{path}:")]
         assert [int(line.split(":")[1]) for line in damaged] == [*lines]
-        assert all(line.endswith("; the run goes on without it") for line in damaged)
+        assert all(line.endswith("; the run continues without it") for line in damaged)
         assert any("torch" in line and "from step 1, had 2.0" in line for line in said) == (last in before)
         assert path.read_text().splitlines()[:-1] == before[: before.rfind("\n") + 1].splitlines()
         assert json.loads(path.read_text().splitlines()[-1])["step"] == 2
@@ -477,7 +477,7 @@ def test_a_torch_that_cannot_be_imported_is_told_under_the_table(tmp_path: Path)
 
 def test_a_learner_that_is_not_imported_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "IMPORT_SECONDS", 0.01)
-    assert doctor._learner().startswith("learner: was not imported in 0.01 s; look at the disk")
+    assert doctor._learner().startswith("learner: the import took more than 0.01 s; check the disk")
 
 
 @pytest.mark.parametrize("name", ["sft_tiny", "dpo_tiny", "reward_tiny"])

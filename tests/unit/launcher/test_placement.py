@@ -336,7 +336,7 @@ def test_every_role_is_placed_before_the_job_is_sent() -> None:
     assert text.splitlines() == [
         *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", "  tp=4: inside a node"),
         *("  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes"),
-        "in every rank beside the policy: critic",
+        "in every rank besides the policy: critic",
         *(f"engine {i}: node {2 + i // 2}, GPUs {4 * (i % 2)}-{4 * (i % 2) + 3}" for i in range(4)),
     ]
 

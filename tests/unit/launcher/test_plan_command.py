@@ -355,7 +355,7 @@ def test_what_the_system_refuses_is_told_from_faults_of_ours(error: OSError | Ru
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "interrupted; the run had not begun, so start it again\n"),
+        ([], "interrupted; the run had not started, so start it again\n"),
         (["--resume"], "interrupted; --resume continues from the last checkpoint, or starts over if there is none\n"),
     ],
 )

@@ -85,7 +85,7 @@ def test_epochs_of_a_mixture_are_noted(name: str, what: str) -> None:
     sources, section = ["data=mixture", "data.sources.one.type=arithmetic"], name.removesuffix("_tiny")
     for more, noted in (((), False), (("data.sources.other.type=arithmetic", "data.sources.other.digits=3"), True)):
         config = load_config(name, [*sources, *more, f"{section}.epochs=2"])
-        said = f"{section}.epochs=2 counts the {what} of all sources, and each source is drawn by its data.source"
+        said = f"{section}.epochs=2 counts the {what} of all sources, but data.sources.<name>.weight decides"
         assert any(text.startswith(said) for text in preflight(config).texts("note")) == noted
 
 
@@ -132,7 +132,7 @@ def test_null_arguments_of_calls_in_jsonl_are_noted_once_and_in_parquet_left_out
     for kind, wanted in (("jsonl", 1), ("parquet", 0)):
         given = [f"data.{name}={tmp_path}/t.{kind}" for name in ("train", "eval")]
         notes = preflight(load_config("dpo_tiny", [*fields, *given])).texts("note")
-        found = [text for text in notes if "t.jsonl:2: a call of a tool has null" in text]
+        found = [text for text in notes if "t.jsonl:2: a tool call has null" in text]
         assert len([text for text in found if "in 2 of the first 3 rows" in text]) == wanted, notes
 
 
@@ -210,7 +210,7 @@ def test_what_a_job_or_the_chat_template_refuses_is_found_before_the_run(
         assert bool(found("warm_start.steps=0")) == ("label" not in row)  # whose answer is not learned then
         return
     job = {"reward": "reward_model"}.get(name, name)
-    assert all("no row is left" in text for text in found(f"{job}.on_refused=drop"))
+    assert all("no row remains" in text for text in found(f"{job}.on_refused=drop"))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_conversations_need_a_template_that_ends_turns(tmp_path: Path, name: str
     if name == "reward_tiny":
         assert (found, conversations.whole(said)) == ([], "user: 1\nassistant: 2\n")
         return
-    assert "set model.path to a model whose tokenizer has a chat template" in "".join(found)
+    assert "set model.path to a model with a chat template that ends" in "".join(found)
     with pytest.raises(DataError, match="no token ends sampling"):
         conversations.make_rows([said])
 
@@ -353,7 +353,9 @@ def test_a_token_without_an_embedding_ends_the_run(tmp_path: Path, name: str, mo
         assert job.units_of(of_kto)
     with pytest.raises(DataError, match=r"^prompt 'train:1' has the token 259, but .* has 259 rows"):
         job.units_of(data.train[:])
-    assert any("the tokenizer has 1, as '<new>', 259" in text for text in preflight(config).texts("unchecked"))
+    assert any(
+        "the tokenizer has 1, for example '<new>' (259)" in text for text in preflight(config).texts("unchecked")
+    )
 
 
 # What the checks before a run say of a batch and of what is under way for it.
@@ -361,11 +363,11 @@ def test_a_token_without_an_embedding_ends_the_run(tmp_path: Path, name: str, mo
     ("most", "groups", "said"),
     [
         (32, 8, None),
-        (33, 7, "32 trajectories are under way at once (environment.concurrency=33), but servers have at most 28"),
-        (30, 7, "30 trajectories are under way at once (environment.concurrency=30), but servers have at most 28"),
+        (33, 7, "32 trajectories run concurrently (environment.concurrency=33), but servers have at most 28"),
+        (30, 7, "30 trajectories run concurrently (environment.concurrency=30), but servers have at most 28"),
         (28, 7, None),
-        (27, 7, "environment.concurrency=27 trajectories are under way at once, of 32 that there are to sample"),
-        (31, 64, "environment.concurrency=31 trajectories are under way at once, of 32 that there are to sample"),
+        (27, 7, "environment.concurrency=27 of 32 trajectories run concurrently, but servers could"),
+        (31, 64, "environment.concurrency=31 of 32 trajectories run concurrently, but servers could"),
         (1024, 64, None),
     ],
 )

@@ -336,7 +336,7 @@ def test_messages_that_no_environment_can_begin_with_are_noted(tmp_path: Path) -
     found = [*problems_of_data.check(PreflightContext(config, for_job=False))]
     (said,) = {one.text for one in found if one.kind == "note" and "environment" in one.text}
     assert said.startswith(f"{rows}:2: the model's chat template passes over message 1, of the role 'system'")
-    assert said.endswith("an environment cannot begin with 2 of 3 rows as they are")
+    assert said.endswith("an environment cannot start from 2 of 3 rows")
 
 
 def test_what_a_run_would_log_of_rows_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

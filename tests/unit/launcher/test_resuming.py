@@ -135,7 +135,7 @@ def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Pat
         "seed: 0 then, 1 now",
         "algorithm.ratio_level: 'sequence' then, 'token' now",
         "reward.parts.exact_match.weight: 1.0 then, 2.0 now",
-        f"another configuration than {run}/checkpoints/step_000001",
+        f"a different configuration from {run}/checkpoints/step_000001",
     ):
         assert line in str(caught.value)
 
@@ -182,7 +182,7 @@ def test_a_renamed_key_is_compared_by_its_name_of_today(
     else:
         with pytest.raises(CheckpointError, match=rf"algorithm\.parameters\.tau_positive: {said}"):
             find(config, run)
-    assert "algorithm.tau_positive is called algorithm.parameters.tau_positive now" in caplog.text
+    assert "algorithm.tau_positive is now called algorithm.parameters.tau_positive" in caplog.text
 
 
 @pytest.mark.parametrize("old", [None, "/other"])
@@ -294,7 +294,7 @@ KL = ("tiny_cpu", "algorithm.kl.coefficient=0.1", "warm_start.steps=0")
     ("keys", "said"),
     [
         (("dpo_tiny",), "(algorithm.kl.reference=null); put it back, or begin another run.name"),
-        (("dpo_tiny", "model.path=/given"), "put it back, or copy model.path=/given there, which it is, or begin"),
+        (("dpo_tiny", "model.path=/given"), "put it back, or copy model.path=/given there, or begin"),
         (KL, "(algorithm.kl.reference=null); put it back, or begin another run.name"),
         (("tiny_cpu", *KL[1:2], "warm_start.steps=1", "model.path=/given"), "; put it back, or begin another run.name"),
         ((*KL, "algorithm.kl.reference=/other"), None),
@@ -346,8 +346,8 @@ def test_a_path_that_differs_is_given_as_it_was_by_a_link_there(key: str, tmp_pa
     run = run_of(tmp_path, then)
     with pytest.raises(CheckpointError) as caught:
         find(now, run)
-    assert f"{key}: {str(old)!r} then, {str(new)!r} now\ngive these as they were (what lies" in str(caught.value)
-    assert "by a link or a mount at the path then), or begin another run.name" in str(caught.value)
+    assert f"{key}: {str(old)!r} then, {str(new)!r} now\ngive these as they were (if files" in str(caught.value)
+    assert "make a link or a mount at the old path), or begin another run.name" in str(caught.value)
     with pytest.raises(CheckpointError, match=r"seed: 0 then, 1 now\ngive these as they were, or begin"):
         find(seeded, run)
 
@@ -402,7 +402,7 @@ def test_a_copied_or_moved_folder_is_no_longer_the_run_that_its_config_names(
     for folder, advice in ((copied, "add run.name=y to"), (away, f"add run.name=x run.dir='{away.parent}' to")):
         status, said = resumed(folder)
         assert status == 1
-        assert f"config.yaml is of the run runs/x, but lies in {folder.absolute()}" in said
+        assert f"config.yaml belongs to run runs/x, but is in {folder.absolute()}" in said
         assert advice in said
     assert resumed(run) == resumed(copied, "run.name=y") == resumed(copied, "run.name=x") == (0, "")
     assert resumed(away, "run.name=x", f"run.dir={away.parent}") == (0, "")
@@ -440,7 +440,7 @@ def test_unnamed_runs_that_start_together_take_the_next_number(tmp_path: Path, m
     said = CliRunner().invoke(app, ["train", f"run.dir={tmp_path}"])
     assert said.exit_code == 0, said
     assert claimed == ["tiny_cpu", "tiny_cpu-2", "tiny_cpu-3"]
-    assert f"run {tmp_path}/tiny_cpu-3, as another run took that name" in said.output
+    assert f"run {tmp_path}/tiny_cpu-3, because another run took that name" in said.output
     claimed.clear()
     named = CliRunner().invoke(app, ["train", f"run.dir={tmp_path}", "run.name=mine"])
     assert (claimed, "has just taken this name" in str(named.exception)) == (["mine"], True)
@@ -459,7 +459,7 @@ def test_a_configuration_beside_a_run_may_name_another(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     config = load_config("tiny_cpu", [f"run.dir={tmp_path}", "run.name=other"])
     refuse_copied(config, tmp_path / "mine.yaml", ())
-    with pytest.raises(ConfigError, match=f"is of the run {tmp_path}/other, but lies in"):
+    with pytest.raises(ConfigError, match=f"belongs to run {tmp_path}/other, but is in"):
         refuse_copied(config, tmp_path / "config.yaml", ())
 
 
@@ -534,12 +534,12 @@ def test_a_lock_that_was_removed_is_taken_again_at_the_next_checkpoint(
         assert not caplog.messages
         (run / "lock").unlink()
         claimed()
-        assert "lock was removed, and is made and locked again" in caplog.text
+        assert "lock was removed, and was created and locked again" in caplog.text
         with pytest.raises(ConfigError, match="another process runs in it"), claim(run, resume=True):
             pass
         (run / "lock").unlink()
         with claim(run, resume=True) as other:
-            with pytest.raises(CheckpointError, match="lock was removed, and another process runs in the folder since"):
+            with pytest.raises(CheckpointError, match="lock was removed, and another process now runs in the folder"):
                 claimed()
             other()
         claimed()
@@ -560,7 +560,10 @@ async def test_a_lock_that_was_removed_is_taken_again_at_the_next_row(tmp_path: 
         await recorder.write({"phase": "rl", "step": 3})
         (tmp_path / "moved").rename(run)
         (run / "lock").unlink()
-        with claim(run, resume=True), pytest.raises(CheckpointError, match="and another process runs in the folder"):
+        with (
+            claim(run, resume=True),
+            pytest.raises(CheckpointError, match="and another process now runs in the folder"),
+        ):
             await recorder.write({"phase": "rl", "step": 4})
         recorder.close()
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
@@ -652,7 +655,7 @@ def test_a_file_system_without_locks_is_warned_of(
     refuse(monkeypatch, code)
     with claim(tmp_path / "run", resume=False):
         pass
-    assert f"{tmp_path}/run/lock cannot be locked ({os.strerror(code)}): nothing keeps" in caplog.text
+    assert f"{tmp_path}/run/lock cannot be locked ({os.strerror(code)}); do not start" in caplog.text
 
 
 def test_another_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

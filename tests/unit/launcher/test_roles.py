@@ -159,7 +159,7 @@ def test_a_folder_that_ranks_cannot_score_with_is_refused_before_the_run(judge: 
     (said,) = problems(judge, "roles.layouts.reward_judge.ep=16")
     assert f"{key}{judge}: roles.layouts.reward_judge: ep = 16 does not divide" in said
     (said,) = problems(copied(judge, tmp_path / "small", vocab_size=128))
-    assert "its tokenizer has a token 258, and its embedding 128 rows; give the tokenizer" in said
+    assert "its tokenizer has a token 258, but its embedding 128 rows; give the tokenizer" in said
     bare = copied(judge, tmp_path / "bare")
     for file in bare.glob("tokenizer*"):
         file.unlink()
@@ -214,7 +214,7 @@ def test_a_reference_that_can_score_is_taken(folders: dict[str, Path], reference
 @pytest.mark.parametrize(
     ("policy", "reference", "more", "said"),
     [
-        ("policy", "wide", (), "hidden_size, num_experts, num_layers differ from the policy's, whose ranks hold"),
+        ("policy", "wide", (), "hidden_size, num_experts, num_layers differ from the policy's, but the same ranks"),
         ("policy", "wide", (OWN_RANKS, "learner.ep=8"), "learner: ep = 8 does not divide 4 experts"),
         ("policy", "long", (OWN_RANKS,), "= 22 is more than the model's max_position_embeddings=16; lower"),
         ("large vocabulary", "wide", (OWN_RANKS,), "has 259 tokens, fewer than the policy's 300"),
@@ -237,9 +237,7 @@ def test_a_served_teacher_has_room_for_a_token_behind_the_longest_text(
     of_teacher = {"server": "http://10.0.0.1:8000", "engine": "vllm", "path": teacher}
     keys = [f"algorithm.kl.teachers.t.{key}={value}" for key, value in of_teacher.items()]
     found = refusals(load_config("tiny_cpu", ["run.name=x", *KL, f"model.path={folders['policy']}", *keys]))
-    said = (
-        f"behind each text, is more than max_position_embeddings={positions} of algorithm.kl.teachers.t.path={teacher}"
-    )
+    said = f"samples, is more than max_position_embeddings={positions} of algorithm.kl.teachers.t.path={teacher}"
     assert [said in one for one in found] == [True] * (not taken)
 
 
@@ -263,7 +261,7 @@ def test_a_reward_model_that_nothing_could_load_is_refused(tmp_path: Path) -> No
     settings.architectures = ["Glm4MoeForCausalLM"]
     settings.save_pretrained(tmp_path)
     found = refusals(load_config("reward_tiny", ["run.name=x", f"model.path={tmp_path}"]))
-    assert any("transformers has no sequence classifier of model_type='glm4_moe'" in one for one in found)
+    assert any("transformers has no sequence classifier for model_type='glm4_moe'" in one for one in found)
 
 
 def test_a_reference_with_other_tokens_or_without_weights_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -279,7 +277,7 @@ def test_a_reference_with_other_tokens_or_without_weights_is_refused(folders: di
     weights, others = refusals(config_of({**folders, "other": folder}, "other"))
     assert weights.startswith("algorithm.kl.reference: ")
     assert others.endswith(
-        "2 of the policy's 259 tokens have other ids, as 'a', 97 and 98; give a model of the same tokenizer"
+        "2 of the policy's 259 tokens have other ids, like 'a', 97 and 98; give a model with the same tokenizer"
     )
     (found,) = refusals(config_of({**folders, "none": tmp_path / "none"}, "none"))
     missing = f"there is no such folder, as seen from {Path.cwd()}"
@@ -312,7 +310,7 @@ def test_a_critic_of_other_sizes_or_of_no_folder_is_refused(folders: dict[str, P
     other = classifier_of(folders["like it"], tmp_path / "other", rms_norm_eps=0.5)
     for path, apart in ((classifier_of(deep, tmp_path / "deep_scores"), "num_layers"), (other, "norm_eps")):
         (found,) = refusals(critic_of(folders, path))
-        assert found.startswith(f"algorithm.critic.path={path}: its {apart} differ from the policy's, which the critic")
+        assert found.startswith(f"algorithm.critic.path={path}: its {apart} differ from the policy's, but a critic")
     (found,) = refusals(critic_of(folders, tmp_path / "none"))
     assert found.startswith(f"algorithm.critic.path={tmp_path}/none: it has neither config.json nor .metadata; give")
     checkpoints, after = tmp_path / "runs" / "x" / "checkpoints", critic_of(folders, tmp_path / "none")
@@ -404,4 +402,4 @@ def test_a_critic_starts_from_shards_of_its_sizes_alone(reward_model: Path, tmp_
         given = load_config("tiny_cpu", [*keys, f"algorithm.critic.path={reward_model / 'shards'}"])
         found = [one.text for one in check(PreflightContext(given, for_job=False)) if one.kind == "problem"]
         assert [one.partition("/")[0] for one in found] == ["algorithm.critic.path="] * refused, found
-        assert all("is no checkpoint of a critic of the policy's sizes" in one for one in found)
+        assert all("is not a checkpoint of a critic with the policy's sizes" in one for one in found)

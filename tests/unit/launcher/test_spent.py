@@ -65,11 +65,11 @@ def test_servers_on_the_learners_gpus_have_the_hours_in_which_they_sample() -> N
     assert found.hours == pytest.approx({"learner": 8 * 60 / 3600, "engines": 8 * 120 / 3600})
     assert (found.trained, found.sampled, found.steps) == (10000, 8000, 2)
     assert found.lines() == [
-        "spent in 2 steps: 0.4 GPU-hours (learner 0.133, engines 0.267); 10,000 tokens trained, 8,000 sampled, "
-        "25,000 trained a GPU-hour",
-        "  before them the warm start: 0.8 GPU-hours",  # 360 s
+        "cost of 2 steps: 0.4 GPU-hours (learner 0.133, engines 0.267); 10,000 tokens trained, 8,000 sampled, "
+        "25,000 trained per GPU-hour",
+        "  warm start before them: 0.8 GPU-hours",  # 360 s
     ]
-    assert spent(job(QWEN_30B), ROWS[:3]).lines()[0].startswith("spent in 1 step: ")
+    assert spent(job(QWEN_30B), ROWS[:3]).lines()[0].startswith("cost of 1 step: ")
     assert spent(job(QWEN_30B), ROWS[:2]).lines() == []
 
 
@@ -156,7 +156,7 @@ def test_on_one_machine_gpus_are_those_of_ranks_and_servers(
 
 def test_a_fault_in_the_hours_does_not_end_a_run() -> None:
     (line,) = spent(load_config("tiny_cpu", []), [{"phase": "rl", "step": 1, "seconds/step": "soon"}, *ROWS]).lines()
-    assert line.startswith("the run's hours are not counted: ValueError: could not convert string to float")
+    assert line.startswith("the report cannot count the run's hours: ValueError: could not convert string to float")
 
 
 def test_the_costs_of_a_folder_are_those_that_its_run_said_at_its_end(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_costs_of_a_folder_are_those_that_its_run_said_at_its_end(tmp_path: 
     assert costs.lines() == spent(config, ROWS).lines()
     (tmp_path / "config.yaml").write_text("rollout: 7\n")
     (line,) = costs_of_run(tmp_path).lines()
-    assert line.startswith("the run's hours are not counted: ")
+    assert line.startswith("the report cannot count the run's hours: ")
 
 
 def test_a_run_of_many_steps_is_counted_in_the_room_of_a_row() -> None:
@@ -179,7 +179,7 @@ def test_a_run_of_many_steps_is_counted_in_the_room_of_a_row() -> None:
         found = spent(load_config("tiny_cpu", []), (dict(row) for _ in range(steps))).lines()
         taken.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert found[0].startswith(f"spent in {steps} steps: ")
+        assert found[0].startswith(f"cost of {steps} steps: ")
     assert taken[2] - taken[1] < 50 * len(json.dumps(row))
 
 
@@ -225,7 +225,7 @@ def test_a_report_is_made_beside_the_loop_and_ends_once_nobody_waits_for_it(
     said = f"the report is left out; rl-megatron report {tmp_path} writes it\n"
     assert capsys.readouterr().out == ("" if by is None else said)
     asyncio.run(train._report(config, tmp_path, Progress(2, "plain"), StopSignal(Progress(2, "plain"))))
-    assert "spent in 2 steps: " in (tmp_path / "report.html").read_text()
+    assert "cost of 2 steps: " in (tmp_path / "report.html").read_text()
 
 
 def test_the_end_of_a_run_has_the_verdicts_of_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +240,7 @@ def test_a_report_that_fails_is_warned_of_and_fails_no_run(tmp_path: Path, caplo
     progress = Progress(2, "plain")
     asyncio.run(train._report(config, tmp_path, progress, StopSignal(progress)))
     (said,) = caplog.messages
-    assert said.startswith(f"the report is not written: {tmp_path}/metrics.jsonl")
+    assert said.startswith(f"the report could not be written: {tmp_path}/metrics.jsonl")
     assert said.endswith(f"; rl-megatron report {tmp_path} writes it")
 
 

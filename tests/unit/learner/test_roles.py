@@ -211,7 +211,7 @@ def test_a_critic_of_another_optimizer_takes_a_checkpoints_weights_and_a_preflig
     for model, refused in ((policy, False), (make_tiny_model(TinySizes(), tmp_path, seed=0), True)):
         keys = ("algorithm=ppo", "learner.ep=1", f"model.path={model}", f"algorithm.critic.path={shards}")
         found = [one.text for one in check(PreflightContext(load_config("tiny_cpu", keys), for_job=False))]
-        assert any("is no checkpoint of a critic of the policy's sizes" in one for one in found) == refused, found
+        assert any("is not a checkpoint of a critic with the policy's sizes" in one for one in found) == refused, found
     with critic_rank(policy, tmp_path / "then", f"model.path={policy}", "learner.optimizer.name=muon") as rank:
         rank.load_weights("critic", shards)
         critic = rank._learners["critic"]
