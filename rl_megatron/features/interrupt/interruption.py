@@ -18,15 +18,16 @@ from numpy.lib.stride_tricks import sliding_window_view
 from typing_extensions import override
 
 from rl_megatron.agents.conversation.templates import encode_text
-from rl_megatron.columns import TokenIds
+from rl_megatron.columns import TokenIds, blank, one_after_the_other
 from rl_megatron.config.run import RunConfig
+from rl_megatron.engines.answers import join_continuation
 from rl_megatron.errors import task_group
-from rl_megatron.feature import Generate, SamplerHooks, StepHooks
+from rl_megatron.feature import Generate, SamplerHooks, StepHooks, declared_columns
 from rl_megatron.features.interrupt.feature import InterruptSection, interrupt_section
 from rl_megatron.interfaces import RunComponents
 from rl_megatron.observability.recorder import Row
 from rl_megatron.seeds import text_seed
-from rl_megatron.types import Completion, GenerationRequest, RolloutGroup, Span, TokenSequence, Trajectory, Turn
+from rl_megatron.types import Completion, GenerationRequest, RolloutGroup, Span, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,16 +148,17 @@ class ThinkingBudget(SamplerHooks):
         """Joins the completion up to its place, the text if it was inserted, and ``more``; its log-probs are 0."""
         if not len(more.token_ids):
             return replace(completion, finish_reason=more.finish_reason)
-        given = self._given(completion.token_ids)
-        before = len(completion.token_ids) + len(given)
-        same = more.spans[0].version == completion.spans[-1].version
-        behind = (Span(before + one.start, one.version) for one in more.spans[same:])
-        return Completion(
-            token_ids=np.concatenate((completion.token_ids, given, more.token_ids)),
-            logprobs=np.concatenate((completion.logprobs, np.zeros(len(given), np.float32), more.logprobs)),
-            finish_reason=more.finish_reason,
-            spans=(*completion.spans, *behind),
+        given, columns = self._given(completion.token_ids), dict(completion.columns)
+        for name, column in columns.items():  # the next request computes the text's positions; none of it was sampled
+            if declared_columns()[name].of == "sampled":
+                columns[name] = one_after_the_other([column, blank(column, len(given))])
+        before = replace(
+            completion,
+            token_ids=np.concatenate((completion.token_ids, given)),
+            logprobs=np.concatenate((completion.logprobs, np.zeros(len(given), np.float32))),
+            columns=columns,
         )
+        return replace(join_continuation(before, more), continued=False)
 
     def _split_turns(self, group: RolloutGroup, completions: Sequence[Completion], place: int) -> RolloutGroup:
         """Returns the group with two turns of each interrupted completion, the text between them."""
@@ -184,7 +186,7 @@ class ThinkingBudget(SamplerHooks):
             spans=tuple(Span(max(one.start - behind, 0), one.version) for one in turn.spans[len(older) - 1 :]),
             text=self.decode(completion.token_ids[behind:].tolist()),
         )
-        return replace(trajectory, chains=(TokenSequence(token_ids=chain.token_ids, turns=(first, second)),))
+        return replace(trajectory, chains=(replace(chain, turns=(first, second)),))
 
     def _given(self, sampled: TokenIds) -> TokenIds:
         return self.token_ids[: 0 if self._thought(sampled) else None]

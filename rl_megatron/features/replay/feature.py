@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from rl_megatron.columns import Column
 from rl_megatron.feature import Curve, Feature, Serving, StepHooks
-from rl_megatron.rules import SET, TEXT, Above, Excludes, Not, On, Rule
+from rl_megatron.rules import SET, TEXT, Excludes, Not, On, Rule
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
@@ -73,8 +73,6 @@ _RULES: Sequence[Rule] = (
     Excludes(one=On("rollout.stop", Not(())), other=(On("rollout.engine", "vllm"), _ROUTES),
              why="vLLM finds texts outside of its engine, which then returns no routes",
              fix="set rollout=sglang or local, or leave one of them out"),
-    Excludes(one=On("rollout.interrupt.earliest", Above(0)), other=_ROUTES,
-             why="routes are of one request, and what is interrupted takes two", fix=_LEAVE_OUT),
     Excludes(one=On("algorithm.demonstration_gamma"), other=_ROUTES, why="no engine chose its experts", fix=_LEAVE_OUT),
     Excludes(one=_REPLAYS, other=On("shape.num_experts", 0, shown="shape.family"), where="shape",
              why="it has no experts, so there is no routing", fix="set algorithm.routing_replay=off"),

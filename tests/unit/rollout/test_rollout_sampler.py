@@ -430,9 +430,11 @@ def groups(ours: RolloutSampler) -> list[RolloutGroup]:
 def test_a_text_follows_where_thinking_goes_on_and_only_what_was_sampled_is_trained_on(
     theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, apart: bool
 ) -> None:
-    """Up to its place a completion is the one that nobody interrupts."""
-    engine = make_engine(8)
-    found, free = (groups(interrupting(engine, each, one_request_each=apart)) for each in ({"earliest": 5}, None))
+    """Up to its place a completion is the one that nobody interrupts. Its routes are those of one pass over its row."""
+    engine, routes = make_engine(8), ("routes",)
+    found, free = (
+        groups(interrupting(engine, each, one_request_each=apart, columns=routes)) for each in ({"earliest": 5}, None)
+    )
     interrupted = 0
     for group, other in zip(found, free, strict=True):
         samples = to_samples([group])
@@ -450,7 +452,10 @@ def test_a_text_follows_where_thinking_goes_on_and_only_what_was_sampled_is_trai
             assert [turn.text for turn in one.turns] == [text(tokens[:5]), text(tokens[8:])]
             assert all([span[0] for span in turn.spans] == [0] for turn in one.turns)
             with torch.no_grad():
-                logits = theirs(torch.tensor([chain.token_ids.tolist()])).logits[0].double().log_softmax(-1)
+                said = theirs(torch.tensor([chain.token_ids.tolist()]), output_router_logits=True)
+            logits = said.logits[0].double().log_softmax(-1)
+            chosen = [layer[:-1].topk(2).indices.sort(-1).values for layer in said.router_logits]
+            np.testing.assert_array_equal(np.sort(chain.columns["routes"], -1), torch.stack(chosen, 1).numpy())
             for turn in one.turns:
                 places = range(turn.start, turn.stop)
                 wanted = [float(logits[at - 1, chain.token_ids[at]]) for at in places]
@@ -598,7 +603,6 @@ def test_a_demonstration_is_shown_whole_beside_completions_that_are_interrupted(
         (["rollout.interrupt.earliest=6"], "after 6 to 6 sampled tokens; make the first at most the second"),
         (["rollout.interrupt.earliest=4", "rollout.interrupt.latest=0.5"], "after 4 to 3 sampled tokens"),
         (["rollout.interrupt.earliest=0.5", "algorithm=dpo"], "with algorithm.preference.beta=0.1: only single compl"),
-        (["rollout.interrupt.earliest=0.5", "train.route_flips=true"], "routes are of one request"),
     ],
 )
 def test_what_cannot_be_is_refused(keys: list[str], reason: str) -> None:
