@@ -53,8 +53,6 @@ _RULES: Sequence[Rule] = (
     Excludes(one=_MASKS, other=On("algorithm.demonstration_gamma"), why="no engine sampled it", fix=_LEAVE_OUT),
     Excludes(one=_MASKS, other=On("rollout.interrupt.earliest", Above(0)),
              why="masks are of one request, and what is interrupted takes two", fix=_LEAVE_OUT),
-    Excludes(one=_MASKS, other=On("training_environments@function"), why="requests of turns ask for no masks",
-             fix=_LEAVE_OUT),
 )
 # fmt: on
 

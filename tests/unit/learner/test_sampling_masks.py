@@ -139,7 +139,6 @@ def test_the_note_on_limits_falls_with_masks() -> None:
         (["algorithm=dpo"], "pairs have no ratio to the engine"),
         (["algorithm=luffy"], "no engine sampled it"),
         (["rollout.interrupt.earliest=2", "rollout.interrupt.text=end"], "what is interrupted takes two"),
-        (["environment.function=rl_megatron.environments.calculator:Calculator"], "requests of turns ask for no masks"),
     ],
 )
 def test_what_masks_do_not_go_with_is_refused(keys: list[str], said: str) -> None:
