@@ -156,7 +156,9 @@ def _of(subject: PreflightContext, section: RewardSection, source: str) -> Itera
     sandbox = Sandbox(subject.config.sandbox)
     if found := _without(section, (*models, *absent)):
         resolve_reward(found, key, sandbox)
-    elsewhere = ["tests"] if subject.for_job else []
+    elsewhere = [*(["tests"] if subject.for_job else []), *(own if subject.off_cluster else [])]
+    if subject.off_cluster and own:
+        yield unchecked(f"the reward {', '.join(own)} with a row of the data")
     if called := _without(section, (*models, *absent, *servers, *elsewhere)):
         made_up = Prompt(id="made-up", text="1+1=", token_ids=(0, 1), answer="2", source=source)
         yield from _call(resolve_reward(called, key, sandbox), called, first_prompt(subject, source) or made_up)

@@ -464,6 +464,15 @@ def test_a_dry_run_elsewhere_names_what_only_the_cluster_has(
     assert "memory: up to 112.6 GB a GPU" in said
     assert "not checked: model files; data; " in said
     assert (tmp_path / "runs/x/job.sbatch").is_file()
+    (tmp_path / "own.py").write_text(
+        "def f(completions, answer, **kw):\n    return [c[0]['content'] for c in completions]\n"
+    )
+    rewards = [f"reward.function=own:{name}" for name in ("f", "g")]
+    assert [status_of("submit", "qwen3_30b_a3b", "--dry-run", "--elsewhere", *keys[:-1], one) for one in rewards] == [
+        0,
+        1,
+    ]
+    assert "the reward own:f with a row of the data" in capsys.readouterr().out
     assert status_of("submit", "qwen3_30b_a3b", "--dry-run", "--elsewhere", *keys, "model.name=null") == 1
     assert "for the plan, give a folder with the model's config.json, or set model.name to" in capsys.readouterr().err
     assert status_of("submit", "qwen3_30b_a3b", "--dry-run", "--elsewhere", *keys, "learner.tp=3") == 1
