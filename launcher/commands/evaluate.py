@@ -104,8 +104,8 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         shape = job_shape(config, read_shape(folder, config.learner.model))
         raise_unread_files(config, shape)
         data = load_data(config, folder, vocab_size=shape.vocab_size)
-        sets = ", ".join(f"{one.name or WHOLE} ({len(one.prompts)} x {one.section.samples})" for one in data.sets)
-        said = f"{target.source}: {sets}, by {config.rollout.engine}{format_variables(config)}"
+        sets = ", ".join(f"{s.name or WHOLE} ({len(s.prompts)} problems, {s.section.samples} each)" for s in data.sets)
+        said = f"{target.source}: samples of {sets} by engine {config.rollout.engine}{format_variables(config)}"
         print(said, flush=True)
         begun = Results(
             model=str(target.source),
