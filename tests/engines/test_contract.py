@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from launcher.servers.engines import SERVERS
+from rl_megatron.agents.conversation.conversation import TokenRows
 from rl_megatron.engines.local.engine import make_decoder
 from rl_megatron.errors import EngineError
 from rl_megatron.types import Completion, Span
@@ -69,6 +71,36 @@ def test_routes_are_transformers_of_every_position_once(bench: Bench, models: tu
             for c in completions:
                 found = torch.tensor(c.columns["routes"]).sort(-1).values
                 assert found.tolist() == routes_of(folder, (*asked.token_ids, *c.token_ids)[:-1]).tolist()
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_rows_of_two_turns_have_the_routes_that_computed_each_position_first(
+    bench: Bench, models: tuple[Path, Path], pushed: bool
+) -> None:
+    """The second turn finds the first in the cache, or a push came between. A branch has its own request's routes."""
+    if bench.name not in RETURN_ROUTES:
+        return
+    rows, old, new = TokenRows(), models[0], models[int(pushed)]
+    bench.push(old, 1)
+
+    def ask(prompt: Sequence[int]) -> list[int]:
+        ((turn,),) = bench.generate(replace(request(prompt), columns=("routes",)))
+        rows.add(np.array(prompt, np.int32), turn, "")
+        return [*prompt, *turn.token_ids.tolist()]
+
+    first = ask(PROMPTS[3])
+    if pushed:
+        bench.push(new, 2)
+    ask([*first, 5, 6, 7])
+    ask([*first[:-4], 8, 9])
+    row, branch = rows.chains()
+    for chain, cut in ((row, len(first) - 1), (branch, 0)):
+        found = torch.tensor(chain.columns["routes"]).sort(-1).values
+        of_old, wanted = (routes_of(folder, chain.token_ids[:-1].tolist()) for folder in (old, new))
+        wanted[:cut] = of_old[:cut]
+        assert found.shape == wanted.shape
+        assert (found == wanted).double().mean() > 0.99  # a near tie may fall otherwise
+        assert (found.roll(1, 0) == wanted).double().mean() < 0.8
 
 
 def test_logprobs_under_top_p_are_of_the_nucleus(bench: Bench, models: tuple[Path, Path]) -> None:
