@@ -134,11 +134,11 @@ class Recorder:
         if self._idle_steps == IDLE_STEPS and not self._warned:
             self._warned = True
             logger.warning(
-                "no advantage differed from 0 for %d steps, as where each group has equal rewards, so nothing is "
-                "learned: %s shows completions and their rewards. Check the reward, the prompt's template "
-                "(data.prompt_template, data.chat_template) and whether answers are truncated "
-                "(rollout.max_new_tokens). A model that solves no problem needs a warm start first "
-                "(warm_start.steps); one that solves all needs harder problems",
+                "all advantages were 0 for %d steps, for example because all rewards of a group are equal, so the "
+                "policy learns nothing. Read completions and rewards in %s. Check the reward, the prompt template "
+                "(data.prompt_template, data.chat_template) and whether completions are truncated "
+                "(rollout.max_new_tokens). A model that solves no problem needs a warm start "
+                "(warm_start.steps); a model that solves all of them needs harder problems",
                 IDLE_STEPS,
                 self._file,
             )
@@ -147,9 +147,9 @@ class Recorder:
         if self._still_steps == IDLE_STEPS and not self._warned_still:
             self._warned_still = True
             logger.warning(
-                "the gradient norm was exactly 0 for %d steps although rewards differed, so nothing is learned, as "
-                "where the policy gives each token that it samples a probability of 1. Resume from an earlier "
-                "checkpoint with a lower train.learning_rate",
+                "the gradient norm was exactly 0 for %d steps although rewards differed, so the policy learns nothing. "
+                "Perhaps it gives each sampled token a probability of 1. Resume from an earlier checkpoint with a "
+                "lower train.learning_rate",
                 IDLE_STEPS,
             )
         return written

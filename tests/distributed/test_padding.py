@@ -137,7 +137,7 @@ def test_experts_latents_windows_and_a_missing_transformer_engine_are_refused(mo
     latent = replace(dense, latent=NAMED["deepseek-v3"].latent, norm_eps=1e-6)
     for shape, why in (
         (sparse, "dispatcher of experts waits for counts on the host"),
-        (replace(dense, windows=(128, 0) * 24), "sliding windows: torch's layers alone compute that"),
+        (replace(dense, windows=(128, 0) * 24), "sliding windows: only torch's layers support that"),
         (latent, "rotary embeddings of latent attention wait for lengths on the host"),
     ):
         (said,) = problems(learner, shape)

@@ -161,7 +161,7 @@ def test_quantized_weights_are_for_servers_on_gpus_that_the_run_starts() -> None
     (device, dtype, addresses) = problems([*given, *SERVED, "rollout.server.addresses=http://a:1"])
     assert rest == [device, dtype]
     assert "with learner.device=cpu: the engines' kernels for quantized weights need GPUs; set" in device
-    assert dtype.endswith("learner.dtype=float32: the engines' kernels give bfloat16; set learner.dtype=bfloat16")
+    assert dtype.endswith("learner.dtype=float32: the engines' kernels compute in bfloat16; set learner.dtype=bfloat16")
     assert "rollout.server.addresses=http://a:1: the run cannot see the format of running servers" in addresses
 
 
@@ -259,13 +259,13 @@ def test_ranks_hold_no_reference_beside_them() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ([*teacher("a"), "algorithm.kl.reference=tests"], "both judge; keep one"),
+        ([*teacher("a"), "algorithm.kl.reference=tests"], "both score the policy; keep one"),
         ([*teacher("a"), "rollout.temperature=0.5"], "http://127.0.0.1:9 with rollout.temperature=0.5: servers"),
         (
             [*held("a"), f"{KEY}.a.timeout_seconds=3"],
             "timeout_seconds=3 does nothing: with algorithm.kl.teachers.a.server=null ranks of the run hold",
         ),
-        ([f"{KEY}.a.server={URL}", f"{KEY}.a.path=tests"], "engine=null: requests are that engine's; give engine=vllm"),
+        ([f"{KEY}.a.server={URL}", f"{KEY}.a.path=tests"], "engine=null: requests depend on the engine; give"),
         (
             [*held("a"), "roles.layouts.teacher_b.tp=2"],
             "roles.layouts.teacher_b: no teacher of algorithm.kl.teachers or reward_models with its own ranks has "
@@ -276,7 +276,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0 does not read it"),
         ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference.beta"),
         ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),
-        ([*held("a"), FOLLOWS], "none of them is the policy's moving average, as each has a path; leave refe"),
+        ([*held("a"), FOLLOWS], "no teacher is the policy's moving average, because each has a path; leave refe"),
         ([*own("a", 9), FOLLOWS, "roles.reference=separate"], "takes its weights from the same ranks; set roles.ref"),
         ([FOLLOWS, "roles.reference=separate"], "_update_rate=0.1 with roles.reference=separate and job=rl: a"),
         ([FOLLOWS, "algorithm=grpo"], "reference_update_rate=0.1 does nothing: with algorithm.kl.coefficient=0 and"),
@@ -284,7 +284,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             ["algorithm.kl.reference_update_every=2"],
             "every=2 does nothing: with algorithm.kl.reference_update_rate",
         ),
-        ([*teacher("a"), *teacher("b"), "algorithm=gkd"], "a, b judge the same prompts, and estimator=top_k"),
+        ([*teacher("a"), *teacher("b"), "algorithm=gkd"], "a, b score the same prompts, but only estimator=k1"),
         (teacher("a", Path("tests"), "sources=[sums]"), f"{KEY}.a.sources names 'sums'; data.sources has none"),
         ([f"{KEY}.a.weight=2"], "no path: without one it is the policy itself, which judges by another prompt"),
         ([f"{KEY}.a.server={URL}", f"{KEY}.a.engine=vllm", *own("a", 9)], "on its own ranks; give path"),
@@ -312,7 +312,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             "learner.max_tokens_per_micro_batch=60 is less than the longest sequence that teacher_a reads, "
             f"({KEY}.a.max_prompt_tokens=50 + rollout.max_new_tokens=6 + rollout.max_new_tokens=6) = 62",
         ),
-        ([*sources("sums", "more"), *teacher("a", Path("tests"), "sources=[sums]")], "none judges the prompts of data"),
+        ([*sources("sums", "more"), *teacher("a", Path("tests"), "sources=[sums]")], "no teacher scores prompts"),
         ([f"{KEY}.a.server=ftp://x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"], "must be http://host:port,"),
         ([f"{KEY}.a.server=http://me:pw@x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"], "without user or path"),
     ],

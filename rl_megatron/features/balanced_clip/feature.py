@@ -48,18 +48,18 @@ FEATURE = Feature(
     wants=lambda config: frozenset({"logprobs"} if balance_section(config).share is not None else ()),
     rules=(
         *excluded(On("algorithm.balance.share"),
-            (On("algorithm.ratio_level", Not("token")), "it is of ratios of tokens", "set ratio_level=token"),
+            (On("algorithm.ratio_level", Not("token")), "it balances ratios of tokens", "set ratio_level=token"),
             (On("algorithm.preference.beta"), "pairs have no clip", "leave one of them out"),
-            (On("algorithm.demonstration_gamma"), "it is of clipped ratios, and a demonstration has none",
+            (On("algorithm.demonstration_gamma"), "it balances clipped ratios, and a demonstration has none",
              "set balance.share=null"),
             (On("algorithm.old_logprobs", "interpolated"), "these follow the policy", "set learner or rollout"),
-            (On("algorithm.correction.acts", True, "algorithm.correction.mode"), "the share is of the loss without its "
+            (On("algorithm.correction.acts", True, "algorithm.correction.mode"), "the share does not count the "
              "weights", "leave the correction out, and set old_logprobs=rollout"),
-            (On("algorithm.balance.high", Below("algorithm.clip_high")), "clip_high rises to it", "raise it"),
-            (On("algorithm.balance.low", Above("algorithm.clip_low")), "clip_low falls to it", "lower it")),
-        ReadIf(keys=("algorithm.balance",), any_of=(On("algorithm.objective", "clip"),), why="nothing is clipped so"),
+            (On("algorithm.balance.high", Below("algorithm.clip_high")), "clip_high starts above it", "raise it"),
+            (On("algorithm.balance.low", Above("algorithm.clip_low")), "clip_low starts below it", "lower it")),
+        ReadIf(keys=("algorithm.balance",), any_of=(On("algorithm.objective", "clip"),), why="nothing is clipped"),
         ReadIf(keys=("algorithm.balance.high", "algorithm.balance.low"), any_of=(On("algorithm.balance.share"),),
-               why="the limits stay"),
+               why="the limits do not move"),
     ),
     step="rl_megatron.features.balanced_clip.step:make_hooks",
     metrics=(

@@ -46,8 +46,8 @@ def _megatron(learner: LearnerSection, shape: ModelShape) -> Keywords:
         return Keywords(model=model)
     if not any(importlib.util.find_spec(name) for name in _FLASH_3):
         raise ConfigError(
-            f"{_KEY}: the megatron-core here takes FlashAttention 3 for it, which is not installed; install it "
-            "(flash_attn_3), take megatron-core 0.16.1, or leave it out"
+            f"{_KEY}: this megatron-core needs FlashAttention 3, which is not installed; install it "
+            "(flash_attn_3), use megatron-core 0.16.1, or leave it out"
         )
     return Keywords(model={**model, "flash_attention_version": 3})
 
@@ -58,22 +58,22 @@ _ONE = "leave one of them out"
 _RULES = (
     *excluded(_ON,
         (On("learner.device", "cpu"), "its kernels need GPUs", "leave it out"),
-        (On("learner.dtype", "float32"), "FlashAttention takes half precision", "set bfloat16"),
+        (On("learner.dtype", "float32"), "FlashAttention needs half precision", "set bfloat16"),
         (On("learner.cp", Above(1)), "TransformerEngine's attention over cp calls FlashAttention 2, whose splits are "
          "not fixed (megatron-core 0.19 refuses it)", "set learner.cp=1"),
         (On("learner.head_dtype"), "its kernel multiplies float32 in TF32, with 10 bits", _ONE),
-        *((on, "megatron-core has such kernels for TransformerEngine's layers alone", "set learner.layers=auto")
+        *((on, "megatron-core has such kernels only for TransformerEngine's layers", "set learner.layers=auto")
           for on in (On("learner.layers", "torch"), On("learner.own_layers", SET, "learner.layers"))),
-        (On("learner.tp", Above(2)), "NCCL adds the ranks' parts of a token in an order that depends on its place in "
-         "the micro-batch, which two parts alone do not show", "set learner.tp to 1 or 2")),
+        (On("learner.tp", Above(2)), "with more than two ranks, NCCL sums in an order that depends on a token's place "
+         "in the micro-batch", "set learner.tp to 1 or 2")),
     *excluded(_ON,
         (On("shape.num_experts", Above(0), "shape.family"), "megatron-core 0.16.1 has no such kernels for experts' "
          "grouped products", "leave it out"),
-        (TORCH_ONLY, "torch's layers alone compute that", "leave it out"), where="shape"),
+        (TORCH_ONLY, "only torch's layers support that", "leave it out"), where="shape"),
     Excludes(one=On("learner.optimizer.name", "muon"), other=_ON, fix=_ONE,
-             why="that mode's torch.addmm takes no factors, and Muon's iteration has some"),
-    Excludes(one=On("learner.fp8"), other=_ON, why="its kernels take no float8", fix=_ONE),
-    Excludes(one=On("learner.lora.rank"), other=_ON, why="that mode's torch.addmm, which merges, takes no factor",
+             why="Muon needs a torch.addmm with factors"),
+    Excludes(one=On("learner.fp8"), other=_ON, why="its kernels do not support float8", fix=_ONE),
+    Excludes(one=On("learner.lora.rank"), other=_ON, why="merging needs a torch.addmm with a factor",
              fix=_ONE),
 )
 # fmt: on

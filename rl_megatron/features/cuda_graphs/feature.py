@@ -59,33 +59,33 @@ _LEARNER_RULES = (
          "which cannot be captured", "leave it out"),
         (On("shape.latent", SET, "shape.family"), "rotary embeddings of latent attention wait for lengths on the host",
          "leave it out"),
-        (TORCH_ONLY, "torch's layers alone compute that", "leave it out"), where="shape"),
+        (TORCH_ONLY, "only torch's layers support that", "leave it out"), where="shape"),
     *excluded(_ON,
         (On("learner.padding.sequences", UNSET), "a graph replays the shapes that it was captured with",
          "set learner.padding.tokens and learner.padding.sequences"),
-        (On("learner.device", "cpu"), "a CPU has no such graphs", "leave it out"),
-        (On("learner.layers", "torch"), "their attention makes calls of other shapes for other lengths",
+        (On("learner.device", "cpu"), "a CPU has no CUDA graphs", "leave it out"),
+        (On("learner.layers", "torch"), "the shapes in their attention depend on lengths",
          "set learner.layers=auto"),
         (On("learner.pp", Above(1)), "megatron-core then captures a graph for each micro-batch of the first step, and "
-         "steps have other numbers of them", "set learner.pp=1"),
-        (On("learner.cp", Above(1)), "capturing attention's exchange was not tried", "set learner.cp=1"),
-        (On("learner.fp8"), "weights' copies in float8 move", _ONE),
+         "the number varies by step", "set learner.pp=1"),
+        (On("learner.cp", Above(1)), "capturing the exchange of attention is untested", "set learner.cp=1"),
+        (On("learner.fp8"), "float8 copies of weights change their addresses", _ONE),
         *((on, "megatron-core captures by torch.autograd.grad, in which its checkpointing raises an error, and refuses "
            "to recompute whole layers", _ONE)
           for on in (On("learner.recompute.parts", Not(())), On("learner.recompute.uniform", SET))),
-        *((On(f"learner.overlap.{key}", True), "hooks that reduce and gather were not tried", _ONE)
+        *((On(f"learner.overlap.{key}", True), "capturing these hooks is untested", _ONE)
           for key in ("gradients", "parameters")),
         (On("learner.offload.while_sampling"), "graphs read weights where they were when captured, and they come back "
          "elsewhere", _ONE)),
-    Excludes(one=On("learner.offload.activations", Not(())), other=_ON, why="graphs keep activations in memory of "
-             "their own, from which nothing can leave", fix="set one of the two"),
+    Excludes(one=On("learner.offload.activations", Not(())), other=_ON, why="graphs keep activations in their "
+             "own memory, which cannot be offloaded", fix="set one of the two"),
     Excludes(one=On("learner.lora.rank"), other=_ON, why="a graph has fixed weights", fix=_ONE),
 )
 _RULES = (
     Excludes(one=On("algorithm.is_own_critic", True, "algorithm.critic.backbone"), other=_ON,
-             why="no pass with a value layer was captured yet", fix="leave it out, or set critic.backbone=own"),
+             why="capturing a value layer is untested", fix="leave it out, or set critic.backbone=own"),
     Excludes(one=_ON, other=(On("algorithm.needs_critic", True, "algorithm.credit"), On("roles.critic", "learner")),
-             why="megatron-core captures the layers of one trained model of a process",
+             why="megatron-core captures only one trained model per process",
              fix="set roles.critic=separate"),
 )
 # fmt: on

@@ -102,55 +102,55 @@ _SGLANG = On("rollout.engine", "sglang")
 # fmt: off
 _LEARNER_RULES: Sequence[Rule] = (
     *(Excludes(one=_TRAINS, other=other, why=why, fix="leave one of them out") for other, why in (
-        (On("learner.optimizer.name", "muon"), "its optimizer is Adam alone"),
-        (On("learner.lora.rank"), "checkpoints of adapters hold no draft layer"),
-        (On("learner.fp8"), "the draft layer has no float8 here"),
-        (On("learner.cuda_graphs", True), "graphs of the policy's layers leave no hidden states behind"),
-        (On("learner.own_layers", SET, "learner.layers"), "the draft layer is made of this package's layers"))),
+        (On("learner.optimizer.name", "muon"), "the draft layer needs Adam"),
+        (On("learner.lora.rank"), "checkpoints of adapters have no draft layer"),
+        (On("learner.fp8"), "the draft layer does not support float8"),
+        (On("learner.cuda_graphs", True), "graphs do not return hidden states"),
+        (On("learner.own_layers", SET, "learner.layers"), "the draft layer needs this package's layers"))),
     *excluded(_TRAINS,
-        (On("shape.scores", True, "shape.family"), "a model that scores has no output matrix, so its draft layer is of "
-         "no use", "leave it out"),
-        (On("shape.draft_layers", Not(1)), "exactly one draft layer is trained", "leave it out"),
-        (On("shape.indexer", SET, "shape.family"), "its draft layer has an indexer of its own, which is not held while "
-         "it trains", "leave it out, and exports have the layer as it was"), where="shape"),
+        (On("shape.scores", True, "shape.family"), "a model that scores has no output matrix, so it cannot use a draft "
+         "layer", "leave it out"),
+        (On("shape.draft_layers", Not(1)), "the learner trains exactly one draft layer", "leave it out"),
+        (On("shape.indexer", SET, "shape.family"), "its draft layer has its own indexer, which the learner cannot "
+         "train", "leave it out; exports keep the layer unchanged"), where="shape"),
 )
 _RULES: Sequence[Rule] = (
     Excludes(one=_TRAINS, other=On("kind.rows", OneOf(("pairs", "labels")), shown="job"),
-             why="it has tokens of answers that the policy is to avoid, and a draft layer learns to say them",
+             why="the draft layer would also learn the answers that the policy should avoid",
              fix="leave it out, and train the layer with job=sft or rl"),
     Excludes(one=On("algorithm.is_own_critic", True, shown="algorithm.critic.backbone"), other=_TRAINS,
-             why="both read the last hidden states, and no pass with both was tried",
+             why="both read the last hidden states, and the combination is untested",
              fix="leave it out, or set critic.backbone=own"),
     Excludes(one=_PROPOSES, other=On("rollout.embedded", True, shown="rollout.engine"),
-             why="it decodes a token at a time", fix="set rollout=vllm or sglang, or leave it out"),
+             why="this engine decodes one token at a time", fix="set rollout=vllm or sglang, or leave it out"),
     Needs(when=_PROPOSES, all=_TRAINS,
-          why="pushes bring servers what the learner trains, and the draft layer only if it is",
+          why="pushes include the draft layer only if the learner trains it",
           fix="set learner.draft.train=true"),
     Excludes(one=_PROPOSES,
              other=(On("rollout.served", True, "rollout.engine"), On("transport.direct", True, "weights.transport")),
-             why="what goes straight into an engine's ranks is the model's, not its draft layer's",
+             why="direct pushes include the model, but not its draft layer",
              fix="set weights.transport=file"),
     Excludes(one=_PROPOSES, other=On("rollout.server.quantization", Not("none")),
-             why="engines' draft layers have linears without this format, which a push would quantize",
+             why="a push would quantize linear layers of the draft layer that do not support it",
              fix="set it to none"),
-    Excludes(one=_PROPOSES, other=On("rollout.server.pp", Above(1)), why="its last stage alone has the draft layer",
+    Excludes(one=_PROPOSES, other=On("rollout.server.pp", Above(1)), why="only the last stage has the draft layer",
              fix="set it to 1"),
     Excludes(one=_PROPOSES, other=On("required_columns.routes", SET, TEXT),
-             why="which experts served a proposal that was replaced is not told apart here",
+             why="routes of replaced proposals cannot be told apart",
              fix="leave one of them out"),
     Excludes(one=_PROPOSES, other=On("eval.sets.*.min_p", Above(0)),
-             why="beside proposals vLLM refuses it, and SGLang samples as if it were 0", fix="set it to 0"),
+             why="with proposals vLLM rejects it, and SGLang ignores it", fix="set it to 0"),
     # SGLang 0.5.21, speculative/eagle_utils.py `_verify_uses_greedy`
     Excludes(one=_PROPOSES, other=(_SGLANG, On("learner.device", "cpu")),
-             why="on CPUs SGLang takes the most probable token wherever it proposes some, at every temperature, so "
-             "what is sampled would not have the model's distribution", fix="set rollout=vllm, or leave it out"),
+             why="on CPUs SGLang with proposals always takes the most probable token, so samples would not follow "
+             "the model's distribution", fix="set rollout=vllm, or leave it out"),
     # managers/scheduler_components/weight_updater.py `resume_memory_occupation`
     Excludes(one=_PROPOSES, other=(_SGLANG, On("rollout.server.colocated", True)),
-             why="after a release of memory SGLang restores what pushes do not bring, as tables of positions, for the "
-             "model alone, not for its draft layer", fix="set rollout=vllm, or one of them to its default"),
+             why="after a release of memory SGLang restores some tensors, like tables of positions, only for the "
+             "model, not for its draft layer", fix="set rollout=vllm, or one of them to its default"),
     Excludes(one=_PROPOSES, other=On("shape.delta", SET, shown="shape.family"),
-             why="it has delta nets, whose states a server takes back where a proposal is replaced; no engine was "
-             "tried so", fix="leave it out", where="shape"),
+             why="a server would have to restore the states of delta nets if it replaces a proposal, and that is "
+             "untested", fix="leave it out", where="shape"),
 )
 # fmt: on
 

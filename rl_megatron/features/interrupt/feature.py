@@ -52,7 +52,7 @@ def interrupt_section(rollout: RolloutSection) -> InterruptSection:
 _INTERRUPTS = On("rollout.interrupt.earliest", Above(0))
 _LEAVE_OUT = "leave one of them out"
 _SINGLE = "only single completions without a time limit can be interrupted"
-_TWO = "a completion that was interrupted is two turns already"
+_TWO = "an interrupted completion already has two turns"
 
 
 def _problems(c: RunConfig) -> Iterator[str]:

@@ -118,8 +118,8 @@ def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str
     if lora.targets and set(lora.targets) <= lacking.keys():
         parts = " and no ".join(lacking[target] for target in lora.targets)
         yield (
-            f"learner.lora.targets={','.join(lora.targets)}: model_type={shape.family!r} has no {parts}, so that "
-            "nothing would be trained; name others"
+            f"learner.lora.targets={','.join(lora.targets)}: model_type={shape.family!r} has no {parts}, so "
+            "nothing would be trained; set others"
         )
     if "experts" not in lora.targets:
         return
@@ -127,8 +127,8 @@ def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str
         yield f"learner.lora.expert_rank: model_type={shape.family!r} has no experts; leave it out"
     if shape.expert_bias or shape.stacked_experts:
         yield (
-            f"{given}: experts of model_type={shape.family!r} are in one tensor a layer, which has no adapters "
-            f"here; set learner.lora.targets={'attention' if 'mlp' in lacking else 'attention,mlp'}"
+            f"{given}: experts of model_type={shape.family!r} are in one tensor per layer, which cannot have "
+            f"adapters here; set learner.lora.targets={'attention' if 'mlp' in lacking else 'attention,mlp'}"
         )
 
 

@@ -52,7 +52,7 @@ FEATURE = Feature(
     may_change=frozenset({"learner.optimizer.muon"}),
     learner_rules=(
         Excludes(one=On("learner.lora.rank"), other=On("learner.optimizer.name", "muon"),
-                 why="it steps whole matrices", fix="leave one of them out"),
+                 why="Muon needs whole matrices", fix="leave one of them out"),
     ),
     problems=_problems,
     megatron=_megatron,

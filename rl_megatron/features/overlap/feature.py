@@ -53,7 +53,7 @@ def _problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str
     d = learner.dims
     if overlap_section(learner).gradients and d.dp * d.cp == 1 and d.tp == d.ep * d.etp:
         yield (
-            "learner.overlap.gradients=true: each rank has parameters of its own, so there is nothing to reduce; "
+            "learner.overlap.gradients=true: no rank shares parameters, so there is nothing to reduce; "
             "leave it out, or raise learner.dp"
         )
 
@@ -126,10 +126,10 @@ _SHARED = On("learner.overlap.shared_experts", True)
 # fmt: off
 _LEARNER_RULES = (
     *excluded(_GATHERS,
-        (On("learner.overlap.gradients", False), "megatron-core gathers so only where it reduces so", "set it to true"),
-        (On("learner.optimizer.name", Not("adamw")), "megatron-core can do this with AdamW alone", "set it to adamw"),
-        (On("learner.own_layers", SET, "learner.layers"), "parameters are waited for when the module that has them is "
-         "called, and layers of your own may read them otherwise", _OUT)),
+        (On("learner.overlap.gradients", False), "megatron-core needs both overlaps for this", "set it to true"),
+        (On("learner.optimizer.name", Not("adamw")), "megatron-core can do this only with AdamW", "set it to adamw"),
+        (On("learner.own_layers", SET, "learner.layers"), "a rank waits for parameters when it calls their module, "
+         "and custom layers may read them elsewhere", _OUT)),
     Excludes(one=_SHARED, other=On("shape.shared_width", 0, "shape.family"), where="shape", fix=_OUT,
              why="the model has no shared experts"),
     *excluded(_SHARED,

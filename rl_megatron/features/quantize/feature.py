@@ -34,7 +34,7 @@ FEATURE = Feature(
         Excludes(
             one=_QUANTIZED,
             other=On("learner.dtype", Not("bfloat16")),
-            why="the engines' kernels give bfloat16",
+            why="the engines' kernels compute in bfloat16",
             fix="set learner.dtype=bfloat16",
         ),
         Excludes(
@@ -46,7 +46,7 @@ FEATURE = Feature(
         Excludes(
             one=On("weights.push", "adapters"),
             other=_QUANTIZED,
-            why="the model is pushed as it is, and once",
+            why="the run pushes the model only once, unchanged",
             fix="leave the key out, or set weights.push=merged",
         ),
         CheckFunction(_cut_blocks, where="shape"),

@@ -71,7 +71,7 @@ _RULES: Sequence[Rule] = (
              "weights for all tokens, also for those that older weights sampled",
              fix="set running_requests=abort, or leave routes out"),
     Excludes(one=On("rollout.stop", Not(())), other=(On("rollout.engine", "vllm"), _ROUTES),
-             why="vLLM finds texts outside of its engine, which then returns no routes",
+             why="vLLM finds stop texts outside of its engine, which then returns no routes",
              fix="set rollout=sglang or local, or leave one of them out"),
     Excludes(one=On("algorithm.demonstration_gamma"), other=_ROUTES, why="no engine chose its experts", fix=_LEAVE_OUT),
     Excludes(one=_REPLAYS, other=On("shape.num_experts", 0, shown="shape.family"), where="shape",

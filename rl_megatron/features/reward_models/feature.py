@@ -32,7 +32,7 @@ def _problems(c: RunConfig) -> Iterator[str]:
         known = ", ".join(c.reward_models) or "none"
         yield f"{asked[name]}.function={RANKS}{name:.80}: reward_models has {known}; give reward_models.{name:.80}.path"
     for name in sorted(set(c.reward_models) - asked.keys()):
-        yield f"reward_models.{name}: no reward asks it; set reward.function={RANKS}{name}, or leave it out"
+        yield f"reward_models.{name}: no reward uses it; set reward.function={RANKS}{name}, or leave it out"
     yield from _longer_than_a_micro_batch(c)
 
 

@@ -51,12 +51,12 @@ def _active(learner: LearnerSection) -> bool:
 _BALANCED = [On(f"learner.router.{key}", Above(0)) for key in BalanceKeys.model_fields]
 # fmt: off
 _RULES: Sequence[Rule] = (
-    *(Excludes(one=one, other=On("learner.router.frozen", True), why="a frozen router is not balanced",
+    *(Excludes(one=one, other=On("learner.router.frozen", True), why="a frozen router cannot be balanced",
                fix="set learner.router.frozen=false, or leave it out") for one in _BALANCED),
     *(Excludes(one=one, other=On("shape.num_experts", 0, "shape.family"), where="shape", why="the model has no experts",
                fix="leave it out") for one in _BALANCED),
     Excludes(one=On("learner.router.bias_update_rate", Above(0)), other=On("shape.router.selection_bias", False,
-             "shape.family"), where="shape", why="its routers have no selection bias, nor do engines",
+             "shape.family"), where="shape", why="its routers have no selection bias",
              fix="set it to 0, and balance by learner.router.global_aux_loss"),
 )
 # fmt: on

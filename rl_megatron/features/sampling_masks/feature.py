@@ -52,7 +52,7 @@ _RULES: Sequence[Rule] = (
              fix=_LEAVE_OUT),
     Excludes(one=_MASKS, other=On("algorithm.demonstration_gamma"), why="no engine sampled it", fix=_LEAVE_OUT),
     Excludes(one=_MASKS, other=On("rollout.interrupt.earliest", Above(0)),
-             why="masks are of one request, and what is interrupted takes two", fix=_LEAVE_OUT),
+             why="engines return masks per request, and an interrupted completion needs two", fix=_LEAVE_OUT),
 )
 # fmt: on
 

@@ -40,11 +40,11 @@ def _problems(c: RunConfig) -> Iterator[str]:
     for source in known or ("",):
         of = [name for name, one in kl.teachers.items() if not one.sources or source in one.sources]
         if not of:
-            yield f"{key}: none judges the prompts of data.sources.{source}; name it in one's sources"
+            yield f"{key}: no teacher scores prompts of data.sources.{source}; add it to the sources of one"
         if len(of) > 1 and kl.estimator != "k1":
             yield (
-                f"{key}: {', '.join(of)} judge the same prompts, and estimator={kl.estimator} of several is no "
-                "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
+                f"{key}: {', '.join(of)} score the same prompts, but only estimator=k1 can combine several; "
+                "set algorithm.kl.estimator=k1, or one teacher"
             )
     for name, one in teachers_with_prompt(c).items():
         yield from _own_prompt_problems(c, name, one)
@@ -82,17 +82,17 @@ FEATURE = Feature(
     name="teachers",
     roles=_roles,
     rules=(
-        Excludes(one=_TEACHERS, other=On("algorithm.kl.reference"), why="both judge", fix="keep one"),
+        Excludes(one=_TEACHERS, other=On("algorithm.kl.reference"), why="both score the policy", fix="keep one"),
         Excludes(one=_TEACHERS, other=On("algorithm.preference.beta"),
                  why="pairs have a reference of the run, or none", fix="leave algorithm.kl.teachers out"),
         Needs(when=(On("algorithm.kl.reference_update_rate"), _TEACHERS), all=On("algorithm.kl.teachers.*.path", UNSET),
-              why="none of them is the policy's moving average, as each has a path",
+              why="no teacher is the policy's moving average, because each has a path",
               fix="leave reference_update_rate out, or a teacher's path"),
         Excludes(one=On("algorithm.kl.teachers.*.server"), other=On("rollout.temperature", Not(1)),
-                 why="servers tell log-probs of prompts at a temperature of 1",
+                 why="servers return log-probs of prompts only at temperature 1",
                  fix="set rollout.temperature=1, or leave server out, so that ranks hold it"),
         Needs(when=On("algorithm.kl.teachers.*.server"), all=On("algorithm.kl.teachers.*.engine"),
-              why="requests are that engine's", fix="give engine=vllm or sglang, which serves there"),
+              why="requests depend on the engine", fix="give engine=vllm or sglang, which serves there"),
         ReadIf(keys=tuple(f"algorithm.kl.teachers.*.{key}" for key in ("engine", "token_file", "timeout_seconds")),
                any_of=(On("algorithm.kl.teachers.*.server"),), why="ranks of the run hold this teacher"),
         CheckFunction(_problems),

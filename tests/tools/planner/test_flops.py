@@ -440,7 +440,7 @@ def test_one_node_of_eight_gpus_of_80_gb_trains_beside_its_servers() -> None:
     ("keys", "shape", "said"),
     [
         ("learner.lora.alpha=16", None, "learner.lora.alpha without learner.lora.rank would have no effect"),
-        ("learner.lora.rank=8 learner.optimizer.name=muon", None, "it steps whole matrices"),
+        ("learner.lora.rank=8 learner.optimizer.name=muon", None, "Muon needs whole matrices"),
         ("learner.lora.rank=8 learner.overlap.parameters=true", None, "adapters are merged before they are there"),
         ("learner.lora.rank=8 learner.router.aux_loss=0.1", None, "learner.router.aux_loss: routers are frozen"),
         ("learner.lora.rank=8 learner.lora.targets=attention learner.lora.expert_rank=2", None, "without experts"),
@@ -448,7 +448,7 @@ def test_one_node_of_eight_gpus_of_80_gb_trains_beside_its_servers() -> None:
         ("learner.lora.rank=8 learner.cuda_graphs=true", None, "a graph has fixed weights"),
         ("learner.lora.rank=8 algorithm=ppo", None, "a second model that is trained whole"),
         ("learner.lora.rank=8 job=reward_model", None, "its score layer starts at 0"),
-        ("learner.lora.rank=8", "gpt-oss", "in one tensor a layer"),
+        ("learner.lora.rank=8", "gpt-oss", "in one tensor per layer"),
     ],
 )
 def test_what_adapters_cannot_do_is_refused(keys: str, shape: str | None, said: str) -> None:
@@ -467,12 +467,12 @@ def test_what_adapters_cannot_do_is_refused(keys: str, shape: str | None, said: 
 @pytest.mark.parametrize(
     ("shape", "targets", "said"),
     [
-        ("qwen3-30b-a3b", "mlp", "has no dense layers and no shared experts, so that nothing would be trained"),
+        ("qwen3-30b-a3b", "mlp", "has no dense layers and no shared experts, so nothing would be trained"),
         ("qwen3-30b-a3b", "mlp,attention", None),
         ("qwen3-30b-a3b", "attention,experts", None),
         ("deepseek-v3", "mlp", None),
         ("deepseek-v3", "experts", None),
-        ("dense", "experts", "has no routed experts, so that nothing would be trained"),
+        ("dense", "experts", "has no routed experts, so nothing would be trained"),
         ("dense", "attention,mlp", None),
         ("dense", "experts,mlp,attention", None),
     ],

@@ -175,7 +175,7 @@ FILES = ("data.type=files", "data.train=a.jsonl", "data.eval=b.jsonl")
         ("tiny_cpu", ("algorithm.preference.loss=kto", "algorithm.preference.beta=1"), "set another loss, or job=dpo"),
         ("dpo_tiny", ("dpo.loss=kto",), "data.type=arithmetic: its problems have no labels; read files"),
         ("dpo_tiny", (*FILES, "dpo.loss=kto", "data.fields.rejected=worse"), "one labeled answer per row; leave it"),
-        ("dpo_tiny", (*FILES, "dpo.loss=kto", "learner.draft.train=true"), "answers that the policy is to avoid"),
+        ("dpo_tiny", (*FILES, "dpo.loss=kto", "learner.draft.train=true"), "answers that the policy should avoid"),
         ("dpo_tiny", (*FILES, "dpo.loss=kto", "dpo.on_long=cut"), "dpo.on_long="),
     ],
 )

@@ -76,8 +76,8 @@ def resolved(path: Path, *keys: str) -> None:
     ("keys", "said"),
     [
         (JUDGE[:1], "reward.function=ranks:judge: reward_models has none; give reward_models.judge.path"),
-        (JUDGE[1:], "reward_models.judge: no reward asks it; set reward.function=ranks:judge"),
-        ((*JUDGE, "reward_models.other.path=tests"), "reward_models.other: no reward asks it"),
+        (JUDGE[1:], "reward_models.judge: no reward uses it; set reward.function=ranks:judge"),
+        ((*JUDGE, "reward_models.other.path=tests"), "reward_models.other: no reward uses it"),
         ((*JUDGE, "reward.model.label=good"), "reward.model.label=good does nothing"),
         ((*JUDGE, "roles.layouts.reward_jugde.tp=2"), "has this role; allowed: reward_judge"),
         ((*JUDGE, "roles.layouts.reward_judge.vpp=2"), "vpp=2 with roles.layouts.reward_judge.pp=1: chunks need"),

@@ -138,7 +138,7 @@ def test_the_note_on_limits_falls_with_masks() -> None:
         (["algorithm=gkd", "algorithm.kl.reference=tests"], "tokens that sampling may not have kept"),
         (["algorithm=dpo"], "pairs have no ratio to the engine"),
         (["algorithm=luffy"], "no engine sampled it"),
-        (["rollout.interrupt.earliest=2", "rollout.interrupt.text=end"], "what is interrupted takes two"),
+        (["rollout.interrupt.earliest=2", "rollout.interrupt.text=end"], "an interrupted completion needs two"),
     ],
 )
 def test_what_masks_do_not_go_with_is_refused(keys: list[str], said: str) -> None:

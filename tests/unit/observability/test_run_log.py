@@ -534,10 +534,10 @@ def test_steps_that_teach_nothing_are_warned_of_once(
     with closing(Recorder(tmp_path, LogSection(), Progress(10, console=console))) as recorder:
         for step, share in enumerate(equal, 1):
             asyncio.run(recorder.write({"phase": "rl", "step": step, **({} if share is None else {EQUAL: share})}))
-            warned.append(caplog.text.count("no advantage differed from 0 for 5 steps"))
+            warned.append(caplog.text.count("all advantages were 0 for 5 steps"))
     assert warned == [int(warned_after is not None and step >= warned_after) for step in range(1, len(equal) + 1)]
     assert ("warm_start.steps" in caplog.text) == (warned_after is not None)
-    assert "no advantage" not in file.getvalue(), "stderr has it from the logger"
+    assert "all advantages" not in file.getvalue(), "stderr has it from the logger"
 
 
 def test_gradients_of_0_with_other_rewards_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

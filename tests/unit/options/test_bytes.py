@@ -68,7 +68,7 @@ def test_halves_of_layers_wait_in_the_hosts_memory() -> None:
     [
         ("learner.recompute.uniform=1", "learner.recompute.uniform=1: .* set one of the two"),
         ("learner.recompute.parts=moe_act", "learner.recompute.parts=moe_act: .* a part of what would be offloaded"),
-        ("learner.cuda_graphs=true", "graphs keep activations in memory of their own, .* set one of the two"),
+        ("learner.cuda_graphs=true", "graphs keep activations in their own memory, .* set one of the two"),
         ("learner.fp8=tensorwise", "keep float8 copies of weights with activations"),
         ("learner.dispatcher=deepep", "dispatcher=deepep: it would offload tensors of other CUDA streams"),
         ("learner.layers=a.package:layers", "the run does not know what custom layers keep; leave it out"),
@@ -313,9 +313,9 @@ def test_models_without_one_layer_are_refused() -> None:
     learner = LearnerSection.model_validate({"draft": {"train": True}})
     for count in (0, 2):
         found = "\n".join(problems(learner, replace(DRAFTED, draft_layers=count)))
-        assert f"shape.draft_layers={count}: exactly one draft layer is trained" in found
+        assert f"shape.draft_layers={count}: the learner trains exactly one draft layer" in found
     (said,) = problems(learner, NAMED["deepseek-v3.2"])
-    assert "shape.family=deepseek_v32: its draft layer has an indexer" in said
+    assert "shape.family=deepseek_v32: its draft layer has its own indexer" in said
 
 
 def test_the_plan_counts_the_parameters_of_the_published_layer() -> None:

@@ -183,15 +183,15 @@ async def test_acceptance_is_of_what_servers_proposed_from_push_to_push(fakes: l
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("rollout=local",), r"rollout\.engine=local: it decodes a token at a time"),
-        (("learner.draft.train=false",), r"layer only if it is; set learner\.draft\.train=true"),
-        (("weights.transport=direct",), r"not its draft layer's; set weights\.transport=file"),
+        (("rollout=local",), r"rollout\.engine=local: this engine decodes one token at a time"),
+        (("learner.draft.train=false",), r"layer only if the learner trains it; set learner\.draft\.train=true"),
+        (("weights.transport=direct",), r"not its draft layer; set weights\.transport=file"),
         (("rollout.server.quantization=fp8",), r"draft_tokens=1 with rollout\.server\.quantization=fp8"),
-        (("rollout.server.pp=2",), r"its last stage alone has the draft layer"),
+        (("rollout.server.pp=2",), r"only the last stage has the draft layer"),
         (("algorithm.routing_replay=r3",), r"draft_tokens=1 with algorithm\.routing_replay=r3"),
         (
             ("eval.sets.hard.min_p=0.1", "eval.sets.hard.temperature=1"),
-            r"hard\.min_p=0\.1: beside proposals vLLM refuses it, and SGLang samples as if it were 0",
+            r"hard\.min_p=0\.1: with proposals vLLM rejects it, and SGLang ignores it",
         ),
     ],
 )
@@ -204,7 +204,7 @@ def test_where_no_layer_would_propose_or_none_be_pushed_it_is_refused(keys: tupl
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("learner.device=cpu",), r"rollout\.engine=sglang and learner\.device=cpu: on CPUs SGLang takes the most"),
+        (("learner.device=cpu",), r"rollout\.engine=sglang and learner\.device=cpu: on CPUs SGLang with proposals"),
         (("rollout.server.colocated=true",), r"colocated=true: after a release of memory SGLang restores"),
     ],
 )
@@ -219,7 +219,7 @@ def test_sglang_is_refused_where_its_layer_or_its_verification_would_be_wrong(ke
 def test_delta_nets_are_refused_before_servers_are_made() -> None:
     config = load_config("tiny_cpu", TRAINED)
     (said,) = find_problems(config, "shape", NAMED["qwen3-next-80b-a3b"])
-    assert said.startswith("rollout.server.draft_tokens=1 with shape.family=qwen3_next: it has delta nets, whose")
+    assert said.startswith("rollout.server.draft_tokens=1 with shape.family=qwen3_next: a server would have")
     assert find_problems(config, "shape", DEEPSEEK) == []
 
 

@@ -290,7 +290,7 @@ def test_servers_get_stop_texts_and_what_finds_them(engine: str) -> None:
         ([f"rollout.stop={json.dumps(['a'] * 33)}"], "must be at most 32 of them"),
         ([f"rollout.stop={'a' * 257}"], "must be text of at most 256 characters"),
         (["rollout.stop=a", "rollout.ignore_eos=true"], "ignore_eos ends no completion early"),
-        (["rollout=vllm", "rollout.stop=a", "train.route_flips=true"], "vLLM finds texts outside of its engine"),
+        (["rollout=vllm", "rollout.stop=a", "train.route_flips=true"], "vLLM finds stop texts outside of its engine"),
     ],
 )
 def test_stop_texts_that_engines_cannot_find_are_refused(keys: list[str], said: str) -> None:

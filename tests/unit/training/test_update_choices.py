@@ -214,11 +214,11 @@ def test_a_step_of_the_critic_alone_has_no_limits() -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (["ratio_level=sequence"], r"balance\.share=0\.4 with algorithm\.ratio_level=sequence: it is of ratios of"),
+        (["ratio_level=sequence"], r"balance\.share=0\.4 with algorithm\.ratio_level=sequence: it balances ratios"),
         (["old_logprobs=interpolated"], r"balance\.share=0\.4 with algorithm\.old_logprobs=interpolated"),
         (
             ["old_logprobs=learner", "correction.mode=truncate"],
-            r"balance\.share=0\.4 with algorithm\.correction\.mode=truncate: the share is of the loss w",
+            r"balance\.share=0\.4 with algorithm\.correction\.mode=truncate: the share does not count",
         ),
         (["clip_high=2.5"], r"with algorithm\.balance\.high=2 and algorithm\.clip_high=2\.5: .* raise it"),
         (["objective=cispo"], r"balance\.share=0\.4 does nothing: with algorithm\.objective=cispo nothing is clipped"),
