@@ -57,7 +57,7 @@ def test_rewards_of_turns_raise_the_reward_from_the_first_steps_on(place: Place)
     samples = [row for row in read_samples(run.folder / "samples.jsonl") if len(row.turns) > 1]
     assert samples
     for row in samples:
-        assert "".join(turn.said for turn in row.turns) == row.completion
+        assert "".join(turn.sampled for turn in row.turns) == row.completion
         assert row.turns[0].read == ""
         assert all(turn.read.strip() for turn in row.turns[1:])  # the environment's answers
     rewards = [row["reward/mean"] for row in rows]
