@@ -90,8 +90,8 @@ def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[s
     assert costs[-1] == "all speeds are assumed, none is measured (slurm.speeds)"
     assert found.describe().splitlines()[-1] == (
         "not checked: the GPUs of the job's nodes; "
-        "that a node has 447 GB of memory for checkpoint.async_save; that vllm starts; "
-        f"{keys[-1].partition('=')[2]}: the versions of its libraries cannot be read: Permission denied"
+        "that a node has 447 GB of memory for checkpoint.async_save; whether vllm starts; "
+        f"{keys[-1].partition('=')[2]}: cannot read the versions of its libraries: Permission denied"
     )
     assert all(name in found.describe() for name in checks())
 

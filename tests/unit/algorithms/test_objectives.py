@@ -226,7 +226,7 @@ def test_what_it_does_not_read_is_refused(key: str) -> None:
 
 
 def test_pairs_alone_have_lengths_to_be_normalised() -> None:
-    with pytest.raises(ConfigError, match=r"per_token=true does nothing: with algorithm.preference.beta=null no"):
+    with pytest.raises(ConfigError, match=r"per_token=true does nothing: with algorithm.preference.beta=null the"):
         load_config("tiny_cpu", ["algorithm=grpo", "algorithm.preference.per_token=true"])
 
 
