@@ -56,8 +56,7 @@ async def over_a_push(
 
     With ``abort`` all are interrupted before the push too.
     """
-    engine, (one,) = of_mode(server, mode), server.engine.servers
-    weights = server.weights_of(engine)
+    weights = server.weights_of(engine := of_mode(server, mode))
     server.sync.folder = models[0]
     await weights.push(1)
     asked = [replace(request(prompt, new=new), id=f"{number}") for number, prompt in enumerate(PROMPTS)]
@@ -68,7 +67,7 @@ async def over_a_push(
     else:
         await server.sampling(*running)
         if mode != "recompute" or server.name != "sglang":  # with routes, a push aborts at SGLang
-            await engine.adapter.pause(one, mode)  # else short requests are over before a push has begun
+            await engine.adapter.pause(server.engine.servers[0], mode)  # or short ones end before it
     server.sync.folder = models[1]
     await weights.push(2)
     answers = [completions[0] for completions in await asyncio.gather(*running)]
