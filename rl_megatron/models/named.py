@@ -339,7 +339,7 @@ NAMED: Mapping[str, ModelShape] = {
         dense_width=12288,
         rope=Rope(),
         router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
-        indexer=Indexer(heads=32, head_dim=128, top_k=2048, layers=tuple(range(78))),
+        indexer=Indexer(heads=32, head_dim=128, top_k=2048, layers=tuple(range(78)), interleaved=True),
     ),
     "hunyuan-3": replace(
         _QWEN3_235B_A22B,

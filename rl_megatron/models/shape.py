@@ -31,7 +31,8 @@ class LatentAttention:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexer:
     """Sizes of the indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556), which chooses the ``top_k`` keys that
-    a query attends to. ``layers`` have one; others take the choice of the last before them.
+    a query attends to. ``layers`` have one; others take the choice of the last before them. The first numbers of its
+    queries and keys turn, with ``interleaved`` in pairs (0, 1), (2, 3), …, otherwise in halves.
 
     Of at most ``top_k`` keys it chooses all: such sequences are computed without it, and it is held as it was read.
     """
@@ -40,6 +41,7 @@ class Indexer:
     head_dim: int
     top_k: int
     layers: tuple[int, ...]
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

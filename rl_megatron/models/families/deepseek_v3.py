@@ -43,8 +43,18 @@ _V3_DEFAULTS: Mapping[str, object] = {
     "topk_group": 4,
 }
 _GLM_DEFAULTS: Mapping[str, object] = {"q_lora_rank": 768, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
-_INDEXED_DEFAULTS: Mapping[str, object] = {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "index_topk": 2048}
-_V32_DEFAULTS: Mapping[str, object] = {**_INDEXED_DEFAULTS, "n_group": 8, "topk_group": 4}
+_INDEXED_DEFAULTS: Mapping[str, object] = {
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+}
+_V32_DEFAULTS: Mapping[str, object] = {
+    **_INDEXED_DEFAULTS,
+    "n_group": 8,
+    "topk_group": 4,
+    "indexer_rope_interleave": False,
+}
 
 
 def read_v2(raw: dict[str, Any], path: Path) -> ModelShape:
@@ -99,6 +109,7 @@ def read_indexed(raw: dict[str, Any], path: Path) -> ModelShape:
         head_dim=raw["index_head_dim"],
         top_k=raw["index_topk"],
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "full"),
+        interleaved=raw["indexer_rope_interleave"],
     )
     dense = dense_first(raw, path, 3)
     return replace(

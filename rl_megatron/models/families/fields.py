@@ -126,6 +126,7 @@ class ConfigFields(JsonFields):
     index_skip_topk_offset: _Some = None
     index_topk_pattern: list[str] | str | None = None
     indexer_types: list[str] | None = None
+    indexer_rope_interleave: _Flag = None
     rotary_dim: _Width = None
     sliding_window: _Length = None
     layer_types: list[str] | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,16 @@ from transformers import (
 )
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.models import experts, kv_cache, operations
+from rl_megatron.models import experts, indexer, kv_cache, operations
 from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.experts import PackedExperts, all_experts, grouped_experts
 from rl_megatron.models.kv_cache import KVCache, PrefixCache
 from rl_megatron.models.reference import DecoderModel
+from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import TinySizes, _publish, make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
+from tests.family_models import config_of
 
 SIZES = {
     "hidden_size": 48,
@@ -81,6 +85,64 @@ def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, object]) -
     with torch.no_grad():
         expected = theirs(ids).logits
     torch.testing.assert_close(filled(shape, checkpoint).logits(ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("room", [2**22, 90], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_chooses_the_keys_of_transformers(
+    name: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two sequences, each query its ``index_topk`` of those before it, in whole and in blocks of few scores."""
+    monkeypatch.setitem(indexer._SCORES, "cpu", room)
+    config = config_of(name, index_topk=7, index_n_heads=8)
+    config.save_pretrained(tmp_path)
+    shape, module = read_shape(tmp_path), import_module(f"transformers.models.{name}.modeling_{name}")
+    prefix = config.__class__.__name__.removesuffix("Config")
+    theirs, turns = getattr(module, f"{prefix}Indexer")(config, 0), getattr(module, f"{prefix}RotaryEmbedding")(config)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(generator=generator)
+    hidden = torch.randn(2, 30, shape.hidden_size, generator=generator)
+    latent = torch.randn(2, 30, shape.latent.query_rank, generator=generator)
+    visible = torch.ones(30, 30, dtype=torch.bool).tril()
+    angles = turns(hidden, torch.arange(30)[None])
+    expected = theirs(hidden, latent, angles, visible[None], None)
+    turned = torch.arange(30)[:, None] * inverse_frequencies(
+        shape.rope_theta, shape.rotary_dim, shape.rope, hidden.device
+    )
+    ours = tuple((table * shape.rope.attention_factor).repeat(2, 1) for table in (turned.cos(), turned.sin()))
+    held = dict(theirs.named_parameters())
+    query, weights = indexer.index_queries(
+        shape.indexer,
+        latent.flatten(0, 1),
+        hidden.flatten(0, 1),
+        held["wq_b.weight"],
+        held["weights_proj.weight"],
+        ours,
+    )
+    norm = held["k_norm.weight"], held["k_norm.bias"]
+    key = indexer.index_keys(shape.indexer, hidden.flatten(0, 1), held["wk.weight"], *norm, ours)
+    query, weights, key = (x.unflatten(0, (2, 30)) for x in (query, weights, key))
+    found = indexer.choose(query, weights, key, visible[None], 7)
+    for row, at in itertools.product(range(2), range(30)):
+        chosen = [place for place in found[row, at].tolist() if place >= 0]
+        assert sorted(chosen) == sorted(place for place in expected[row, at].tolist() if place <= at)
+
+
+@given(st.data())
+def test_an_indexer_takes_the_first_of_equal_scores(data: st.DataObject) -> None:
+    """As a stable sort does, whatever follows; scores are below 0 where a head's weight is."""
+    length, top_k, more = (data.draw(st.integers(1, most)) for most in (12, 12, 5))
+    few = st.sampled_from([-2.0, -1.0, -0.0, 0.0, 1.0, 3.0])
+    scores = data.draw(st.lists(few, min_size=length, max_size=length))
+    seen = data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    key = torch.tensor([*scores, *[9.0] * more])[None, :, None]
+    query, weights = torch.tensor([1.0, -1.0]).view(1, 1, 2, 1), torch.tensor([[[1.0, -1.0]]])  # relu(x) - relu(-x)
+    found = indexer.choose(query, weights, key, torch.tensor([*seen, *[False] * more])[None, None], top_k)[0, 0]
+    places = sorted((place for place in range(length) if seen[place]), key=lambda place: -scores[place])[:top_k]
+    assert len(found) == min(top_k, length + more)
+    assert sorted(found.tolist()) == sorted([*places, *[-1] * (len(found) - len(places))])
 
 
 def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
