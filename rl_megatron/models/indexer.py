@@ -89,7 +89,7 @@ def choose(query: Tensor, weights: Tensor, key: Tensor, visible: Tensor, top_k: 
 
 
 def _scores(query: Tensor, weights: Tensor, keys: Tensor, room: int) -> Tensor:
-    """[b, r, I, D], [b, r, I] and [b, D, L] -> [b, r, L] float32, summed over as many heads at once as have room."""
+    """[b, r, I, D], [b, r, I] and [b, D, L] -> [b, r, L] float32, summed over as many heads together as have room."""
     batch, rows, heads, _ = query.shape
     at_once = max(1, min(heads, room // (batch * rows * keys.shape[-1])))
     total = torch.zeros(batch, rows, keys.shape[-1], device=keys.device)
@@ -102,8 +102,11 @@ def _scores(query: Tensor, weights: Tensor, keys: Tensor, room: int) -> Tensor:
 
 
 def _best(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
-    """Returns the places of the best visible scores. The order of float32 is that of their bits as integers, with all
-    but the sign flipped below 0; bits of the place behind them let the first of equal scores win."""
+    """Returns the places of the best visible scores, -1 where there are too few.
+
+    Bits of a float32 sort as integers, with all but the sign flipped below 0. The place follows in lower bits, so the
+    first of equal scores wins.
+    """
     bits, length = (scores + 0.0).view(torch.int32), scores.shape[-1]  # + 0.0: -0.0 equals 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
     ordered += torch.arange(length - 1, -1, -1, device=scores.device)
