@@ -27,7 +27,7 @@ from rl_megatron.config.beside import (
     separate,
     with_role_keys,
 )
-from rl_megatron.config.learner_checks import refuse
+from rl_megatron.config.learner_checks import refuse, sparse_problem
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import CHECKPOINT
@@ -78,7 +78,8 @@ def _check_policy_teachers(subject: PreflightContext) -> Iterator[Finding]:
     """Yields each teacher that is the policy itself and reads more tokens than it has positions."""
     for role in self_teachers(subject.config):
         named, longest = longest_scored_row(subject.config, role)
-        if too_long := length_problem(subject.shape, named, longest):
+        dense = sparse_problem(subject.config.role_learner(role), subject.shape)
+        if too_long := length_problem(subject.shape, named, longest, dense):
             yield problem(too_long)
 
 
@@ -223,7 +224,9 @@ def _frozen(subject: PreflightContext, role: str, folder: Path, key: str) -> Ite
             f"{given} has {shape.vocab_size} tokens, fewer than the policy's {own.vocab_size}: it has no log-prob "
             "for the others; give a model with the same tokenizer"
         )
-    elif too_long := length_problem(shape, *longest_scored_row(config, role)):
+    elif too_long := length_problem(
+        shape, *longest_scored_row(config, role), sparse_problem(config.role_learner(role), shape)
+    ):
         yield problem(f"{given}: {too_long}")
     else:
         yield from _laid_out(config, own, shape, role, given)

@@ -4,11 +4,10 @@ ranks that share them and the models that learn from them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from launcher.preflight.subject import Finding, PreflightContext, note, problem, unchecked
 from rl_megatron.config.beside import frozen_folders, with_role_keys
-from rl_megatron.config.learner_checks import refuse
+from rl_megatron.config.learner_checks import refuse, sparse_problem
 from rl_megatron.config.reads import READS
 from rl_megatron.config.rules import find_problems
 from rl_megatron.config.run import RunConfig
@@ -38,16 +37,22 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
     except ConfigError as error:
         yield problem(str(error))
     yield from _own_layouts(config, shape)
-    longest = config.longest_sequence
-    if too_long := length_problem(shape, config.named_longest, longest):
+    longest, dense = config.longest_sequence, _dense_engine(config)
+    if too_long := length_problem(shape, config.named_longest, longest, sparse_problem(config.learner, shape) or dense):
         tiny = "" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}"
         yield problem(too_long + tiny)
-    sampled = replace(shape, indexer=None) if config.rollout.served else shape  # servers choose among all keys
     for name, one in config.eval.sets.items():
         new, before = one.max_new_tokens or 0, config.rollout.max_prompt_tokens
         keys = f"rollout.max_prompt_tokens={before} + eval.sets.{name}.max_new_tokens={new}"
-        if new > config.rollout.max_new_tokens and (too_long := length_problem(sampled, keys, before + new)):
+        if new > config.rollout.max_new_tokens and (too_long := length_problem(shape, keys, before + new, dense)):
             yield problem(too_long)
+
+
+def _dense_engine(config: RunConfig) -> str | None:
+    """Returns why the in-process engine, if it samples, needs sequences of which an indexer chooses every key."""
+    if config.rollout.served or not config.kind.samples:
+        return None
+    return "the in-process engine cannot leave out keys; lower them, or set rollout=vllm or rollout=sglang"
 
 
 def _servers(subject: PreflightContext) -> Iterator[Finding]:

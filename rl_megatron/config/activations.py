@@ -117,7 +117,7 @@ def halves(learner: LearnerSection, shape: ModelShape, layer: int, longest: floa
         attention += (shape.delta.inputs + shape.delta.outputs) * size
     else:
         attention += _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
-        attention += _plain(learner, shape, layer, longest)
+        attention += _plain(learner, shape, layer, longest) + _sparse(learner, shape, layer, longest)
     mlp = norm + hidden * (size if moe else given)
     mlp += _experts(learner, shape, fused) if moe else _gated(shape.dense_width, learner, fused)
     return {"attention": attention / learner.tp, "moe" if moe else "mlp": mlp / learner.tp}
@@ -223,6 +223,16 @@ def _attention_inputs(learner: LearnerSection, shape: ModelShape) -> float:
     projected = shape.qk_norm is None or (shape.qk_norm == "all" and size < _FLOAT)
     columns = (heads if copies else 0) + (groups if shape.qk_norm else 0) + (heads + 2 * groups if projected else 0)
     return columns * shape.head_dim * size
+
+
+def _sparse(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> float:
+    """Bytes that attention to chosen keys keeps above `_latent`: int32 keys of its indexer, whole on every TP rank. It
+    computes the output and the sums of softmax again."""
+    m, latent = shape.indexer, shape.latent
+    if m is None or latent is None or longest <= m.top_k:
+        return 0.0
+    chosen = m.top_k * _FLOAT * learner.tp if layer in m.layers else 0
+    return chosen - shape.num_heads * (latent.value_dim * BYTES[learner.dtype] + _FLOAT)
 
 
 def _norms(learner: LearnerSection, shape: ModelShape) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,24 @@ def refuse(shape: ModelShape, learner: LearnerSection) -> None:
     found = [*_unbuildable(shape), *problems(learner, shape)]
     if found:
         raise ConfigError(f"model_type={shape.family!r} cannot be trained as configured:\n  " + "\n  ".join(found))
+
+
+def sparse_problem(learner: LearnerSection, shape: ModelShape) -> str | None:
+    """Returns why the learner computes only sequences of which an indexer chooses every key; None if it computes longer
+    ones, or the model has no indexer."""
+    if shape.indexer is None:
+        return None
+    if learner.cp > 1:
+        return f"with learner.cp={learner.cp} ranks share a sequence, and its indexer reads all of it; set learner.cp=1"
+    chunks, full = learner.pp * learner.vpp, shape.indexer.layers
+    starts = accumulate(learner.stages or [shape.num_layers // chunks] * chunks)
+    shared = next((start for start in starts if start < shape.num_layers and start not in full), None)
+    if shared is None:
+        return None
+    return (
+        f"layer {shared}, the first of a pipeline chunk, takes the keys that a layer of another chunk chooses; set "
+        f"learner.stage_layers so that chunks begin at layers with an indexer: {', '.join(map(str, full))}"
+    )
 
 
 def _recompute_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:

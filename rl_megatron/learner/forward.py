@@ -115,6 +115,8 @@ def _schedule(
         micro_batch = next(iterator)
         activity.part("forward", places[id(micro_batch)])
         half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
+        chosen = micro_batch.attention.chosen
+        given = set(chosen)
         with nested(make(model, micro_batch) for make in around):
             output = model(
                 micro_batch.input_ids[None],
@@ -123,6 +125,8 @@ def _schedule(
                 packed_seq_params=micro_batch.attention,
                 **half,
             )
+        for layer in chosen.keys() - given if forward_only else ():  # a backward pass would remove them
+            del chosen[layer]
         return _make_viewless(output), partial(after_forward, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]

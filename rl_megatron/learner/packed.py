@@ -66,6 +66,12 @@ class PackedAttentionParams(PackedSeqParams):
     gathered: Tensor = field(default_factory=lambda: torch.empty(0))  # [T] rows, as ranks' ones follow each other
     chunks: object | None = None  # chunks of all T positions; cached by the first delta net
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [t, 1, d / 2]; cached by the first layer
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """Keys of sparse attention by layer: [t, top_k] int32, places in the position's own sequence, -1 for none.
+
+    What is here before a layer's forward pass, the layer attends by. Otherwise a layer with an indexer puts its own
+    choice here, which layers without one and recomputation take. A layer's backward pass removes its entry.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
 
+from rl_megatron.config.learner_checks import sparse_problem
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.rows import OwnLayers
 from rl_megatron.digests import Digest
@@ -88,7 +89,7 @@ class MegatronScorer:
         self._adapters = [found for model in models if (found := chunk_adapters(model)) is not None]
         self._adapter_names = frozenset(self.adapters)
         restore_float32_buffers(models)
-        self._shape = shape
+        self._shape, self._dense = shape, sparse_problem(learner, shape)
         self._observers = Observers(models, shape, device)
         self._hooks: Sequence[LearnerHooks] = ()  # empty for a frozen model, so it replays nothing
 
@@ -159,7 +160,7 @@ class MegatronScorer:
         """This rank's share of each. Interleaved pipelines need a multiple of pp: masked copies of the last fill up."""
         for micro_batch in micro_batches:
             longest = int(micro_batch.cu_seqlens.diff().max())
-            if self._shape.indexer is not None and (too_long := length_problem(self._shape, "a sequence", longest)):
+            if self._dense and (too_long := length_problem(self._shape, "a sequence", longest, self._dense)):
                 raise RLMegatronError(too_long)
         missing = -len(micro_batches) % self._dims.pp if self._dims.vpp > 1 else 0
         masked = replace(micro_batches[-1], mask=torch.zeros_like(micro_batches[-1].mask))

@@ -34,7 +34,7 @@ class Indexer:
     a query attends to. ``layers`` have one; others take the choice of the last before them. The first numbers of its
     queries and keys turn, with ``interleaved`` in pairs (0, 1), (2, 3), …, otherwise in halves.
 
-    Of at most ``top_k`` keys it chooses all: such sequences are computed without it, and it is held as it was read.
+    Of at most ``top_k`` keys it chooses all: such sequences are computed without it. It is not trained.
     """
 
     heads: int
@@ -162,7 +162,7 @@ class ModelShape:
     ``delta_layers`` have a ``delta`` net in place of attention. The attention of others is multiplied by the sigmoid of
     a gate with ``output_gate``, and that of shared experts with ``shared_gate``. ``zero_centered`` norms multiply by
     their weight plus 1, but for that of a delta net.
-    Latent attention with an ``indexer`` is computed for sequences of at most ``longest`` positions.
+    Latent attention with an ``indexer`` is to the keys that it chooses.
     With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each; draft
     layers of such a model have them so with ``stacked_drafts``.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
@@ -229,11 +229,6 @@ class ModelShape:
         return self.head_dim if self.latent is None else max(self.head_dim, self.latent.value_dim)
 
     @property
-    def longest(self) -> int:
-        """Positions of the longest sequence that is computed here."""
-        return self.max_positions if self.indexer is None else min(self.max_positions, self.indexer.top_k)
-
-    @property
     def moe_layers(self) -> range:
         """The layers with experts."""
         return range(self.dense_layers if self.num_experts else self.num_layers, self.num_layers)
@@ -293,16 +288,14 @@ class ModelShape:
         return query + m.kv_rank + m.rope_dim + heads * m.value_dim + up // self.hidden_size
 
 
-def length_problem(m: ModelShape, named: str, length: int) -> str | None:
-    """Returns why sequences of ``length``, which ``named`` gives, are not computed; None if they are."""
-    if length <= m.longest:
-        return None
+def length_problem(m: ModelShape, named: str, length: int, dense: str | None = None) -> str | None:
+    """Returns why sequences of ``length``, which ``named`` gives, are not computed; None if they are. ``dense`` is why
+    attention is to all keys, if it is."""
     if length > m.max_positions:
         return f"{named} = {length} is more than the model's max_position_embeddings={m.max_positions}; lower them"
-    return (
-        f"{named} = {length} is more than index_topk={m.longest} of model_type={m.family!r}: up to there its indexer "
-        "chooses every key, as the attention here does, which cannot leave out keys; lower them"
-    )
+    if dense is None or m.indexer is None or length <= m.indexer.top_k:
+        return None
+    return f"{named} = {length} is more than index_topk={m.indexer.top_k} of model_type={m.family!r}: {dense}"
 
 
 def shape_problems(m: ModelShape) -> Iterator[str]:

@@ -25,7 +25,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection, RecomputeSection
 from rl_megatron.learner import heads
 from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
-from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
+from rl_megatron.models.shape import DeltaNet, Indexer, LatentAttention, ModelShape, Rope, Router
 from rl_megatron.models.tiny import TinySizes, make_tiny_model
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from rl_megatron.weights.layouts.learner import Elements, Rank
@@ -55,6 +55,16 @@ SHAPES: Mapping[str, ModelShape] = {
         qk_norm=None,
         router=SIGMOID,
         latent=LatentAttention(query_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=24),
+        rope=Rope(dim=8),
+    ),
+    "sparse attention": replace(
+        MOE,
+        num_kv_heads=4,
+        head_dim=24,
+        qk_norm=None,
+        router=SIGMOID,
+        latent=LatentAttention(query_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=24),
+        indexer=Indexer(heads=2, head_dim=16, top_k=40, layers=(0,)),
         rope=Rope(dim=8),
     ),
     "delta nets, gates": replace(
@@ -162,6 +172,8 @@ class Count:
             if saved.half is not None and storage.data_ptr() not in seen:
                 self.bytes[saved.half] += storage.nbytes()
             seen.add(storage.data_ptr())
+        for layer, chosen in self._packed.chosen.items():  # what the indexer chose is with the micro-batch
+            self.bytes[f"{layer} attention"] += chosen.untyped_storage().nbytes()
 
 
 def passed(shape: ModelShape, learner: LearnerSection, meter: Any) -> dict[str, Any]:
@@ -238,7 +250,8 @@ def alone(every: Sequence[Seen]) -> Sequence[Seen]:
 def assert_as_planned(shape: ModelShape, learner: LearnerSection, seen: Sequence[Any]) -> None:
     """All ranks together, because experts' loads differ."""
     for layer in range(shape.num_layers):
-        for half, planned in halves(learner, shape, layer).items():
+        longest = 0 if shape.indexer is None else int(LENGTHS.max())
+        for half, planned in halves(learner, shape, layer, longest).items():
             held = sum(rank["bytes"][f"{layer} {half}"] for rank in seen)
             routed = MORE_OF_AN_EXPERT * shape.num_experts if half == "moe" else 0
             assert held == pytest.approx(len(seen) * TOKENS * (planned + routed), rel=0.03), (shape, layer, half)

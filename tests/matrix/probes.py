@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,9 +15,11 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import PolicyAndValueLoss
+from rl_megatron.config.learner_checks import sparse_problem
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.errors import RLMegatronError
@@ -283,7 +286,10 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     with policy.merged():
         seen["merged"] = dict(held(policy)) if learner.lora.rank is not None else {}
     if (most := read_shape(folder).indexer) is not None:
-        refuses_longer(policy, row[0], most.top_k)
+        if why := sparse_problem(learner, read_shape(folder)):
+            refuses_longer(policy, row[0], most.top_k, why)
+        elif "critic" not in cell.features:
+            attends_by_given(policy, row)
     world.destroy_process_groups()
     return seen
 
@@ -294,7 +300,8 @@ def held_bytes(policy: Any) -> dict[str, int]:
 
     chunks = policy._chunks
     held_by = [p for chunk in chunks for p in chunk.parameters()]
-    held_by += [tensor for name, tensor in policy.tensors.items() if ".indexer." in name]  # which is not trained
+    frozen = (".indexer.linear_wq_b.", ".indexer.linear_wk.")  # an indexer's; the plan leaves out its small tensors
+    held_by += [tensor for name, tensor in policy.tensors.items() if any(part in name for part in frozen)]
     buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     stepped = {p.untyped_storage().data_ptr() for p in held_by}  # the weights themselves in float32
     state = [
@@ -338,12 +345,54 @@ def has_bits_of_plain(seen: Mapping[str, Any], cell: Cell, folder: Path, rank: i
         assert differing(plain.policy, seen[after]) == [], f"the {step} step has other bits"
 
 
-def refuses_longer(policy: MegatronLearner, samples: Samples, most: int) -> None:
-    """Than an indexer chooses whole."""
+def refuses_longer(policy: MegatronLearner, samples: Samples, most: int, why: str) -> None:
+    """Than an indexer chooses whole, where ranks lack what it reads."""
     n = most + 1
     longer = {name: torch.cat([column] * n)[:n] for name, column in samples.columns.items()}
-    with pytest.raises(RLMegatronError, match=f"a sequence = {n} is more than index_topk={most} of model_type="):
+    said = re.escape(f"a sequence = {n} is more than index_topk={most} of model_type=") + f".*: {re.escape(why)}"
+    with pytest.raises(RLMegatronError, match=said):
         policy.score([Samples(**longer, cu_seqlens=torch.tensor([0, n]))], frozenset({"logits"}))
+
+
+class Chosen(dict[int, Tensor]):
+    """What a pass chose, which it takes out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, Tensor] = {}
+
+    @override
+    def __setitem__(self, layer: int, chosen: Tensor) -> None:
+        self.seen[layer] = chosen
+        super().__setitem__(layer, chosen)
+
+
+def attends_by_given(policy: MegatronLearner, row: Sequence[Samples]) -> None:
+    """Asserts that what is in a micro-batch before a pass is in place of indexers' choice: to its own a model says the
+    same, to others not."""
+    from rl_megatron.learner.model import latent
+
+    pack, asked = policy._pack, frozenset[Want]({"logprobs"})
+    made = pack(row)
+    own = [Chosen() for _ in made]
+
+    def score(entries: Sequence[dict[int, Tensor]]) -> Any:
+        for micro_batch, entry in zip(made, entries, strict=True):
+            micro_batch.attention.chosen = entry
+        with patch.object(policy, "_pack", lambda _: made):
+            return policy.score(row, asked)
+
+    first = score(own)
+    assert not any(own), "a pass without gradients leaves what indexers chose"
+    with patch.object(latent, "choose_packed", side_effect=AssertionError("an indexer chose again")):
+        again = score([one.seen for one in own])
+        keys = [{n: torch.arange(x.shape[1]).int().expand_as(x) for n, x in one.seen.items()} for one in own]
+        other = score(keys)
+    assert all(one.keys() == two.seen.keys() for one, two in zip(keys, own, strict=True))
+    if first is not None:
+        said, same, apart = (torch.cat(one["logprobs"]) for one in (first, again, other))
+        assert (said - same).abs().max() < 1e-5
+        assert (said - apart).abs().max() > 1e-2
 
 
 def resumed(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:

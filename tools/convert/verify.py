@@ -276,7 +276,7 @@ def compare_logprobs(
             "trained from"
         )
     _check_known(reference)
-    texts = random_texts(shape.vocab_size, min(_TOKENS, shape.longest), num_texts)
+    texts = random_texts(shape.vocab_size, min(_TOKENS, shape.max_positions), num_texts)
     ours = _learner(folder, shape, learner, texts, threads)
     theirs = _transformers(reference, texts, threads)
     table, worst = differences(ours, theirs, tolerance)

@@ -17,10 +17,11 @@ from itertools import product
 from math import inf
 from typing import Literal
 
-from rl_megatron.config.learner_checks import problems
+from rl_megatron.config.learner_checks import problems, sparse_problem
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.errors import GB, ConfigError
+from rl_megatron.models.shape import length_problem
 from rl_megatron.types import BYTES
 from rl_megatron.weights.layouts.learner import rank_parameters
 from tools.planner.layouts import (
@@ -243,6 +244,9 @@ class PlacedLayouts:
         refused = partial(RejectedLayout, keys=trial.keys, seconds=trial.seconds)
         for reason in problems(config.learner, wanted.shape):
             return refused(reason=reason)
+        dense = sparse_problem(config.learner, wanted.shape)
+        if too_long := length_problem(wanted.shape, config.named_longest, config.longest_sequence, dense):
+            return refused(reason=too_long)
         try:
             footprint = fullest(config, wanted.shape)
         except ConfigError as error:

@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.learner.model.kernels import faster_attention, from_slots, into_slots, rotate
+from rl_megatron.learner.model.sparse import attend_chosen, class_rows
 from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
 from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
@@ -122,19 +123,29 @@ class PackedAttention(HeadShardedModule, MegatronModule):
             key, value = into_slots(key, packed.keys), into_slots(value, packed.keys)
         return query, key, value
 
-    def attend_laid_out(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams) -> Tensor:
-        """Attends what `lay_out` returns -> [t, h * d]."""
-        output = self._attend(query, key, value, packed.classes)
+    def attend_laid_out(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Attends what `lay_out` returns -> [t, h * d]. Classes with more positions than ``chosen`` [t, top_k] has keys
+        attend to these (`PackedAttentionParams.chosen`)."""
+        output = self._attend(query, key, value, packed, chosen)
         return output if packed.queries is None else from_slots(output, packed.queries)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, classes: Sequence[LengthClass]) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams, chosen: Tensor | None
+    ) -> Tensor:
         """Attends the slots of all classes, with one call a class -> [slots, h * d]."""
+        classes = packed.classes
         queries = _split(query, [c.count * c.query_length for c in classes])
         keys, values = (_split(x, [c.count * c.key_length for c in classes]) for x in (key, value))
         outputs = []
-        for part, *qkv in zip(classes, queries, keys, values, strict=True):
+        for number, (part, *qkv) in enumerate(zip(classes, queries, keys, values, strict=True)):
             q, k, v = (x.unflatten(0, (part.count, -1)) for x in qkv)
-            outputs.append(self._attend_class(q, k, v, part).flatten(2).flatten(0, 1))
+            if chosen is None or part.key_length <= chosen.shape[-1]:
+                out = self._attend_class(q, k, v, part)
+            else:
+                out = attend_chosen(q, k, v, chosen, class_rows(packed)[number], self.scale)
+            outputs.append(out.flatten(2).flatten(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _attend_class(self, query: Tensor, key: Tensor, value: Tensor, part: LengthClass) -> Tensor:

@@ -5,7 +5,8 @@ optionally queries, are projected up from low-rank latents; all heads share one 
 rank computes the latents of its share of the sequence with whole down projections, and its share of the heads for the
 whole sequence.
 
-The indexer of sparse attention (`shape.Indexer`), held as it was read. Names are megatron-core's (``dsa.py``).
+The indexer of sparse attention (`shape.Indexer`) chooses keys for classes of longer sequences than its ``top_k``
+(`learner.model.sparse`). Names are megatron-core's (``dsa.py``).
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rl_megatron.learner.model.attention import DecoderConfig, PackedAttention, parameter_device
 from rl_megatron.learner.model.kernels import linear, rms_norm, rotate
 from rl_megatron.learner.model.layers import NormColumnLinear
-from rl_megatron.learner.packed import PackedAttentionParams
+from rl_megatron.learner.model.sparse import choose_packed
+from rl_megatron.learner.packed import PackedAttentionParams, local_tokens
+from rl_megatron.models.indexer import index_keys, index_queries
 from rl_megatron.models.rotary import as_halves, inverse_frequencies, softmax_scale
 from rl_megatron.models.shape import LatentAttention, ModelShape
 
@@ -42,13 +46,15 @@ class _Tensors(torch.nn.Module):
 
 
 class FrozenIndexer(torch.nn.Module):
-    """Projections of queries, of keys, and of a weight for each head, and the keys' norm. Nothing computes with it."""
+    """Projections of queries, of keys, and of a weight for each head, and the keys' norm, whole on every TP rank. No
+    gradient reaches them."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape) -> None:
         super().__init__()
         assert shape.indexer is not None
         assert shape.latent is not None
         assert shape.latent.query_rank is not None
+        self.sizes, self.sequence_parallel = shape.indexer, config.sequence_parallel
         heads, size = shape.indexer.heads, shape.indexer.head_dim
         self.linear_wq_b = _Tensors(config, weight=(heads * size, shape.latent.query_rank))
         self.linear_wk = _Tensors(config, weight=(size, shape.hidden_size))
@@ -59,6 +65,23 @@ class FrozenIndexer(torch.nn.Module):
         """Restores float32 where published models have it."""
         self.k_norm.float()
         self.linear_weights_proj.float()
+
+    @torch.no_grad()
+    def forward(self, latent: Tensor, hidden: Tensor, packed: PackedAttentionParams, tp: ProcessGroup) -> Tensor:
+        """Returns `choose_packed` of queries' latents [t / tp, R], after their norm, and of the attention's input
+        [t / tp, h]. Every rank of ``tp`` calls it, and gets the same. ``packed`` has the rotary embedding."""
+        assert packed.rotary is not None
+        own = local_tokens(len(packed.positions)) if self.sequence_parallel else slice(None)
+        cos, sin = (angle[own, 0] for angle in packed.rotary)
+        wq_b, wk = self.linear_wq_b.get_buffer("weight"), self.linear_wk.get_buffer("weight")
+        norm = self.k_norm.get_buffer("weight"), self.k_norm.get_buffer("bias")
+        heads = self.linear_weights_proj.get_buffer("weight")
+        query, weights = index_queries(self.sizes, latent, hidden, wq_b, heads, (cos, sin))
+        key = index_keys(self.sizes, hidden, wk, *norm, (cos, sin))
+        if self.sequence_parallel:
+            parts = (query, weights, key)
+            query, weights, key = (gather_from_sequence_parallel_region(x.contiguous(), group=tp) for x in parts)
+        return choose_packed(query, weights, key, packed, self.sizes.top_k)
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -124,8 +147,11 @@ class LatentSelfAttention(MegatronModule):
             softmax_scale=softmax_scale(head, shape.rope),
             pg_collection=pg_collection,
         )
-        if shape.indexer is not None and layer_number - 1 in shape.indexer.layers:
-            self.core_attention.indexer = FrozenIndexer(config, shape)
+        self.top_k, layer = None if shape.indexer is None else shape.indexer.top_k, layer_number - 1
+        if shape.indexer is not None:
+            self.source = max(one for one in shape.indexer.layers if one <= layer)  # the layer that chooses keys
+            if self.source == layer:
+                self.core_attention.indexer = FrozenIndexer(config, shape)
         self.linear_proj = RowParallelLinear(
             heads * m.value_dim, shape.hidden_size, input_is_parallel=True, skip_bias_add=True, **options
         )
@@ -136,16 +162,41 @@ class LatentSelfAttention(MegatronModule):
         self, hidden: Tensor, *_: Any, packed_seq_params: PackedAttentionParams, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[t / tp, 1, h] -> ([t / tp, 1, h], None)."""
-        project, down = partial(self._project_up, packed_seq_params), self._project_down(hidden)
+        packed = packed_seq_params
+        if packed.rotary is None:
+            angle = packed.positions[:, None].float() * self.frequencies
+            packed.rotary = (angle.cos() * self.rotary_scale)[:, None], (angle.sin() * self.rotary_scale)[:, None]
+        project, down = partial(self._project_up, packed), self._project_down(hidden)
+        chosen = self._choose(hidden, down[0], packed)
         again = None
         if self.config.recompute_up_projections:
             again = CheckpointWithoutOutput(fp8=None)  # its default wants TransformerEngine
         query, key, value = again.checkpoint(project, *down) if again else project(*down)
-        attended = self.core_attention.attend_laid_out(query, key, value, packed_seq_params)
+        attended = self.core_attention.attend_laid_out(query, key, value, packed, chosen)
+        if chosen is not None and attended.requires_grad:
+            attended.register_hook(partial(self._forget, packed))
         if again:
             again.discard_output_and_register_recompute(attended)
         out: tuple[Tensor, Tensor | None] = self.linear_proj(attended[:, None])
         return out
+
+    def _choose(self, hidden: Tensor, of_queries: Tensor, packed: PackedAttentionParams) -> Tensor | None:
+        """Returns the keys that are given for this layer, or its choice, or that of the layer before it; None if all
+        sequences are so short that each query attends to all keys up to its own."""
+        longest = max(part.key_length for part in packed.classes)
+        if self.top_k is None or longest <= self.top_k or self.core_attention.cp is not None:
+            return None
+        layer = self.layer_number - 1
+        if layer not in packed.chosen and layer == self.source:
+            norm = self.linear_q_up_proj.layer_norm_weight
+            latent = rms_norm(of_queries.detach(), norm.detach(), LatentAttention.norm_eps)
+            indexer = self.core_attention.get_submodule("indexer")
+            packed.chosen[layer] = indexer(latent[:, 0], hidden[:, 0], packed, self.tp)
+        return packed.chosen.get(layer if layer in packed.chosen else self.source)  # None: only padding is so long
+
+    def _forget(self, packed: PackedAttentionParams, _: Tensor) -> None:
+        """Frees this layer's entry once its backward pass begins: layers that share it have ended theirs."""
+        packed.chosen.pop(self.layer_number - 1, None)
 
     def _project_down(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the latents of queries (or ``hidden`` itself) and of keys and values, and the shared key."""
@@ -165,9 +216,7 @@ class LatentSelfAttention(MegatronModule):
         up, _ = self.linear_kv_up_proj(latent)
         still, turning = query.view(-1, self.heads, m.nope_dim + m.rope_dim).split([m.nope_dim, m.rope_dim], -1)
         key, value = up.view(-1, self.heads, m.nope_dim + m.value_dim).split([m.nope_dim, m.value_dim], -1)
-        if packed.rotary is None:
-            angle = packed.positions[:, None].float() * self.frequencies
-            packed.rotary = (angle.cos() * self.rotary_scale)[:, None], (angle.sin() * self.rotary_scale)[:, None]
+        assert packed.rotary is not None
         turned, shared = (rotate(as_halves(x), *packed.rotary) for x in (turning, shared))
         query = torch.cat([still, turned], -1)
         key = torch.cat([key, shared.expand(-1, self.heads, -1)], -1)

@@ -428,8 +428,24 @@ def test_longer_sequences_than_an_indexer_chooses_whole_are_refused_with_both_nu
     assert "eval.sets.long.max_new_tokens=9000 = 9048 is more than index_topk=2048" in told(
         RunConfig.model_validate(few | sets), shape
     )
-    served = RunConfig.model_validate({**few, **sets, "rollout": {**few["rollout"], "engine": "vllm"}})
-    assert "eval.sets.long" not in told(served, shape)
+    long = {"rollout": {"max_prompt_tokens": 49, "max_new_tokens": 5000, "engine": "vllm"}}
+    assert "index_topk" not in told(RunConfig.model_validate({**few, **sets, **long}), shape)
+    cut = RunConfig.model_validate({"learner": {"cp": 2, "dp": 1}, **long})
+    assert "index_topk=2048 of model_type='deepseek_v32': with learner.cp=2 ranks share a sequence" in told(cut, shape)
+
+
+def test_a_pipeline_chunk_that_begins_with_keys_of_another_is_refused_for_long_sequences() -> None:
+    """As GLM-5.2's layers, of which one in four has an indexer."""
+    shape = replace(NAMED["glm-5"], indexer=replace(NAMED["glm-5"].indexer, layers=(0, 1, 2, *range(6, 78, 4))))
+    long = {"max_prompt_tokens": 49, "max_new_tokens": 5000, "engine": "vllm"}
+    said = "index_topk=2048 of model_type='glm_moe_dsa': layer 39, the first of a pipeline chunk, takes the keys"
+    for stages, refused in ((None, True), ("38+40", False), ("42+36", False), ("40+38", True)):
+        learner = {"pp": 2, "stage_layers": stages}
+        found = told(RunConfig.model_validate({"learner": learner, "rollout": long}), shape)
+        assert ("index_topk" in found) is refused, stages
+        assert stages is not None or said in found
+    few = RunConfig.model_validate({"learner": {"pp": 2}, "rollout": {"max_prompt_tokens": 48, "max_new_tokens": 2000}})
+    assert "index_topk" not in told(few, shape)
 
 
 # What a GPU must hold that the learner shares with servers, and whether it shares one: by closed forms.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,12 +26,13 @@ from rl_megatron.config.activations import torch_only, uses_transformer_engine
 from rl_megatron.config.learner_checks import refuse
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model import kernels
+from rl_megatron.learner.model import kernels, sparse
 from rl_megatron.learner.model.attention import LatentDecoderConfig
 from rl_megatron.learner.model.build import make_config
 from rl_megatron.learner.model.delta import convolve, cut_into_chunks, gated_delta_rule
 from rl_megatron.learner.model.kernels import AttentionKernel, batched_attention, faster_attention, long_attention
 from rl_megatron.learner.model.latent import megatron_latent_keywords
+from rl_megatron.learner.model.sparse import attend_chosen
 from rl_megatron.models import operations
 from rl_megatron.models.families.common import read_rope
 from rl_megatron.models.named import NAMED
@@ -68,6 +70,35 @@ def test_it_is_torchs_in_blocks_of_queries(
     ):
         torch.testing.assert_close(own, theirs)
     assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("room", [1, 2**21], ids=["queries alone", "whole"])
+def test_attention_to_chosen_keys_is_torchs_with_a_mask(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows in any order, of which the second sequence has fewer; and it keeps no square of a length."""
+    monkeypatch.setitem(sparse._SCORES, "cpu", room)
+    draw, length, top_k = torch.Generator().manual_seed(0), 37, 5
+    given = [torch.randn(2, length, 3, width, generator=draw).requires_grad_() for width in (8, 8, 12)]
+    rows = torch.randperm(2 * length, generator=draw).view(2, length)
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    chosen, mask = torch.full((2 * length, top_k), -1, dtype=torch.int32), torch.zeros(2, length, length).bool()
+    for row, at in itertools.product(range(2), range(length)):
+        places = torch.randperm(at + 1, generator=draw)[:top_k]
+        chosen[rows[row, at], : len(places)], mask[row, at, places] = places.int(), True
+    chosen[rows[0, 9]], mask[0, 9] = -1, visible[9]  # none: all
+    mask[1, 20, int(chosen[rows[1, 20], 0])] = False
+    chosen[rows[1, 20], 0] = 30  # a later key
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+        found = attend_chosen(*given, chosen, rows, SCALE)
+    assert sum(kept) == sum(x.nbytes for x in given)
+    q, k, v = (x.transpose(1, 2) for x in given)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=SCALE).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+    grad = torch.randn(wanted.shape, generator=draw)
+    for own, theirs in zip(
+        torch.autograd.grad(found, given, grad), torch.autograd.grad(wanted, given, grad), strict=True
+    ):
+        torch.testing.assert_close(own, theirs)
 
 
 def test_it_is_for_sequences_in_float32_where_a_library_has_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
