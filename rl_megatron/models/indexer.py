@@ -57,7 +57,7 @@ def _rotate(indexer: Indexer, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tenso
 
 
 @torch.no_grad()
-def choose(query: Tensor, weights: Tensor, key: Tensor, visible: Tensor, top_k: int) -> Tensor:
+def choose_keys(query: Tensor, weights: Tensor, key: Tensor, visible: Tensor, top_k: int) -> Tensor:
     """Returns the ``min(top_k, L)`` visible keys with the highest scores, int32 [B, q, min(top_k, L)] in no order.
 
     A key's score is the sum over heads of weight * relu(query . key), in float32. Of equal scores it takes the first

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_megatron.learner.packed import PackedAttentionParams
-from rl_megatron.models.indexer import choose
+from rl_megatron.models.indexer import choose_keys
 
 _ROWS = 512  # queries of a block at most
 _SCORES = {"cpu": 2**21, "cuda": 2**28}  # scores of a block at most, if it has more than one query
@@ -37,7 +37,7 @@ def choose_packed(query: Tensor, weights: Tensor, key: Tensor, packed: PackedAtt
         for start in range(0, length, _ROWS):
             block, stop = slice(start, start + _ROWS), min(start + _ROWS, length)
             visible = step[None, block, None] >= step[:stop]
-            found = choose(query[at[:, block]], weights[at[:, block]], key[at[:, :stop]], visible, top_k)
+            found = choose_keys(query[at[:, block]], weights[at[:, block]], key[at[:, :stop]], visible, top_k)
             out[into[:, block], : found.shape[-1]] = found
     return out[:count]
 

@@ -124,7 +124,7 @@ def test_an_indexer_chooses_the_keys_of_transformers(
     norm = held["k_norm.weight"], held["k_norm.bias"]
     key = indexer.index_keys(shape.indexer, hidden.flatten(0, 1), held["wk.weight"], *norm, ours)
     query, weights, key = (x.unflatten(0, (2, 30)) for x in (query, weights, key))
-    found = indexer.choose(query, weights, key, visible[None], 7)
+    found = indexer.choose_keys(query, weights, key, visible[None], 7)
     for row, at in itertools.product(range(2), range(30)):
         chosen = [place for place in found[row, at].tolist() if place >= 0]
         assert sorted(chosen) == sorted(place for place in expected[row, at].tolist() if place <= at)
@@ -139,7 +139,7 @@ def test_an_indexer_takes_the_first_of_equal_scores(data: st.DataObject) -> None
     seen = data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
     key = torch.tensor([*scores, *[9.0] * more])[None, :, None]
     query, weights = torch.tensor([1.0, -1.0]).view(1, 1, 2, 1), torch.tensor([[[1.0, -1.0]]])  # relu(x) - relu(-x)
-    found = indexer.choose(query, weights, key, torch.tensor([*seen, *[False] * more])[None, None], top_k)[0, 0]
+    found = indexer.choose_keys(query, weights, key, torch.tensor([*seen, *[False] * more])[None, None], top_k)[0, 0]
     places = sorted((place for place in range(length) if seen[place]), key=lambda place: -scores[place])[:top_k]
     assert len(found) == min(top_k, length + more)
     assert sorted(found.tolist()) == sorted([*places, *[-1] * (len(found) - len(places))])
