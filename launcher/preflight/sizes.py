@@ -49,7 +49,7 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
 
 
 def _dense_engine(config: RunConfig) -> str | None:
-    """Returns why the in-process engine, if it samples, needs sequences of which an indexer chooses every key."""
+    """Returns why the in-process engine, if it samples, cannot take sequences longer than an indexer's ``top_k``."""
     if config.rollout.served or not config.kind.samples:
         return None
     return "the in-process engine cannot leave out keys; lower them, or set rollout=vllm or rollout=sglang"

@@ -117,8 +117,8 @@ def refuse(shape: ModelShape, learner: LearnerSection) -> None:
 
 
 def sparse_problem(learner: LearnerSection, shape: ModelShape) -> str | None:
-    """Returns why the learner computes only sequences of which an indexer chooses every key; None if it computes longer
-    ones, or the model has no indexer."""
+    """Returns why the learner cannot compute sequences longer than an indexer's ``top_k``; None if it can, or if the
+    model has no indexer."""
     if shape.indexer is None:
         return None
     if learner.cp > 1:

@@ -69,7 +69,7 @@ class PackedAttentionParams(PackedSeqParams):
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """Keys of sparse attention by layer: [t, top_k] int32, places in the position's own sequence, -1 for none.
 
-    What is here before a layer's forward pass, the layer attends by. Otherwise a layer with an indexer puts its own
+    A layer attends by its entry if there is one before its forward pass. Otherwise a layer with an indexer puts its own
     choice here, which layers without one and recomputation take. A layer's backward pass removes its entry.
     """
 

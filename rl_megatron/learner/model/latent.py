@@ -181,8 +181,8 @@ class LatentSelfAttention(MegatronModule):
         return out
 
     def _choose(self, hidden: Tensor, of_queries: Tensor, packed: PackedAttentionParams) -> Tensor | None:
-        """Returns the keys that are given for this layer, or its choice, or that of the layer before it; None if all
-        sequences are so short that each query attends to all keys up to its own."""
+        """Returns the keys that this layer attends to, as `PackedAttentionParams.chosen` says. None if no sequence is
+        longer than ``top_k``: then each query attends to all keys up to its own."""
         longest = max(part.key_length for part in packed.classes)
         if self.top_k is None or longest <= self.top_k or self.core_attention.cp is not None:
             return None

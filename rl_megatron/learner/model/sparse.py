@@ -33,7 +33,7 @@ def choose_packed(query: Tensor, weights: Tensor, key: Tensor, packed: PackedAtt
     for at in class_rows(packed):
         if (length := at.shape[1]) <= top_k:
             continue
-        step, into = torch.arange(length, device=query.device), _without_copies(at, count)
+        step, into = torch.arange(length, device=query.device), _replace_copies(at, count)
         for start in range(0, length, _ROWS):
             block, stop = slice(start, start + _ROWS), min(start + _ROWS, length)
             visible = step[None, block, None] >= step[:stop]
@@ -51,7 +51,7 @@ def class_rows(packed: PackedAttentionParams) -> list[Tensor]:
     return [mine.view(part.count, -1) for part, mine in zip(packed.classes, parts, strict=True)]
 
 
-def _without_copies(rows: Tensor, other: int) -> Tensor:
+def _replace_copies(rows: Tensor, other: int) -> Tensor:
     """Returns ``rows`` of `class_rows` with ``other`` in place of copies."""
     return torch.cat((rows[:, :1], rows[:, 1:].where(rows.diff(dim=1) != 0, other)), 1)
 
@@ -107,8 +107,10 @@ def _blocks(query: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def _mask(chosen: Tensor, start: int, seen: int) -> Tensor:
-    """[B, r, top_k] of queries from ``start`` on -> [B, r, seen] bool, the keys that each attends to: none after it,
-    and all up to it where none is chosen, as for padding whose choice is given."""
+    """Returns the keys that each query from ``start`` on attends to, [B, r, seen] bool, of ``chosen`` [B, r, top_k].
+
+    It attends to none after it, and to all up to it where none is chosen, as for padding with a given choice.
+    """
     places = chosen.long()
     places = places.where((places >= 0) & (places < seen), seen)
     step = torch.arange(seen, device=chosen.device)
