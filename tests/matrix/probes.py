@@ -289,7 +289,7 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
         if why := sparse_problem(learner, read_shape(folder)):
             refuses_longer(policy, row[0], most.top_k, why)
         elif "critic" not in cell.features:
-            attends_by_given(policy, row)
+            attends_by_given(one)
     world.destroy_process_groups()
     return seen
 
@@ -367,23 +367,23 @@ class Chosen(dict[int, Tensor]):
         super().__setitem__(layer, chosen)
 
 
-def attends_by_given(policy: MegatronLearner, row: Sequence[Samples]) -> None:
+def attends_by_given(one: Ready) -> None:
     """Asserts that what is in a micro-batch before a pass is in place of indexers' choice: to its own a model says the
-    same, to others not."""
+    same, to others not. No pass leaves what indexers chose."""
     from rl_megatron.learner.model import latent
 
-    pack, asked = policy._pack, frozenset[Want]({"logprobs"})
-    made = pack(row)
-    own = [Chosen() for _ in made]
+    policy, row, made = one.policy, one.row, one.policy._pack(one.row)
 
-    def score(entries: Sequence[dict[int, Tensor]]) -> Any:
+    def through(entries: Sequence[dict[int, Tensor]], call: Callable[[Sequence[Samples]], Any]) -> Any:
         for micro_batch, entry in zip(made, entries, strict=True):
             micro_batch.attention.chosen = entry
         with patch.object(policy, "_pack", lambda _: made):
-            return policy.score(row, asked)
+            return call(row)
 
+    score, own, trained = partial(through, call=one.score), [Chosen() for _ in made], [Chosen() for _ in made]
     first = score(own)
-    assert not any(own), "a pass without gradients leaves what indexers chose"
+    through(trained, one.backward)
+    assert all(each.seen and not each for each in (*own, *trained))
     with patch.object(latent, "choose_packed", side_effect=AssertionError("an indexer chose again")):
         again = score([one.seen for one in own])
         keys = [{n: torch.arange(x.shape[1]).int().expand_as(x) for n, x in one.seen.items()} for one in own]
