@@ -16,7 +16,8 @@ from rl_megatron.models.rotary import as_halves
 from rl_megatron.models.shape import Indexer
 
 _NORM_EPS = 1e-6
-_SCORES = {"cpu": 2**22, "cuda": 2**28}  # float32 numbers of a block of scores, over all heads that it sums together
+_SCORES = 2**22  # float32 numbers of a block of scores on a CPU, over all heads that it sums together
+_MORE = 64  # times as many on a GPU
 _HIDDEN = torch.iinfo(torch.int64).min  # comes after every score
 
 
@@ -77,7 +78,7 @@ def choose_keys(query: Tensor, weights: Tensor, key: Tensor, visible: Tensor, to
         places = torch.arange(length, dtype=torch.int32, device=key.device)
         return places.expand_as(visible).masked_fill(~visible, -1)
     out = torch.empty(*query.shape[:2], top_k, dtype=torch.int32, device=key.device)
-    keys, room = key.float().mT, _SCORES[key.device.type]
+    keys, room = key.float().mT, _SCORES if key.is_cpu else _MORE * _SCORES
     some = max(1, min(len(query), room // length))
     rows = max(1, min(count, room // (some * length)))
     for first in range(0, len(query), some):
@@ -107,7 +108,7 @@ def _best(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     Bits of a float32 sort as integers, with all but the sign flipped below 0. The place follows in lower bits, so the
     first of equal scores wins.
     """
-    bits, length = (scores + 0.0).view(torch.int32), scores.shape[-1]  # + 0.0: -0.0 equals 0.0
+    bits, length = scores.view(torch.int32), scores.shape[-1]  # a sum from 0.0 on is never -0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
     ordered += torch.arange(length - 1, -1, -1, device=scores.device)
     best = ordered.masked_fill_(~visible, _HIDDEN).topk(top_k, sorted=False).values

@@ -93,7 +93,7 @@ def test_an_indexer_chooses_the_keys_of_transformers(
     name: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two sequences, each query its ``index_topk`` of those before it, in whole and in blocks of few scores."""
-    monkeypatch.setitem(indexer._SCORES, "cpu", room)
+    monkeypatch.setattr(indexer, "_SCORES", room)
     config = config_of(name, index_topk=7, index_n_heads=8)
     config.save_pretrained(tmp_path)
     shape, module = read_shape(tmp_path), import_module(f"transformers.models.{name}.modeling_{name}")
