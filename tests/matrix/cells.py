@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rl_megatron.config.learner_checks import problems
+from rl_megatron.config.learner_checks import problems, sparse_problem
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
@@ -231,6 +231,8 @@ def refused(model: str, layout: str, features: frozenset[str]) -> bool:
         learner = section(layout, features)
         megatron_layout(shape, learner.dims, stages=learner.stages)
     except (ValidationError, ConfigError):
+        return True
+    if sparse_problem(learner, shape) is not None:
         return True
     return next(problems(learner, replace(shape, num_draft_layers=learner.draft.train)), None) is not None
 

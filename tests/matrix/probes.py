@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from typing_extensions import override
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import PolicyAndValueLoss
-from rl_megatron.config.learner_checks import sparse_problem
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.errors import RLMegatronError
@@ -286,10 +284,8 @@ def steps(rank: int, cell: Cell, folder: Path, to: Path) -> dict[str, Any]:
     with policy.merged():
         seen["merged"] = dict(held(policy)) if learner.lora.rank is not None else {}
     if (most := read_shape(folder).indexer) is not None:
-        if why := sparse_problem(learner, read_shape(folder)):
-            refuses_longer(policy, row[0], most.top_k, why)
-        elif "critic" not in cell.features:
-            attends_by_given(one)
+        attends_by_given(one)
+        refuses_longer(policy, row[0], most.top_k)
     world.destroy_process_groups()
     return seen
 
@@ -345,12 +341,12 @@ def has_bits_of_plain(seen: Mapping[str, Any], cell: Cell, folder: Path, rank: i
         assert differing(plain.policy, seen[after]) == [], f"the {step} step has other bits"
 
 
-def refuses_longer(policy: MegatronLearner, samples: Samples, most: int, why: str) -> None:
-    """Than an indexer chooses whole, where ranks lack what it reads."""
-    n = most + 1
+def refuses_longer(policy: MegatronLearner, samples: Samples, most: int) -> None:
+    """Than an indexer chooses whole, in a layout in which ranks lack what it reads."""
+    n, why = most + 1, "with learner.cp=2 ranks share a sequence"
     longer = {name: torch.cat([column] * n)[:n] for name, column in samples.columns.items()}
-    said = re.escape(f"a sequence = {n} is more than index_topk={most} of model_type=") + f".*: {re.escape(why)}"
-    with pytest.raises(RLMegatronError, match=said):
+    said = f"a sequence = {n} is more than index_topk={most} of model_type=.*: {why}"
+    with patch.object(policy, "_dense", why), pytest.raises(RLMegatronError, match=said):
         policy.score([Samples(**longer, cu_seqlens=torch.tensor([0, n]))], frozenset({"logits"}))
 
 
