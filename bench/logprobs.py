@@ -1,4 +1,5 @@
-"""Measure extra memory and time of chunked log-probs beside float32 `log_softmax` and `gather`, forward and backward.
+"""Measure extra memory and time of chunked log-probs beside float32 `log_softmax` and `gather`, forward and backward;
+and of log-probs over 50 kept tokens a position, as `rollout.sampling_masks` has them.
 
     python -m bench.logprobs [--tokens 16384] [--vocab 32768] [--dtype bfloat16] [--threads 2] [--json FILE]
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from bench.results import parse, write
-from rl_megatron.learner.heads import token_logprobs
+from rl_megatron.learner.heads import Kept, token_logprobs
 
-REPEATS = 3
+REPEATS, KEPT = 3, 50
 
 
 def chunked(logits: Tensor, targets: Tensor) -> Tensor:
@@ -30,12 +31,25 @@ def chunked(logits: Tensor, targets: Tensor) -> Tensor:
     return token_logprobs(logits, targets, temperature=1.0, vocab_size=logits.shape[1])[0]
 
 
+def over_kept(logits: Tensor, targets: Tensor) -> Tensor:
+    """The learner's own, over the target and the tokens after it."""
+    count, vocab = len(logits), logits.shape[1]
+    tokens = (targets[:, None] + torch.arange(min(KEPT, vocab))) % vocab
+    positions = torch.arange(count).repeat_interleave(tokens.shape[1])
+    kept = Kept.of(positions, tokens.flatten(), torch.ones(count, dtype=torch.bool), range(vocab))
+    return token_logprobs(logits, targets, temperature=1.0, vocab_size=vocab, kept=kept)[0]
+
+
 def naive(logits: Tensor, targets: Tensor) -> Tensor:
     """A float32 copy of all logits, and autograd."""
     return logits.float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
 
 
-METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"log_softmax+gather": naive, "chunked": chunked}
+METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log_softmax+gather": naive,
+    "chunked": chunked,
+    f"over {KEPT} kept tokens": over_kept,
+}
 
 
 def peak_bytes() -> int:
@@ -91,6 +105,7 @@ def main() -> None:
         f"{'naive over chunked':20} {rows[0]['extra_bytes'] / rows[1]['extra_bytes']:13.2f}x "
         f"{rows[0]['seconds'] / rows[1]['seconds']:20.2f}x"
     )
+    print(f"{'kept over chunked':20} {rows[2]['seconds'] / rows[1]['seconds']:34.2f}x")
     write(args, rows)
 
 

@@ -15,10 +15,11 @@ follows Megatron-LM (arXiv:1909.08053).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, Protocol, TypeAlias
+from itertools import pairwise
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,74 @@ from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.types import Want
 
 CPU_CHUNK_BYTES = 4 << 20  # float32 values of this size fit the processor's cache
-Limit: TypeAlias = Callable[[Tensor, slice], None]
-"""Fills, in place, the logits [c, V] of the positions of a slice with `LEFT_OUT` where a token is left out. Backward
-passes call it again."""
-LEFT_OUT = -1e30
+_LEFT_OUT = -1e30
 """A logit of probability 0. It stays finite when it is multiplied by that probability, which -inf does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The tokens that log-probs of some positions are over; others are over the whole vocabulary. Work and memory
+    beyond a head's own product are O(K) for the K kept tokens of this rank's rows, O(V) for each other position."""
+
+    rows: Tensor
+    """[K] int64: the position of each kept token, in order."""
+    columns: Tensor
+    """[K] int64: its row of this rank's part of the vocabulary."""
+    ends: Sequence[int]
+    """How many kept tokens stand before each of the T positions, and their number at the end."""
+    runs: Mapping[bool, Sequence[slice]]
+    """The runs of positions with kept tokens (True) and of those with the whole vocabulary (False)."""
+
+    @classmethod
+    def of(cls, positions: Tensor, tokens: Tensor, limited: Tensor, vocab: range) -> Kept:
+        """Makes it from the ``tokens`` [n] at ``positions`` [n], in order, and which positions are ``limited`` [T], for
+        a rank with the rows ``vocab``. On a GPU it waits three times."""
+        here = (tokens >= vocab.start) & (tokens < vocab.stop)
+        rows = positions[here]
+        counts = torch.bincount(rows, minlength=len(limited))
+        changes = [0, *(limited.diff().nonzero()[:, 0] + 1).tolist(), len(limited)]
+        runs, first = [slice(*pair) for pair in pairwise(changes)], bool(limited[:1].any())
+        return cls(
+            rows=rows,
+            columns=tokens[here] - vocab.start,
+            ends=[0, *counts.cumsum(0).tolist()],
+            runs={first: runs[::2], not first: runs[1::2]},
+        )
+
+    def gather(self, logits: Callable[[slice], Tensor], chunk: int) -> Tensor:
+        """Returns the logits [K] of all kept tokens from those [c, V] of each chunk."""
+        found = [torch.empty(0, device=self.rows.device)]
+        for cut in _cuts(self.runs[True], chunk):
+            mine = slice(self.ends[cut.start], self.ends[cut.stop])
+            found.append(logits(cut)[self.rows[mine] - cut.start, self.columns[mine]])
+        return torch.cat(found)
+
+    def spread(self, x: Tensor, cut: slice, width: int) -> Tensor:
+        """Returns the [c, ``width``] of which `gather` takes the part of a chunk of ``x`` [K], with zeros elsewhere."""
+        mine = slice(self.ends[cut.start], self.ends[cut.stop])
+        out = x.new_zeros(cut.stop - cut.start, width)
+        out[self.rows[mine] - cut.start, self.columns[mine]] = x[mine]
+        return out
+
+    def sums(self, x: Tensor, local: Tensor, here: Tensor) -> Tensor:
+        """Returns `_sums` of logits ``x`` [K] at all positions, [3, T]; zeros at those of the whole vocabulary."""
+        weight, hit = x.exp(), self.columns == local[self.rows]
+        out = torch.zeros(3, len(local), device=x.device)
+        for cut in self.runs[True]:
+            out[2, cut] = here[cut] * _LEFT_OUT
+        out[0].index_add_(0, self.rows, weight)
+        out[1].index_add_(0, self.rows, weight.mul_(x))
+        out[2].scatter_reduce_(0, self.rows, x.where(hit, -torch.inf), "amax")
+        return out
+
+    def gradient(
+        self, x: Tensor, *, local: Tensor, grad: Tensor, entropy: Tensor, entropy_grad: Tensor | None
+    ) -> Tensor:
+        """Returns the gradient [K] of log-probs ``x`` [K]; the rest is as in `_write_gradient`."""
+        hit, factor = self.columns == local[self.rows], -grad[self.rows]
+        if entropy_grad is not None:
+            factor -= (x + entropy[self.rows]) * entropy_grad[self.rows]
+        return x.exp().mul_(factor).add_(grad[self.rows] * hit)
 
 
 def token_logprobs(
@@ -52,19 +116,19 @@ def token_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
-    limit: Limit | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs [T] of ``targets`` [T] and entropy [T] of the whole vocabulary, with gradients; float32 nats.
 
     ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
     probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` limits the positions computed
-    together; on CPU a chunk is also small enough for the cache. ``limit`` may leave tokens out.
+    together; on CPU a chunk is also small enough for the cache. Log-probs and entropy may be over ``kept`` tokens.
     """
     if logits.is_cpu:
         chunk = _that_fit(chunk, logits.shape[1])
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, targets, 1.0 / temperature, valid, vocab_start, group, chunk, limit
+        logits, targets, 1.0 / temperature, valid, vocab_start, group, chunk, kept
     )
     return logprobs, entropy
 
@@ -80,7 +144,7 @@ def head_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
     announce: bool = False,
-    limit: Limit | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `token_logprobs` of the logits ``hidden`` [T, H] times ``weight`` [V, H], multiplied in float32.
 
@@ -90,7 +154,7 @@ def head_logprobs(
     """
     valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, valid, vocab_start, group, chunk, announce, limit
+        hidden, weight, targets, 1.0 / temperature, valid, vocab_start, group, chunk, announce, kept
     )
     return logprobs, entropy
 
@@ -107,7 +171,7 @@ def logit_norms(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
-    limit: Limit | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Returns squared norms [T] float32 of the gradient, (target or not) - p, of the log-prob of ``targets`` [T] in
     scaled logits. They are (1 - p of the target)² + the sum of the others' p² (arXiv:2602.07078's logit-gradient
@@ -122,9 +186,8 @@ def logit_norms(
     here = (local >= 0) & (local < valid)
     peak = torch.full((len(output),), -torch.inf, device=output.device)
     sums = torch.zeros(3, len(output), device=output.device)  # e^x of the target, sums of others' e^x and e^2x
-    for a in range(0, len(output) if valid else 0, chunk):
-        cut = slice(a, a + chunk)
-        x = _limited(logits(output[cut])[:, :valid] * (1.0 / temperature), cut, limit)
+    for cut in _cuts(_whole(kept, len(output), valid), chunk):
+        x = logits(output[cut])[:, :valid] * (1.0 / temperature)
         peak[cut] = x.amax(1)
         x.sub_(peak[cut, None]).exp_()
         at, mine = local[cut, None].clamp(0, valid - 1), here[cut, None]
@@ -132,6 +195,13 @@ def logit_norms(
         x.scatter_(1, at, target * ~mine)
         sums[:, cut] = torch.stack([(target * mine).squeeze(1), x.sum(1), x.square_().sum(1)])
         del x  # frees it before the next chunk's
+    if kept is not None:
+        flat = kept.gather(lambda cut: logits(output[cut]), chunk) * (1.0 / temperature)
+        peak.scatter_reduce_(0, kept.rows, flat, "amax").clamp_(min=_LEFT_OUT)
+        flat.sub_(peak[kept.rows]).exp_()
+        hit = kept.columns == local[kept.rows]
+        for out, part in zip(sums, (flat * hit, flat * ~hit, flat.square() * ~hit), strict=True):
+            out.index_add_(0, kept.rows, part)
     if group is not None:
         own = peak.clone()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -162,11 +232,23 @@ def _that_fit(chunk: int, rows: int) -> int:
     return max(1, min(chunk, CPU_CHUNK_BYTES // (4 * rows)))
 
 
-def _limited(x: Tensor, cut: slice, limit: Limit | None) -> Tensor:
-    """Returns ``x`` [c, V], the positions ``cut``, after ``limit``."""
-    if limit is not None:
-        limit(x, cut)
-    return x
+def _cuts(runs: Iterable[slice], chunk: int) -> Iterator[slice]:
+    """Cuts runs of positions into slices of at most ``chunk``."""
+    return (slice(a, min(a + chunk, run.stop)) for run in runs for a in range(run.start, run.stop, chunk))
+
+
+def _whole(kept: Kept | None, positions: int, valid: int) -> Sequence[slice]:
+    """Returns the runs of positions whose log-probs are over the whole vocabulary, for a rank with ``valid`` rows."""
+    if not valid:
+        return ()
+    return (slice(0, positions),) if kept is None else kept.runs[False]
+
+
+def _every(kept: Kept | None, positions: int, valid: int, chunk: int) -> Iterator[tuple[slice, bool]]:
+    """All positions in slices of at most ``chunk``, and if their log-probs are over kept tokens."""
+    yield from ((cut, False) for cut in _cuts(_whole(kept, positions, valid), chunk))
+    if kept is not None and valid:
+        yield from ((cut, True) for cut in _cuts(kept.runs[True], chunk))
 
 
 def _sums(x: Tensor, local: Tensor, here: Tensor) -> Tensor:
@@ -227,30 +309,30 @@ class _TokenLogprobs(torch.autograd.Function):
         vocab_start: int,
         group: dist.ProcessGroup | None,
         chunk: int,
-        limit: Limit | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
-        real, starts = logits[:, :valid], range(0, len(logits) if valid else 0, chunk)
+        real, whole = logits[:, :valid], _whole(kept, len(logits), valid)
         peak = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
-        if valid and limit is None:
-            peak = real.amax(1).float() * scale
-        for a in starts if limit is not None else ():
-            cut = slice(a, a + chunk)
-            peak[cut] = _limited(_shifted(real[cut], scale, torch.zeros_like(peak[cut])), cut, limit).amax(1)
+        for run in whole:
+            peak[run] = real[run].amax(1).float() * scale
+        if kept is not None:
+            flat = logits[kept.rows, kept.columns].float() * scale
+            peak.scatter_reduce_(0, kept.rows, flat, "amax")
         if group is not None:
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         local = targets - vocab_start
         here = (local >= 0) & (local < valid)
         sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)  # sum e^x, sum x e^x, x[target]
-        for a in starts:
-            cut = slice(a, a + chunk)
-            x = _limited(_shifted(real[cut], scale, peak[cut]), cut, limit)
-            sums[:, cut] = _sums(x, local[cut], here[cut])
+        for cut in _cuts(whole, chunk):
+            sums[:, cut] = _sums(_shifted(real[cut], scale, peak[cut]), local[cut], here[cut])
+        if kept is not None:
+            sums += kept.sums(flat.sub_(peak[kept.rows]), local, here)
         if group is not None:
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
         logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
         ctx.save_for_backward(logits, local, here, peak + log_z, entropy)
-        ctx.scale, ctx.valid, ctx.chunk, ctx.limit = scale, valid, chunk, limit
+        ctx.scale, ctx.valid, ctx.chunk, ctx.kept = scale, valid, chunk, kept
         ctx.set_materialize_grads(False)  # most losses do not use the entropy
         return logprobs, entropy
 
@@ -258,15 +340,20 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, local, here, log_norm, entropy = ctx.saved_tensors
-        valid, chunk = ctx.valid, ctx.chunk
+        valid, kept = ctx.valid, ctx.kept
         grad, entropy_grad = _scaled(grad, entropy_grad, log_norm, ctx.scale)
         out = torch.empty_like(logits)
         out[:, valid:] = 0
-        for a in range(0, len(logits) if valid else 0, chunk):
-            cut = slice(a, a + chunk)
+        if kept is not None:
+            for run in kept.runs[True]:
+                out[run] = 0
+            x = logits[kept.rows, kept.columns].float().mul_(ctx.scale).sub_(log_norm[kept.rows])
+            x = kept.gradient(x, local=local, grad=grad, entropy=entropy, entropy_grad=entropy_grad)
+            out[kept.rows, kept.columns] = x.to(out.dtype)
+        for cut in _cuts(_whole(kept, len(logits), valid), ctx.chunk):
             _write_gradient(
                 out[cut, :valid],
-                _limited(_shifted(logits[cut, :valid], ctx.scale, log_norm[cut]), cut, ctx.limit),
+                _shifted(logits[cut, :valid], ctx.scale, log_norm[cut]),
                 local=local[cut],
                 here=here[cut],
                 grad=grad[cut],
@@ -289,18 +376,22 @@ class _HeadLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk: int,
         announce: bool,
-        limit: Limit | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         local = targets - vocab_start
         here = (local >= 0) & (local < valid)
         own = torch.full((len(hidden),), -torch.inf, device=hidden.device)  # the greatest logit of this rank's rows
         sums = torch.zeros(3, len(hidden), device=hidden.device)  # sum e^x, sum x e^x, x[target], of x = logit - own
-        for a in range(0, len(hidden) if valid else 0, chunk):
-            cut = slice(a, a + chunk)
-            x = _limited(float32_logits(hidden[cut], weight[:valid]).mul_(scale), cut, limit)
+        for cut in _cuts(_whole(kept, len(hidden), valid), chunk):
+            x = float32_logits(hidden[cut], weight[:valid]).mul_(scale)
             own[cut] = x.amax(1)
             sums[:, cut] = _sums(x.sub_(own[cut, None]), local[cut], here[cut])
             del x  # frees it before the next chunk's
+        flat: Tensor | None = None
+        if kept is not None:
+            flat = kept.gather(lambda cut: float32_logits(hidden[cut], weight[:valid]), chunk).mul_(scale)
+            own.scatter_reduce_(0, kept.rows, flat, "amax").clamp_(min=_LEFT_OUT)
+            sums += kept.sums(flat - own[kept.rows], local, here)
         peak = own
         if group is not None:
             dist.all_reduce(peak := own.clone(), dist.ReduceOp.MAX, group=group)
@@ -312,18 +403,18 @@ class _HeadLogprobs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
         logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, local, here, peak + log_z, entropy)
+        ctx.save_for_backward(hidden, local, here, peak + log_z, entropy, flat)
         ctx.weight, ctx.scale, ctx.valid, ctx.chunk, ctx.announce = weight, scale, valid, chunk, announce
-        ctx.limit = limit
+        ctx.kept = kept
         ctx.set_materialize_grads(False)  # most losses do not use the entropy
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, local, here, log_norm, entropy = ctx.saved_tensors
+        hidden, local, here, log_norm, entropy, flat = ctx.saved_tensors
         whole: Tensor = ctx.weight
-        weight = whole.detach()[: ctx.valid]
+        kept, weight = ctx.kept, whole.detach()[: ctx.valid]
         grad, entropy_grad = _scaled(grad, entropy_grad, log_norm, ctx.scale)
         main_grad: Tensor | None = getattr(whole, "main_grad", None)
         direct = main_grad is not None and main_grad.dtype == torch.float32
@@ -331,19 +422,23 @@ class _HeadLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = main_grad if direct else torch.zeros_like(whole, dtype=torch.float32)
         of_hidden = torch.zeros_like(hidden)
-        for a in range(0, len(hidden) if ctx.valid else 0, ctx.chunk):
-            cut = slice(a, a + ctx.chunk)
-            x = float32_logits(hidden[cut], weight).mul_(ctx.scale).sub_(log_norm[cut, None])
-            x = _limited(x, cut, ctx.limit)
-            _write_gradient(
-                x,
-                x,
-                local=local[cut],
-                here=here[cut],
-                grad=grad[cut],
-                entropy=entropy[cut],
-                entropy_grad=None if entropy_grad is None else entropy_grad[cut],
-            )
+        if kept is not None:
+            flat = flat - log_norm[kept.rows]
+            flat = kept.gradient(flat, local=local, grad=grad, entropy=entropy, entropy_grad=entropy_grad)
+        for cut, limited in _every(kept, len(hidden), ctx.valid, ctx.chunk):
+            if limited:
+                x = kept.spread(flat, cut, ctx.valid)
+            else:
+                x = float32_logits(hidden[cut], weight).mul_(ctx.scale).sub_(log_norm[cut, None])
+                _write_gradient(
+                    x,
+                    x,
+                    local=local[cut],
+                    here=here[cut],
+                    grad=grad[cut],
+                    entropy=entropy[cut],
+                    entropy_grad=None if entropy_grad is None else entropy_grad[cut],
+                )
             of_hidden[cut] = sum(x[:, rows] @ weight[rows].float() for rows in _blocks(ctx.valid))
             if of_weight is not None:
                 of_weight[: ctx.valid].addmm_(x.T, hidden[cut].float())
@@ -402,7 +497,7 @@ class _Summed(torch.autograd.Function):
 
 
 @cache
-def logit_sides() -> tuple[Callable[[PackedMicroBatch, int], Limit | None], ...]:
+def logit_sides() -> tuple[Callable[[PackedMicroBatch, range], Kept | None], ...]:
     """Returns the functions of `Feature.logits`. Raises as `features`."""
     return tuple(load_side(one.logits) for one in features().values() if one.logits is not None)
 
@@ -528,19 +623,14 @@ class VocabHead(Head):
         return x[:, :-1] - x[:, -1:] + logprobs[:, None]
 
     def _logprobs(self, logits: Tensor, micro_batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(logits, micro_batch.targets, **self._limited_cut(self._rows(logits), micro_batch))
+        return token_logprobs(logits, micro_batch.targets, **self._kept_cut(self._rows(logits), micro_batch))
 
-    def _limited_cut(self, rows: int, micro_batch: PackedMicroBatch) -> dict[str, Any]:
-        """Returns `cut` with the limit that features set on the micro-batch's logits, if any."""
+    def _kept_cut(self, rows: int, micro_batch: PackedMicroBatch) -> dict[str, Any]:
+        """Returns `cut` with the tokens that a feature keeps of the micro-batch's logits, if one does."""
         cut = self.cut(rows)
-        made = (side(micro_batch, cut["vocab_start"]) for side in logit_sides())
-        limits = [one for one in made if one is not None]
-
-        def limit(x: Tensor, positions: slice) -> None:
-            for one in limits:
-                one(x, positions)
-
-        return {**cut, "limit": limit if limits else None}
+        start = min(cut["vocab_start"], self.vocab_size)
+        made = (side(micro_batch, range(start, min(start + rows, self.vocab_size))) for side in logit_sides())
+        return {**cut, "kept": next((one for one in made if one is not None), None)}
 
     def _rows(self, output: Tensor) -> int:
         """Returns how many rows of the vocabulary this TP rank has."""
@@ -573,7 +663,7 @@ class VocabHead(Head):
             found["logits"] = self._masked_logits(output, micro_batch)
         if "logit_norms" in want:
             mine, rows = output.squeeze(0), self._rows(output)
-            cut = self._limited_cut(rows, micro_batch)
+            cut = self._kept_cut(rows, micro_batch)
             found["logit_norms"] = logit_norms(mine, micro_batch.targets, self._logits, rows=rows, **cut)
         return found
 
@@ -617,7 +707,7 @@ class Float32Head(VocabHead):
 
     @override
     def _logprobs(self, hidden: Tensor, micro_batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-        cut = self._limited_cut(self._rows(hidden), micro_batch)
+        cut = self._kept_cut(self._rows(hidden), micro_batch)
         return head_logprobs(hidden, self._weight, micro_batch.targets, announce=self.announces, **cut)
 
     @override

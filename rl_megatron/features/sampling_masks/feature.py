@@ -62,5 +62,5 @@ FEATURE = Feature(
     rules=_RULES,
     columns=(Column(name="kept", of="sampled"),),  # ragged: ids of the tokens from which each one was drawn, int32
     asks={"kept": _asks},
-    logits="rl_megatron.features.sampling_masks.learner:limit",
+    logits="rl_megatron.features.sampling_masks.learner:kept_tokens",
 )

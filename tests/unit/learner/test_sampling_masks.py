@@ -16,8 +16,8 @@ from launcher.preflight.subject import PreflightContext
 from rl_megatron.columns import Ragged
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
-from rl_megatron.features.sampling_masks.learner import limit
-from rl_megatron.learner.heads import Limit, head_logprobs, logit_norms, token_logprobs
+from rl_megatron.features.sampling_masks.learner import kept_tokens
+from rl_megatron.learner.heads import Kept, head_logprobs, logit_norms, token_logprobs
 from rl_megatron.learner.packed import PackedMicroBatch
 
 T, V, ROWS, HIDDEN = 11, 37, 48, 16  # rows beyond the vocabulary are padding
@@ -34,8 +34,8 @@ def case() -> tuple[Tensor, Tensor, Tensor, Ragged]:
     return hidden, weight, orders[:, 0], Ragged(kept.int(), COUNTS)
 
 
-def of(kept: Ragged) -> Limit:
-    found = limit(cast("PackedMicroBatch", SimpleNamespace(extra={"kept": kept})), 0)
+def of(kept: Ragged, vocab: range = range(V)) -> Kept:
+    found = kept_tokens(cast("PackedMicroBatch", SimpleNamespace(extra={"kept": kept})), vocab)
     assert found is not None
     return found
 
@@ -55,7 +55,7 @@ def dense(logits: Tensor, targets: Tensor, kept: Ragged) -> Numbers:
 def test_they_are_float64s_of_the_logits_that_are_left(of_hidden: bool, chunk: int) -> None:
     hidden, weight, targets, kept = case()
     weights, temperature = torch.randn(2, T, generator=torch.Generator().manual_seed(1)), 0.7
-    cut: dict[str, Any] = {"temperature": temperature, "vocab_size": V, "chunk": chunk, "limit": of(kept)}
+    cut: dict[str, Any] = {"temperature": temperature, "vocab_size": V, "chunk": chunk, "kept": of(kept)}
     source = hidden.clone().requires_grad_() if of_hidden else (hidden @ weight.T).requires_grad_()
     compute: Callable[..., Numbers] = (lambda x: head_logprobs(x, weight, targets, **cut)) if of_hidden else (
         lambda x: token_logprobs(x, targets, **cut)
@@ -85,7 +85,7 @@ def test_norms_are_those_of_the_gradient_in_the_logits_that_are_left() -> None:
     hidden, weight, targets, kept = case()
     logits = hidden @ weight.T
     cut = {"rows": ROWS, "temperature": 0.7, "vocab_size": V, "chunk": 3}
-    found = logit_norms(logits, targets, lambda x: x.clone(), limit=of(kept), **cut)
+    found = logit_norms(logits, targets, lambda x: x.clone(), kept=of(kept), **cut)
     scaled = (logits.double()[:, :V] / 0.7).requires_grad_()
     (gradient,) = torch.autograd.grad(dense(scaled, targets, kept)[0].sum(), scaled)
     torch.testing.assert_close(found.double(), gradient.square().sum(1), rtol=1e-5, atol=1e-10)
@@ -94,15 +94,11 @@ def test_norms_are_those_of_the_gradient_in_the_logits_that_are_left() -> None:
 
 
 def test_a_rank_without_a_kept_token_adds_nothing() -> None:
-    """Its rows are others': the limit leaves all of them out, and a position without kept tokens keeps all."""
-    found = limit(
-        cast("PackedMicroBatch", SimpleNamespace(extra={"kept": Ragged(torch.tensor([3, 4]), COUNTS[4:5])})), 37
-    )
-    assert found is not None
-    logits = torch.zeros(1, 5)
-    found(logits, slice(0, 64))
-    assert (logits == -1e30).all()
-    assert limit(cast("PackedMicroBatch", SimpleNamespace(extra={})), 0) is None
+    """Its rows are others', of a position with kept tokens; it knows that these are not over the whole vocabulary."""
+    found = of(Ragged(torch.tensor([3, 4]), torch.tensor([0, 2, 0])), range(V, ROWS))
+    assert found.runs == {False: [slice(0, 1), slice(2, 3)], True: [slice(1, 2)]}
+    assert (len(found.rows), found.ends) == (0, [0, 0, 0, 0])
+    assert kept_tokens(cast("PackedMicroBatch", SimpleNamespace(extra={})), range(V)) is None
 
 
 KEYS = ["rollout.top_p=0.9", "rollout.top_k=64", "rollout.sampling_masks=true"]
