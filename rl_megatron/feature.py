@@ -277,8 +277,8 @@ class Feature:
     export: str | None = None
     """``package.module:function`` like `exported`, for its own checkpoints."""
     logits: str | None = None
-    """``package.module:function`` that gets a packed micro-batch and a TP rank's range of the vocabulary, and
-    returns the `learner.heads.Kept` tokens of its logits, or None. Policies, references and teachers on ranks call it."""
+    """``package.module:function`` that gets a packed micro-batch and a TP rank's range of the vocabulary, and returns
+    the `learner.heads.Kept` tokens of its logits, or None. Policies, references and teachers on ranks call it."""
     learner: str | None = None
     """``package.module:function`` that makes the `LearnerHooks` of a rank from `Built`; None leaves a model alone."""
     step: str | None = None

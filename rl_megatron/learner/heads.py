@@ -80,7 +80,7 @@ class Kept:
         return torch.cat(found)
 
     def spread(self, x: Tensor, cut: slice, width: int) -> Tensor:
-        """Returns the [c, ``width``] of which `gather` takes the part of a chunk of ``x`` [K], with zeros elsewhere."""
+        """Inverts `gather` for one chunk of ``x`` [K]: returns [c, ``width``] with zeros at tokens that are not kept."""
         mine = slice(self.ends[cut.start], self.ends[cut.stop])
         out = x.new_zeros(cut.stop - cut.start, width)
         out[self.rows[mine] - cut.start, self.columns[mine]] = x[mine]
