@@ -181,7 +181,7 @@ def test_its_report_has_the_held_out_loss_of_each(run: Run) -> None:
     ("name", "loader", "more", "aside", "still", "on_long"),
     [
         ("qwen3_5_moe_stacked", AutoModelForImageTextToText, {}, ("model.visual.",), "", "drop"),
-        ("glm_moe_dsa", AutoModelForCausalLM, {"index_topk": 256}, (), ".indexer.", "drop"),
+        ("glm_moe_dsa", AutoModelForCausalLM, {"index_topk": 24, "index_n_heads": 16}, (), ".indexer.", "drop"),
         ("kimi_k25", AutoModelForImageTextToText, {}, ("vision_tower.", "mm_projector."), "", "cut"),
         ("hy_v3", AutoModelForCausalLM, {}, (), "expert_bias", "cut"),
     ],

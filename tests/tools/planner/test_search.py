@@ -312,7 +312,11 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
         ),
         (("qwen3-30b-a3b", "gpus=16", "gpu=a100", "learner.fp8=blockwise"), "A100 multiplies nothing in float8; leave"),
         (("qwen3-30b-a3b", "gpus=16", "gpu=h100", "learner.fp8=mxfp8"), "H100 has no scales of 32 values, which b200"),
-        (("deepseek-v3.2", "gpus=512", "gpu=h100"), "=7168 = 8192 is more than index_topk=2048 of model_type"),
+        (
+            ("deepseek-v3.2", "gpus=512", "gpu=h100", "rollout.max_new_tokens=163000"),
+            "163000 = 164024 is more than the model's max_position_embeddings=163840; lower them",
+        ),
+        (("deepseek-v3.2", "gpus=512", "gpu=h100", "learner.cp=2"), "with learner.cp=2 ranks share a sequence"),
         ((*SMALL, "learner.lora.rank=16"), "learner.lora.rank=16: scale predicts seconds of training and pushing all"),
         ((*SMALL, "goal=step", "train.max_staleness=2"), "goal=step is synchronous, but train.max_staleness=2"),
         ((*SMALL, "gpus=12"), "gpus=12 are no whole nodes of 8 GPUs; give a multiple of 8"),
