@@ -37,22 +37,15 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Finding]:
     except ConfigError as error:
         yield problem(str(error))
     yield from _own_layouts(config, shape)
-    longest, dense = config.longest_sequence, _dense_engine(config)
-    if too_long := length_problem(shape, config.named_longest, longest, sparse_problem(config.learner, shape) or dense):
+    longest = config.longest_sequence
+    if too_long := length_problem(shape, config.named_longest, longest, sparse_problem(config.learner, shape)):
         tiny = "" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}"
         yield problem(too_long + tiny)
     for name, one in config.eval.sets.items():
         new, before = one.max_new_tokens or 0, config.rollout.max_prompt_tokens
         keys = f"rollout.max_prompt_tokens={before} + eval.sets.{name}.max_new_tokens={new}"
-        if new > config.rollout.max_new_tokens and (too_long := length_problem(shape, keys, before + new, dense)):
+        if new > config.rollout.max_new_tokens and (too_long := length_problem(shape, keys, before + new)):
             yield problem(too_long)
-
-
-def _dense_engine(config: RunConfig) -> str | None:
-    """Returns why the in-process engine, if it samples, cannot take sequences longer than an indexer's ``top_k``."""
-    if config.rollout.served or not config.kind.samples:
-        return None
-    return "the in-process engine cannot leave out keys; lower them, or set rollout=vllm or rollout=sglang"
 
 
 def _servers(subject: PreflightContext) -> Iterator[Finding]:

@@ -6,18 +6,29 @@ Letters: N tokens, H hidden, Q query heads, K key-value heads, D numbers of a he
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rl_megatron.models.indexer import index_keys, index_queries
 from rl_megatron.models.operations import linear, rms_norm
 from rl_megatron.models.rotary import RotaryTables, as_halves, softmax_scale
 from rl_megatron.models.shape import LatentAttention, ModelShape
 
 
 class Context(Protocol):
-    """The context before a layer's tokens: the given tokens, and whatever the caller has cached."""
+    """The context before a layer's tokens: the given tokens, and whatever the caller has cached. If it is ``indexed``,
+    layers with an indexer call `choose` before they attend."""
+
+    indexed: bool
+
+    def choose(self, layer: int, key: Tensor, queries: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Sets the keys that this layer attends to, and those after it without an indexer. ``key`` [N, D] and what
+        ``queries`` returns are those of `models.indexer`; it is called only if a sequence is longer than ``top_k``."""
+        ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """``query`` [N, Q, D], ``key`` and ``value`` [N, K, D], all rotated -> [N, Q * D]. ``sinks`` [Q] are logits of
@@ -114,10 +125,12 @@ class GroupedAttention(LayerAttention):
 
 
 class LatentLayer(LayerAttention):
-    """Multi-head latent attention, with keys and values of all heads, as training computes it."""
+    """Multi-head latent attention, with keys and values of all heads, as training computes it. Layers in
+    `shape.Indexer.layers` hold an indexer, which chooses keys where the context is indexed."""
 
-    def __init__(self, shape: ModelShape, rotary: RotaryTables, zeros: Zeros, eps: Tensor) -> None:
+    def __init__(self, shape: ModelShape, rotary: RotaryTables, zeros: Zeros, eps: Tensor, layer: int) -> None:
         assert shape.latent is not None
+        self._sizes, self._indexer = shape.indexer, _indexer_tensors(shape, layer, zeros)
         self._latent, self._rotary, self._heads = shape.latent, rotary, shape.num_heads
         self._width, self._key = shape.widest_head, shape.head_dim
         self._eps = torch.full_like(eps, LatentAttention.norm_eps)
@@ -136,13 +149,18 @@ class LatentLayer(LayerAttention):
             self._tensors["q_a_layernorm.weight"] = zeros(m.query_rank)
 
     def named(self) -> dict[str, Tensor]:  # noqa: D102
-        return {f"self_attn.{name}": tensor for name, tensor in self._tensors.items()}
+        held = {**self._tensors, **{f"indexer.{name}": tensor for name, tensor in self._indexer.items()}}
+        return {f"self_attn.{name}": tensor for name, tensor in held.items()}
 
     def __call__(  # noqa: D102
         self, layer: int, residual: Tensor, x: Tensor, angles: tuple[Tensor, Tensor], context: Context
     ) -> Tensor:
         m, num, heads = self._latent, len(x), self._heads
-        still, turning = self._queries(x).view(num, heads, -1).split([m.nope_dim, m.rope_dim], -1)
+        of_queries = self._queries_latent(x)
+        if self._indexer and context.indexed:
+            self._choose(layer, x, of_queries, angles, context)
+        up_queries = self._times("q_proj" if m.query_rank is None else "q_b_proj", of_queries)
+        still, turning = up_queries.view(num, heads, -1).split([m.nope_dim, m.rope_dim], -1)
         latent, shared = self._times("kv_a_proj_with_mqa", x).split([m.kv_rank, m.rope_dim], -1)
         up = self._times("kv_b_proj", rms_norm(latent, self._tensors["kv_a_layernorm.weight"], self._eps))
         key, value = up.view(num, heads, -1).split([m.nope_dim, m.value_dim], -1)
@@ -152,11 +170,20 @@ class LatentLayer(LayerAttention):
         mixed = context.attend(layer, self._wide(query), self._wide(key), self._wide(value), None)
         return self._times("o_proj", mixed.view(num, heads, -1)[..., : m.value_dim].flatten(1)).add_(residual)
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _queries_latent(self, x: Tensor) -> Tensor:
         if self._latent.query_rank is None:
-            return self._times("q_proj", x)
-        latent = rms_norm(self._times("q_a_proj", x), self._tensors["q_a_layernorm.weight"], self._eps)
-        return self._times("q_b_proj", latent)
+            return x
+        return rms_norm(self._times("q_a_proj", x), self._tensors["q_a_layernorm.weight"], self._eps)
+
+    def _choose(
+        self, layer: int, x: Tensor, of_queries: Tensor, angles: tuple[Tensor, Tensor], context: Context
+    ) -> None:
+        assert self._sizes is not None
+        held, turning = self._indexer, self._latent.rope_dim
+        half = angles[0][:, : turning // 2], angles[1][:, turning // 2 : turning]  # of the first head, sines above 0
+        key = index_keys(self._sizes, x, held["wk.weight"], held["k_norm.weight"], held["k_norm.bias"], half)
+        weights = held["wq_b.weight"], held["weights_proj.weight"]
+        context.choose(layer, key, partial(index_queries, self._sizes, of_queries, x, *weights, half))
 
     def _times(self, name: str, x: Tensor) -> Tensor:
         return linear(x, self._tensors[f"{name}.weight"])
@@ -166,8 +193,8 @@ class LatentLayer(LayerAttention):
         return torch.nn.functional.pad(x, (0, self._width - x.shape[-1])) if x.shape[-1] < self._width else x
 
 
-def held_indexer(shape: ModelShape, layer: int, zeros: Zeros) -> dict[str, Tensor]:
-    """Returns the tensors of a layer's indexer (`shape.Indexer`) by their names after ``self_attn.indexer.``."""
+def _indexer_tensors(shape: ModelShape, layer: int, zeros: Zeros) -> dict[str, Tensor]:
+    """Returns the tensors of a layer's indexer by their names after ``self_attn.indexer.``; none without one."""
     if shape.indexer is None or layer not in shape.indexer.layers:
         return {}
     assert shape.latent is not None

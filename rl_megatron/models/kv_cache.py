@@ -17,7 +17,7 @@ Letters: n active rows (always the first n), Q query heads, K key-value heads, D
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_megatron.models.attention import Context, score_scale
 from rl_megatron.models.delta import DeltaStates
+from rl_megatron.models.indexer import choose_keys
 from rl_megatron.models.shape import ModelShape
 
 # Keys lie in blocks of columns, so that the scores of columns not in use are not computed.
@@ -36,19 +37,34 @@ class PrefixCache:
     """The cached keys, values and states of P sequences, for those that continue them.
 
     ``columns`` [2 * layers that attend, P, longest, K, D] are all rotated keys, then all values; each sequence stands
-    at the END of its row, with zeros before it.
+    at the END of its row, with zeros before it, as do those of ``index_keys`` (`index_key_zeros`).
     """
 
     columns: Tensor
     remembered: DeltaStates
+    index_keys: Tensor
 
     def select(self, sequences: Tensor) -> PrefixCache:
         """Returns copies of those of ``sequences``."""
-        return PrefixCache(self.columns.index_select(1, sequences), self.remembered.select(sequences))
+        columns, index_keys = (held.index_select(1, sequences) for held in (self.columns, self.index_keys))
+        return PrefixCache(columns, self.remembered.select(sequences), index_keys)
+
+
+def index_key_zeros(
+    shape: ModelShape | None, rows: int, columns: int, dtype: torch.dtype | None, device: torch.device
+) -> Tensor:
+    """Returns zeros [layers with an indexer, rows, columns, its D] for its rotated keys; no layers without a shape."""
+    indexer = None if shape is None else shape.indexer
+    size = (0, 0) if indexer is None else (len(indexer.layers), indexer.head_dim)
+    return torch.zeros(size[0], rows, columns, size[1], dtype=dtype, device=device)
 
 
 class KVCache(Context):
-    """A ring of ``columns`` for ``rows`` sequences; no row may live for more than ``columns`` tokens."""
+    """A ring of ``columns`` for ``rows`` sequences; no row may live for more than ``columns`` tokens.
+
+    If these are more than an indexer chooses, it holds its keys, and steps with a longer sequence attend to those that
+    it chooses.
+    """
 
     def __init__(self, shape: ModelShape, *, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows, self.columns = rows, columns
@@ -62,6 +78,12 @@ class KVCache(Context):
         self._keys = torch.zeros(key_size, dtype=dtype, device=device)
         self._values = torch.zeros((layers, rows, heads, columns, self._head_dim), dtype=dtype, device=device)
         self._remembered = DeltaStates.zeros(shape, rows, dtype, device)
+        self._indexers = () if shape.indexer is None else shape.indexer.layers
+        self._top_k = columns if shape.indexer is None else shape.indexer.top_k
+        self.indexed = columns > self._top_k
+        self._index_keys = index_key_zeros(shape if self.indexed else None, rows, columns, dtype, device)
+        self._sparse, self._wraps = False, False
+        self._chosen = torch.zeros(0, dtype=torch.int64, device=device)  # columns [n, top_k], -1 for none
         self._bias = torch.zeros(rows, 1, columns, dtype=dtype, device=device)
         # The key-value head of every query head, counted over all rows.
         head = torch.arange(rows * heads, device=device, dtype=torch.int32)
@@ -77,8 +99,8 @@ class KVCache(Context):
         """Begins step ``clock`` for the first ``active`` rows, whose oldest token is of step ``oldest``."""
         self._active, self._column = active, clock % self.columns
         first = oldest % self.columns
-        wraps = first > self._column
-        self._first, self._last = (0, self.columns) if wraps else (first, self._column + 1)
+        self._wraps, self._sparse = first > self._column, clock - oldest >= self._top_k
+        self._first, self._last = (0, self.columns) if self._wraps else (first, self._column + 1)
         self._bias[:active, :, self._column] = 0
         heads, window = active * self._query_heads, self._last - self._first
         self._value_rows = (self._first_value_row[:heads] + self._counted(self._first, self._last)).view(-1)
@@ -93,6 +115,8 @@ class KVCache(Context):
         block, inside = divmod(self._column, self._block)
         self._keys[place, block, :num, ..., inside] = key
         self._values[place, :num, :, self._column] = value
+        if self._sparse:
+            return self._attend_chosen(place, query)
         bias = self._bias[:num, :, self._first : self._last]
         if self._windows and (size := self._windows[layer]):
             bias = bias + self._outside[size]
@@ -104,6 +128,28 @@ class KVCache(Context):
             weights = weights[..., :-1].contiguous()
         values = self._values[place].view(-1, self._head_dim)
         return _weighted_sums(values, self._value_rows, self._value_starts, weights.view(-1)).view(num, -1)
+
+    def choose(self, layer: int, key: Tensor, queries: Callable[[], tuple[Tensor, Tensor]]) -> None:  # noqa: D102
+        keys = self._index_keys[self._indexers.index(layer), : self._active]
+        keys[:, self._column] = key
+        if not self._sparse:
+            return
+        query, weights = queries()
+        keys, visible = keys[:, self._first : self._last], self._bias[: self._active, :, self._first : self._last] == 0
+        shift = self._column + 1 if self._wraps else 0
+        if shift:  # the first of equal scores is the oldest
+            keys, visible = keys.roll(-shift, 1), visible.roll(-shift, 2)
+        found = choose_keys(query[:, None], weights[:, None], keys, visible, self._top_k)[:, 0].long()
+        self._chosen = found.where(found < 0, (found + shift + self._first) % self.columns)
+
+    def _attend_chosen(self, place: int, query: Tensor) -> Tensor:
+        """Attends from ``query`` [n, Q, D] to the chosen columns; all Q heads have keys."""
+        at, rows = self._chosen.clamp(min=0), self._counted(self._active)[:, None]
+        keys = self._keys[place][at // self._block, rows, :, :, at % self._block]  # [n, top_k, Q, D]
+        values = self._values[place][rows, :, at]
+        scores = torch.einsum("nqd,nkqd->nqk", query, keys) * self._scale
+        weights = scores.masked_fill_((self._chosen < 0)[:, None], -torch.inf).softmax(-1, dtype=torch.float32)
+        return torch.einsum("nqk,nkqd->nqd", weights.to(values.dtype), values).flatten(1)
 
     def remember(self, layer: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:  # noqa: D102
         return self._remembered.step(self._places[layer], x, taps, decay, beta)
@@ -124,6 +170,8 @@ class KVCache(Context):
             here = slice(source, source + count)
             self._keys[:, block, start:stop, ..., inside : inside + count] = keys[..., here]
             self._values[:, start:stop, :, column : column + count] = values[..., here, :]
+            if self.indexed:
+                self._index_keys[:, start:stop, column : column + count] = prefix.index_keys[:, :, here]
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies rows ``source`` over rows ``target`` (indices; no row is in both)."""
@@ -132,6 +180,8 @@ class KVCache(Context):
         keys, values = self._keys[:, self._live_blocks], self._values[..., self._first : self._last, :]
         keys[:, :, target] = keys[:, :, source]
         values[:, target] = values[:, source]
+        index_keys = self._index_keys[:, :, self._first : self._last]
+        index_keys[:, target] = index_keys[:, source]
 
     @property
     def _live_blocks(self) -> slice:

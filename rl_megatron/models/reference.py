@@ -11,7 +11,7 @@ Letters: N tokens, H hidden, V vocabulary, Q query heads, K key-value heads, D a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,12 +24,12 @@ from rl_megatron.models.attention import (
     GroupedAttention,
     LatentLayer,
     LayerAttention,
-    held_indexer,
     score_scale,
 )
 from rl_megatron.models.delta import DeltaLayer, DeltaStates, remember_whole
 from rl_megatron.models.experts import ClampedExperts, DenseMlp, ExpertMlp, GatedExperts
-from rl_megatron.models.kv_cache import PrefixCache
+from rl_megatron.models.indexer import choose_keys
+from rl_megatron.models.kv_cache import PrefixCache, index_key_zeros
 from rl_megatron.models.operations import Norm, linear
 from rl_megatron.models.rotary import RotaryTables
 from rl_megatron.models.shape import DecoderNames, ExpertNames, ModelShape
@@ -43,7 +43,6 @@ class DecoderLayer:
     attention: LayerAttention
     mlp_norm: Norm
     mlp: DenseMlp | ExpertMlp
-    indexer: Mapping[str, Tensor]  # held, not used; empty in a layer without
 
     def named(self) -> dict[str, Tensor]:
         """Its tensors, to write in place, by their names in a layer."""
@@ -51,7 +50,6 @@ class DecoderLayer:
             "input_layernorm.weight": self.input_norm.weight,
             "post_attention_layernorm.weight": self.mlp_norm.weight,
             **self.attention.named(),
-            **{f"self_attn.indexer.{name}": tensor for name, tensor in self.indexer.items()},
             **self.mlp.named(),
         }
 
@@ -160,14 +158,15 @@ class DecoderModel:
             attention=self._new_attention(index),
             mlp_norm=self._new_norm(),
             mlp=mlp,
-            indexer=held_indexer(s, index, zeros),
         )
 
     def _new_attention(self, index: int) -> LayerAttention:
         s, zeros = self.shape, self._zeros
         if index in s.delta_layers:
             return DeltaLayer(s, zeros, self._eps, grouped=self._decoder.grouped)
-        return (LatentLayer if s.latent else GroupedAttention)(s, self._rotary, zeros, self._eps)
+        if s.latent is not None:
+            return LatentLayer(s, self._rotary, zeros, self._eps, index)
+        return GroupedAttention(s, self._rotary, zeros, self._eps)
 
     def _new_norm(self) -> Norm:
         return Norm(self._zeros(self.shape.hidden_size), self._eps, zero_centered=self.shape.zero_centered)
@@ -182,14 +181,24 @@ class DecoderModel:
         return named
 
 
+_SCORES = 2**22  # scores of a block of queries that attend to chosen keys, if it has more than one query
+
+
 class FullAttention(Context):
     """Causal attention inside each of P whole sequences, given as one flat list of N tokens without padding.
 
-    ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), ``prefix`` gets their cached states.
+    ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), ``prefix`` gets their cached states, with
+    ``indexed`` also the keys of indexers. Queries past ``top_k`` attend to chosen keys, in blocks.
     """
 
     def __init__(
-        self, lengths: Sequence[int], *, shape: ModelShape, device: torch.device, keep: torch.dtype | None = None
+        self,
+        lengths: Sequence[int],
+        *,
+        shape: ModelShape,
+        device: torch.device,
+        keep: torch.dtype | None = None,
+        indexed: bool = False,
     ) -> None:
         self._lengths = torch.tensor(lengths, device=device)
         self._num, self._longest = len(lengths), max(lengths)
@@ -202,8 +211,14 @@ class FullAttention(Context):
         self._places = shape.places_of_layers
         attending = len(shape.attention_layers) if keep else 0
         size = (2 * attending, self._num, self._longest, shape.num_kv_heads, shape.widest_head)
+        self._top_k = self._longest if shape.indexer is None else shape.indexer.top_k
+        self.indexed = indexed or self._longest > self._top_k
+        self._chosen: Tensor | None = None
+        self._indexers = () if shape.indexer is None else shape.indexer.layers
         self.prefix = PrefixCache(
-            torch.zeros(size, dtype=keep, device=device), DeltaStates.zeros(shape, self._num, keep, device)
+            torch.zeros(size, dtype=keep, device=device),
+            DeltaStates.zeros(shape, self._num, keep, device),
+            index_key_zeros(shape if indexed and keep else None, self._num, self._longest, keep, device),
         )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:  # noqa: D102
@@ -213,6 +228,8 @@ class FullAttention(Context):
             columns[place + len(columns) // 2].flatten(0, 1).index_copy_(0, self._from_end, value)
         # Padding stands after each sequence, where no earlier query looks: causality is all the mask it needs.
         q, k, v = (self._pad(x).transpose(1, 2) for x in (query, key, value))
+        if self._chosen is not None:
+            return self._attend_chosen(q, k, v, self._chosen)
         window = self._windows[layer] if self._windows else 0
         mask = self._mask(window, sinks) if window or sinks is not None else None
         if sinks is not None:  # a key and a value of zeros, before the others
@@ -221,6 +238,38 @@ class FullAttention(Context):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
         )
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, self._from_start)
+
+    def choose(self, layer: int, key: Tensor, queries: Callable[[], tuple[Tensor, Tensor]]) -> None:  # noqa: D102
+        if len(held := self.prefix.index_keys):
+            held[self._indexers.index(layer)].flatten(0, 1).index_copy_(0, self._from_end, key)
+        if self._longest <= self._top_k:
+            return
+        query, weights, keys = (self._pad(x) for x in (*queries(), key))
+        at = torch.arange(self._longest, device=key.device)
+        chosen = torch.full((*keys.shape[:2], self._top_k), -1, dtype=torch.int32, device=key.device)
+        for block, seen in self._blocks(1):
+            visible = at[None, block, None] >= at[:seen]
+            found = choose_keys(query[:, block], weights[:, block], keys[:, :seen], visible, self._top_k)
+            chosen[:, block, : found.shape[-1]] = found
+        self._chosen = chosen
+
+    def _attend_chosen(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+        """[P, Q, longest, D] three times, and ``chosen`` [P, longest, top_k], -1 for none -> [N, Q * D]."""
+        out = torch.empty_like(query)
+        for block, seen in self._blocks(query.shape[1]):
+            places = chosen[:, block].long()
+            mask = torch.zeros(*places.shape[:2], seen + 1, dtype=torch.bool, device=query.device)
+            mask = mask.scatter_(-1, places.where(places >= 0, seen), True)[:, None, :, :seen]
+            q, k, v = query[:, :, block], key[:, :, :seen], value[:, :, :seen]
+            out[:, :, block] = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, self._from_start)
+
+    def _blocks(self, heads: int) -> Iterator[tuple[slice, int]]:
+        """Yields blocks of positions, and how many keys each sees."""
+        size = max(1, _SCORES // (self._num * heads * self._longest))
+        for start in range(0, self._longest, size):
+            stop = min(start + size, self._longest)
+            yield slice(start, stop), stop
 
     def remember(self, layer: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:  # noqa: D102
         padded, logs, betas = (self._pad(part) for part in (x, decay, beta))

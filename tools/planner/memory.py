@@ -389,10 +389,14 @@ def _critic_rank(layout: Layout, rank: Rank) -> Rank:
 
 def _local_engine(config: RunConfig, shape: ModelShape) -> float:
     """Returns bytes of the in-process engine: a whole copy of the model, and a cache of keys and values for every slot.
-    Delta nets add the last inputs of their convolutions and a state in float32 (`DeltaStates`)."""
+    Delta nets add the last inputs of their convolutions and a state in float32 (`DeltaStates`), indexers their keys
+    (`KVCache`)."""
     cache = 2 * len(shape.attention_layers) * shape.num_kv_heads * shape.widest_head
     rollout, each, nets, net = config.rollout, BYTES[config.learner.dtype], len(shape.delta_layers), shape.delta
-    cached = (rollout.max_prompt_tokens + config.longest_completion) * cache * each
+    columns, indexer = rollout.max_prompt_tokens + config.longest_completion, shape.indexer
+    if indexer is not None and columns > indexer.top_k:
+        cache += len(indexer.layers) * indexer.head_dim
+    cached = columns * cache * each
     if net is not None:
         cached += nets * (net.mixed * (net.kernel - 1) * each + 4 * net.value_heads * net.key_dim * net.value_dim)
     whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())

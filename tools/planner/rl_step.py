@@ -167,9 +167,12 @@ def tokens_accepted(drafts: int) -> float:
 
 
 def cache_bytes(shape: ModelShape, context: float) -> float:
-    """Returns a row's cache bytes of ``context`` tokens, of the whole model; a layer with a window holds the last."""
+    """Returns a row's cache bytes of ``context`` tokens, of the whole model; a layer with a window holds the last. An
+    indexer's keys have a byte a number and a float32 scale for 128, as in vLLM 0.32.0."""
     if shape.latent is not None:
-        return 2.0 * shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim) * context
+        m = shape.indexer
+        own = 0.0 if m is None else (1 + 4 / 128) * m.head_dim * sum(layer < shape.num_layers for layer in m.layers)
+        return (2.0 * shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim) + own) * context
     windows = [shape.windows[layer] if shape.windows else 0 for layer in shape.attention_layers]
     held = sum(min(context, window or context) for window in windows)
     return 4.0 * shape.num_kv_heads * shape.head_dim * held

@@ -581,7 +581,8 @@ class Decoding:
             sequences += len(taken[-1].places)
         shape, device = self._model.shape, self._model.device
         lengths = [one.prefix_length for one in taken]
-        whole = FullAttention(lengths, shape=shape, device=device, keep=self._model.dtype)
+        indexed = self._cache.indexed
+        whole = FullAttention(lengths, shape=shape, device=device, keep=self._model.dtype, indexed=indexed)
         prompts = [token for one in taken for token in one.request.token_ids[:-1]]
         routes = None if self._out_routes is None else self._room(len(prompts))
         if prompts:

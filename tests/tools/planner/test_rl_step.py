@@ -68,6 +68,7 @@ def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
     assert token_seconds(SHAPE, spread, H100, 1, 1000) == pytest.approx(read + fixed + to_experts, rel=1e-9)
     assert cache_bytes(SHAPE, 1) == 98304  # bytes of a token: 96 KiB, as vLLM reports of this model
     assert cache_bytes(NAMED["deepseek-v3"], 1) == 2 * 61 * 576
+    assert cache_bytes(NAMED["deepseek-v3.2"], 1) == 2 * 61 * 576 + 61 * 132  # 128 numbers of 8 bits, and a float32
     half = replace(SHAPE, windows=(128, 0) * (SHAPE.num_layers // 2))  # as gpt-oss has
     assert cache_bytes(half, 2816) == 98304 * (128 + 2816) / 2
 

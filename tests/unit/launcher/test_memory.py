@@ -416,22 +416,18 @@ def test_flips_and_noise_of_routes_that_a_model_has_not_are_refused() -> None:
     assert told(noise, SHAPE) == told(flips, SHAPE) == told(flips, one) == ""
 
 
-def test_longer_sequences_than_an_indexer_chooses_whole_are_refused_with_both_numbers() -> None:
-    shape = NAMED["deepseek-v3.2"]
-    few = {"learner": {"pp": 61}, "rollout": {"max_prompt_tokens": 48, "max_new_tokens": 2000}}
-    assert told(RunConfig.model_validate(few), shape) == ""
-    more = RunConfig.model_validate({**few, "rollout": {"max_prompt_tokens": 49, "max_new_tokens": 2000}})
+def test_longer_sequences_than_an_indexer_chooses_whole_are_refused_where_ranks_share_them() -> None:
+    shape, sizes = NAMED["deepseek-v3.2"], {"max_prompt_tokens": 49, "max_new_tokens": 2000}
     said = "rollout.max_prompt_tokens=49 + rollout.max_new_tokens=2000 = 2049 is more than index_topk=2048"
-    assert said in told(more, shape)
-    assert "= 2049" not in told(more, NAMED["deepseek-v3"])
+    said += " of model_type='deepseek_v32': with learner.cp=2 ranks share a sequence"
     sets = {"eval": {"sets": {"long": {"max_new_tokens": 9000}}}}
-    assert "eval.sets.long.max_new_tokens=9000 = 9048 is more than index_topk=2048" in told(
-        RunConfig.model_validate(few | sets), shape
-    )
-    long = {"rollout": {"max_prompt_tokens": 49, "max_new_tokens": 5000, "engine": "vllm"}}
-    assert "index_topk" not in told(RunConfig.model_validate({**few, **sets, **long}), shape)
-    cut = RunConfig.model_validate({"learner": {"cp": 2, "dp": 1}, **long})
-    assert "index_topk=2048 of model_type='deepseek_v32': with learner.cp=2 ranks share a sequence" in told(cut, shape)
+    for engine in ("local", "vllm"):
+        rollout = {**sizes, "engine": engine}
+        assert "index_topk" not in told(RunConfig.model_validate({"rollout": rollout, **sets}), shape)
+        cut = {"learner": {"cp": 2, "dp": 1}, **sets}
+        assert said in told(RunConfig.model_validate({**cut, "rollout": rollout}), shape)
+        few = RunConfig.model_validate({**cut, "rollout": {**rollout, "max_prompt_tokens": 48}})
+        assert "index_topk" not in told(few, shape)
 
 
 def test_a_pipeline_chunk_that_begins_with_keys_of_another_is_refused_for_long_sequences() -> None:

@@ -25,7 +25,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models import experts, indexer, kv_cache, operations
 from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.experts import PackedExperts, all_experts, grouped_experts
-from rl_megatron.models.kv_cache import KVCache, PrefixCache
+from rl_megatron.models.kv_cache import KVCache, PrefixCache, index_key_zeros
 from rl_megatron.models.reference import DecoderModel
 from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
@@ -219,7 +219,12 @@ def test_ring_cache_equals_full_attention_over_wraps_and_late_rows(block: int, m
         if len(history) < 3:
             length, prefix = clock % 4, torch.zeros(2, 1, 3, 2, 4, dtype=torch.float64)
             prefix[:, :, 3 - length :] = torch.randn(2, 1, length, 2, 4, generator=generator, dtype=torch.float64)
-            cache.insert(len(history), clock, PrefixCache(prefix, nothing), torch.tensor([length]))
+            cache.insert(
+                len(history),
+                clock,
+                PrefixCache(prefix, nothing, index_key_zeros(None, 1, length, None, prefix.device)),
+                torch.tensor([length]),
+            )
             history.append([(prefix[0, 0, i], prefix[1, 0, i]) for i in range(3 - length, 3)])
         num = len(history)
         query = torch.randn(num, 4, 4, generator=generator, dtype=torch.float64)

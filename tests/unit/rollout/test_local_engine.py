@@ -30,6 +30,7 @@ from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.engines.local.engine import LocalEngine, RowSampling, choose_tokens, stream_keys, uniforms
 from rl_megatron.engines.local.server import Ended, RunningBatch
 from rl_megatron.errors import EngineError
+from rl_megatron.models import kv_cache, reference
 from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
@@ -304,6 +305,17 @@ def test_the_plan_has_the_bytes_of_the_cache() -> None:
     assert planned == (2 * layers * torch.empty(row, device=meta).nbytes) + states.taps.nbytes + states.states.nbytes
 
 
+def test_the_plan_has_an_indexers_keys_where_sequences_are_longer_than_its_choice() -> None:
+    """Of DeepSeek-V3.2: 128 float32 numbers of each of 61 layers and of each column."""
+    shape = NAMED["deepseek-v3.2"]
+    without = replace(shape, indexer=None)
+    for prompt, added in ((48, 0), (49, 61 * 128 * 4 * 2049)):
+        keys = [f"rollout.max_prompt_tokens={prompt}", "rollout.max_new_tokens=2000", "model.path=."]
+        one, two = (load_config("tiny_cpu", [*keys, f"rollout.slots={slots}"]) for slots in (1, 2))
+        row, plain = (fullest(two, m).terms["engine"] - fullest(one, m).terms["engine"] for m in (shape, without))
+        assert row - plain == added
+
+
 # Each family's models: the engine's own tensors, and log-probs of long ragged completions as transformers' forward.
 PROMPT_LENGTHS = (1, 9, 2, 17, 5)
 VOCABULARY = 61
@@ -374,6 +386,62 @@ def test_logits_of_whole_texts_are_those_of_transformers(served: tuple[str, Any,
     ids = torch.randint(0, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(engine.model.logits(ids), theirs(ids).logits, rtol=1e-4, atol=gap)
+
+
+@pytest.fixture(params=["deepseek_v32", "glm_moe_dsa"])
+def sparse(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, LocalEngine]:
+    """A model whose queries choose 8 keys, the latter with a choice that two layers share."""
+    theirs, slots = save_model(request.param, tmp_path, index_topk=8, index_n_heads=16), 3
+    engine = LocalEngine(read_shape(tmp_path), slots=slots, dtype=torch.float32, device="cpu", max_length=64)
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, tensor in engine.tensors.items():
+        tensor.copy_(saved[name])
+    return theirs, engine
+
+
+@pytest.mark.parametrize("room", [2**22, 200], ids=["whole", "blocks"])
+def test_logits_past_an_indexers_top_k_are_those_of_transformers(
+    sparse: tuple[Any, LocalEngine], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At four times as many positions, in whole and in blocks of few queries."""
+    theirs, engine = sparse
+    monkeypatch.setattr(reference, "_SCORES", room)
+    ids = torch.randint(0, VOCABULARY, (3, 32), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(engine.model.logits(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_samples_past_an_indexers_top_k_are_those_of_transformers(
+    sparse: tuple[Any, LocalEngine], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that cross it while decoding or in the prompt, move, share prompts, and wrap round a ring of 46 columns."""
+    monkeypatch.setattr(kv_cache, "BLOCK_COLUMNS", 5)
+    theirs, engine = sparse
+    asked = [
+        replace(one, params=replace(one.params, temperature=temperature, max_new_tokens=most, stop_token_ids=()))
+        for one, most in zip(requests(routes=False), (30, 9, 23, 30, 4), strict=True)
+    ]
+    for request, group in zip(asked, engine.generate(asked), strict=True):
+        for got in group:
+            assert len(got.token_ids) == request.params.max_new_tokens
+            logprobs, _ = expected(theirs, request, got)
+            assert (torch.tensor(got.logprobs) - logprobs).abs().max() < 1e-4
+        if not temperature:
+            alone = theirs.generate(
+                torch.tensor([request.token_ids]), do_sample=False, eos_token_id=None,
+                max_new_tokens=request.params.max_new_tokens,
+            )[0, len(request.token_ids) :]  # fmt: skip
+            assert group[0].token_ids.tolist() == group[1].token_ids.tolist() == alone.tolist()
+
+
+def test_rows_that_an_indexer_chooses_whole_hold_no_keys_of_it(sparse: tuple[Any, LocalEngine]) -> None:
+    shape, held = sparse[1].model.shape, list[torch.Tensor]()
+    for columns in (8, 9):
+        cache = kv_cache.KVCache(shape, rows=2, columns=columns, dtype=torch.float32, device=torch.device("cpu"))
+        held.append(cache._index_keys)
+    assert shape.indexer is not None
+    assert [x.numel() for x in held] == [0, len(shape.indexer.layers) * 2 * 9 * shape.indexer.head_dim]
 
 
 def test_every_family_is_served() -> None:
