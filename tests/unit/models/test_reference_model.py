@@ -239,6 +239,23 @@ def test_ring_cache_equals_full_attention_over_wraps_and_late_rows(block: int, m
             assert len(past) <= 9
 
 
+def test_a_ring_that_wraps_chooses_the_oldest_of_equal_scores(tmp_path: Path) -> None:
+    """As the learner does, whose positions do not wrap."""
+    config_of("deepseek_v32", index_topk=4).save_pretrained(tmp_path)
+    shape, cpu = read_shape(tmp_path), torch.device("cpu")
+    assert shape.indexer is not None
+    cache = KVCache(shape, rows=1, columns=9, dtype=torch.float32, device=cpu)
+    columns = torch.zeros(2 * shape.num_layers, 1, 0, shape.num_kv_heads, shape.widest_head)
+    nothing = PrefixCache(columns, DeltaStates.zeros(shape, 1, None, cpu), index_key_zeros(shape, 1, 0, None, cpu))
+    cache.insert(0, 5, nothing, torch.tensor([0]))
+    heads, size = shape.indexer.heads, shape.indexer.head_dim
+    for clock in range(5, 14):
+        cache.open_column(clock, active=1, oldest=5)
+        cache.choose(0, torch.ones(1, size), lambda: (torch.ones(1, heads, size), torch.ones(1, heads)))
+        if clock >= 9:
+            assert sorted(cache._chosen[0].tolist()) == [5, 6, 7, 8]
+
+
 # The tiny model is a true Hugging Face folder, made once, whole.
 SPEC = TinySizes(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
 
