@@ -180,7 +180,10 @@ class LatentLayer(LayerAttention):
     ) -> None:
         assert self._sizes is not None
         held, turning = self._indexer, self._latent.rope_dim
-        half = angles[0][:, : turning // 2], angles[1][:, turning // 2 : turning]  # of the first head, sines above 0
+        half = (
+            angles[0][:, : turning // 2],
+            angles[1][:, turning // 2 : turning],
+        )  # one head's, whose sines are not negated
         key = index_keys(self._sizes, x, held["wk.weight"], held["k_norm.weight"], held["k_norm.bias"], half)
         weights = held["wq_b.weight"], held["weights_proj.weight"]
         context.choose(layer, key, partial(index_queries, self._sizes, of_queries, x, *weights, half))

@@ -416,12 +416,16 @@ def test_logits_past_an_indexers_top_k_are_those_of_transformers(
 def test_samples_past_an_indexers_top_k_are_those_of_transformers(
     sparse: tuple[Any, LocalEngine], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that cross it while decoding or in the prompt, move, share prompts, and wrap round a ring of 46 columns."""
+    """Rows that cross it while decoding or in the prompt, move, share prompts, and wrap round a ring of 45 columns."""
     monkeypatch.setattr(kv_cache, "BLOCK_COLUMNS", 5)
     theirs, engine = sparse
     asked = [
-        replace(one, params=replace(one.params, temperature=temperature, max_new_tokens=most, stop_token_ids=()))
-        for one, most in zip(requests(routes=False), (30, 9, 23, 30, 4), strict=True)
+        replace(
+            one,
+            token_ids=one.token_ids * times,
+            params=replace(one.params, temperature=temperature, max_new_tokens=most, stop_token_ids=()),
+        )
+        for one, most, times in zip(requests(routes=False), (30, 9, 23, 29, 4), (1, 1, 7, 1, 3), strict=True)
     ]
     for request, group in zip(asked, engine.generate(asked), strict=True):
         for got in group:
