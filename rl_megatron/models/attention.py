@@ -183,7 +183,7 @@ class LatentLayer(LayerAttention):
         half = (
             angles[0][:, : turning // 2],
             angles[1][:, turning // 2 : turning],
-        )  # one head's, whose sines are not negated
+        )  # one head's; its sines keep their sign
         key = index_keys(self._sizes, x, held["wk.weight"], held["k_norm.weight"], held["k_norm.bias"], half)
         weights = held["wq_b.weight"], held["weights_proj.weight"]
         context.choose(layer, key, partial(index_queries, self._sizes, of_queries, x, *weights, half))

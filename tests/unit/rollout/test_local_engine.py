@@ -425,7 +425,7 @@ def test_samples_past_an_indexers_top_k_are_those_of_transformers(
             token_ids=one.token_ids * times,
             params=replace(one.params, temperature=temperature, max_new_tokens=most, stop_token_ids=()),
         )
-        for one, most, times in zip(requests(routes=False), (30, 9, 23, 29, 4), (1, 1, 7, 1, 3), strict=True)
+        for one, most, times in zip(requests(routes=False), (30, 9, 23, 29, 4), (12, 1, 1, 1, 3), strict=True)
     ]
     for request, group in zip(asked, engine.generate(asked), strict=True):
         for got in group:
