@@ -135,7 +135,7 @@ def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
 def test_what_the_learner_refuses_of_a_model_is_not_planned(said: Said) -> None:
     text = said("--config", QWEN_80GB, "learner.lora.rank=8", "learner.lora.targets=mlp", status=1)
     assert "learner.lora.targets=mlp: model_type='qwen3_moe' has no dense layers and no shared experts" in text
-    text = said("--config", DEEPSEEK, "model.name=deepseek-v3.2", status=1)
+    text = said("--config", DEEPSEEK, "model.name=deepseek-v3.2", "learner.cp=2", status=1)
     assert "rollout.max_new_tokens=7168 = 8192 is more than index_topk=2048" in text
 
 
