@@ -125,14 +125,14 @@ def seconds(read: Callable[[str], object], text: str) -> float:
 
 
 def times_of_double(read: Callable[[str], object], text: Callable[[int], str]) -> float:
-    """How many times the processor time twice a text takes, at best of three."""
+    """How many times the processor time twice a text takes, at best of six."""
     length = FIRST
     while seconds(read, text(length)) < ENOUGH_SECONDS:
         length *= 2
         if length > LAST:
             return 0.0
     best = 9.0
-    for _ in range(3):
+    for _ in range(6):
         best = min(best, seconds(read, text(2 * length)) / seconds(read, text(length)))
         if best <= MOST_TIMES:
             break
