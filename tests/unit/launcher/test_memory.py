@@ -636,3 +636,15 @@ def test_allocations_are_remembered_the_latest(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history_impl", lambda *a, **k: given.append((a, k)))
     remember()
     assert given == [(("all",), {"max_entries": 200_000})]
+
+
+def test_the_plan_has_an_indexers_keys_where_sequences_are_longer_than_its_choice() -> None:
+    """Of DeepSeek-V3.2: 128 float32 numbers of each of 61 layers and of each column."""
+    shape = NAMED["deepseek-v3.2"]
+    assert shape.indexer is not None
+    without = replace(shape, indexer=replace(shape.indexer, top_k=10**6))
+    for prompt, added in ((48, 0), (49, 61 * 128 * 4 * 2049)):
+        keys = [f"rollout.max_prompt_tokens={prompt}", "rollout.max_new_tokens=2000", "model.path=."]
+        one, two = (load_config("tiny_cpu", [*keys, f"rollout.slots={slots}"]) for slots in (1, 2))
+        row, plain = (fullest(two, m).terms["engine"] - fullest(one, m).terms["engine"] for m in (shape, without))
+        assert row - plain == added

@@ -305,18 +305,6 @@ def test_the_plan_has_the_bytes_of_the_cache() -> None:
     assert planned == (2 * layers * torch.empty(row, device=meta).nbytes) + states.taps.nbytes + states.states.nbytes
 
 
-def test_the_plan_has_an_indexers_keys_where_sequences_are_longer_than_its_choice() -> None:
-    """Of DeepSeek-V3.2: 128 float32 numbers of each of 61 layers and of each column."""
-    shape = NAMED["deepseek-v3.2"]
-    assert shape.indexer is not None
-    without = replace(shape, indexer=replace(shape.indexer, top_k=10**6))
-    for prompt, added in ((48, 0), (49, 61 * 128 * 4 * 2049)):
-        keys = [f"rollout.max_prompt_tokens={prompt}", "rollout.max_new_tokens=2000", "model.path=."]
-        one, two = (load_config("tiny_cpu", [*keys, f"rollout.slots={slots}"]) for slots in (1, 2))
-        row, plain = (fullest(two, m).terms["engine"] - fullest(one, m).terms["engine"] for m in (shape, without))
-        assert row - plain == added
-
-
 # Each family's models: the engine's own tensors, and log-probs of long ragged completions as transformers' forward.
 PROMPT_LENGTHS = (1, 9, 2, 17, 5)
 VOCABULARY = 61
