@@ -80,7 +80,7 @@ class Kept:
         return torch.cat(found)
 
     def spread(self, x: Tensor, cut: slice, width: int) -> Tensor:
-        """Inverts `gather` for one chunk of ``x`` [K]: returns [c, ``width``] zeros at tokens not kept."""
+        """Inverts `gather` for one chunk: returns its part of ``x`` [K] as [c, ``width``], with zeros elsewhere."""
         mine = slice(self.ends[cut.start], self.ends[cut.stop])
         out = x.new_zeros(cut.stop - cut.start, width)
         out[self.rows[mine] - cut.start, self.columns[mine]] = x[mine]
